@@ -88,7 +88,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
     },
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
 }
-# Flags that only change the advantages of rewards.
+# Flags that only change the advantages from rewards.
 OF_REWARDS = ("baseline", "advantage_norm", "whiten", "separate_rewards")
 Algorithm = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
 
@@ -128,12 +128,12 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether a KL term needs the initial model."""
+        """True if a KL term needs the initial model."""
         return bool(self.kl_coef or self.kl_reward_coef)
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether rewards make advantages."""
+        """True if rewards make advantages."""
         return self.teacher is None or self.teacher_coef is not None
 
     @property
@@ -143,7 +143,7 @@ class Config(RunConfig):
 
     @property
     def has_kl_loss(self) -> bool:
-        """Whether the loss has the KL to the teacher, over the vocabulary."""
+        """True if the loss has the KL to the teacher, over the vocabulary."""
         return self.teacher is not None and self.teacher_kl != "sampled"
 
 
@@ -215,7 +215,7 @@ def token_advantages(
         stream[mask] = whiten(stream[mask])
 
     if config.teacher and not config.has_kl_loss:
-        # Each token's own: no baseline and no later token has a part in it.
+        # A token's term depends on no baseline and no later token.
         mask = batch.loss_mask
         teacher_kl = kl_penalty(logprobs, batch.teacher_logprobs, "k1")
         stream[mask] -= config.teacher_weight * teacher_kl[mask].double()
@@ -250,7 +250,7 @@ def is_trained(
     """Return bool [N]: the branches that can change the weights; after the first step no rank computes the others.
 
     Such a branch has a weight in the loss (weights [N], from `rollout_weights`), and an advantage or a loss term that
-    teaches without one. If you add such a term, or advantages of single tokens, say so here: the first step computes
+    teaches without one. If you add such a term, or advantages of single tokens, add it here: the first step computes
     all branches and refuses a gradient of one left out here. The other arguments are those of `token_advantages`.
     """
     if config.whiten or config.kl_reward_coef:  # its statistics cover all tokens of the step

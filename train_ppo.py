@@ -80,7 +80,7 @@ class Config(RunConfig):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the KL term needs the initial model."""
+        """True if the KL term needs the initial model."""
         return bool(self.kl_reward_coef)
 
     @property
@@ -132,8 +132,8 @@ def advantages_and_returns(
     batch.table_index selects the batch's N sequences. kl [T]: old - ref of each token; end_values [N]: values of the
     states after the last tokens. All ranks call it (collective).
 
-    A branch's score has the rewards of its turns, paid there, and those given at no turn, paid at its end. Estimates go
-    from each sampled token to the next one of its branch and skip appended tokens, as in verl.
+    A branch's score is the sum of its turns' rewards, paid at their ends, and of rewards without a turn, paid at the
+    branch's end. Estimates go from each sampled token to the next of its branch and skip appended tokens, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores[batch.table_index]

@@ -319,7 +319,11 @@ LOADED = "FOLDER: its tokenizer cannot be loaded: "
         ("generation_config", {"eos_token_id": True}, "eos_token_id is True; expected a token id"),
         ("generation_config", {"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]; expected a token id"),
         ("generation_config", {"eos_token_id": {"a": 1}}, "expected a token id"),
-        ("generation_config", {"eos_token_id": [1, None, 2.0]}, "eos_token_id is .1, None, 2.0.; expected a token id"),
+        (
+            "generation_config",
+            {"eos_token_id": [1, None, 2.0]},
+            "eos_token_id is .1, None, 2.0.; expected a token id",
+        ),
     ],
 )
 def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, said):

@@ -1,1 +1,1 @@
-"""From prompts to rewarded rollouts: groups of them are collected for a step."""
+"""From prompts to the rewarded groups of rollouts of a step."""

@@ -1,13 +1,13 @@
-"""The collector: prompts in, whole groups of rewarded rollouts out. It stands between the engine and the update.
+"""The collector, between the engine and the update: prompts in, whole groups of rewarded rollouts out.
 
 The groups of a step depend on the prompts, the rollouts' lengths and their rewards, never on the clock: they are the
 same on another number of ranks, or in a second run.
 
-With `max_staleness` a rollout may go on in a later step, under new weights. All that are in flight then decode in
+With `max_staleness` a rollout may go on in a later step, under new weights. All rollouts in flight then decode in
 rounds of a few tokens each, and the step ends with the first round after which enough groups are complete: it takes
-the first of them in order of their prompts. Whoever waits for a reply or a reward does not hold a step up, which
-then depends on the clock, too. What is unfinished, or complete but not taken, is in flight; `state` and `records` put
-it into a checkpoint.
+the first of them in order of their prompts. Rollouts that wait for a reply or a reward do not hold up a step, which
+then depends on the clock, too. Unfinished rollouts, and complete ones that no step has taken, are in flight; `state`
+and `records` put them into a checkpoint.
 """
 
 import itertools
@@ -46,14 +46,14 @@ from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 from minirl.training.frozen_models import FrozenModel
 
-# Tokens of a rollout in a round: a share of the longest completion, within limits. Fewer let new prompts begin sooner
-# where others ended, and more cost fewer exchanges between the ranks (`benchmarks/rounds.py`).
+# Tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts take the
+# places of finished ones sooner; with more, the ranks exchange less often (`benchmarks/rounds.py`).
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
 
 
 def default_round_tokens(max_new_tokens: int) -> int:
-    """The tokens of a rollout in a round, where completions have up to `max_new_tokens`."""
+    """The tokens of a rollout in a round, if completions have up to `max_new_tokens`."""
     least, most = ROUND_LIMITS
     return min(max(least, round(ROUND_FRAC * max_new_tokens)), most)
 
@@ -61,8 +61,7 @@ def default_round_tokens(max_new_tokens: int) -> int:
 class Collector:
     """Collects the rollouts of one stream of prompts.
 
-    engine: that samples them. num_served: prompts taken from the stream so far; a script may raise it, to leave some
-    out.
+    engine: samples them. num_served: prompts taken from the stream so far; a script may raise it to skip some.
     """
 
     def __init__(
@@ -84,16 +83,16 @@ class Collector:
     ):
         """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
 
-        limits: of an episode.
+        limits: those of each episode.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
-        max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; then
-        such groups fill it up. None: do not replace them.
-        max_staleness: the most steps between a rollout's first token and the step that it is trained in. 0: all
-        rollouts of a step begin and end in it.
+        max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; after
+        that such groups fill up the step. None: do not replace them.
+        max_staleness: the most steps from a rollout's first token to the step that trains on it. 0: all rollouts of a
+        step begin and end in it.
         round_tokens: with `max_staleness`, the most tokens that a rollout samples in a round. None: a share of the
         longest completion.
-        frozen: models that score the groups' rollouts; they do so early where this rank would wait.
-        scores_beside_cache: also where it waits for replies while the engine's cache is in memory.
+        frozen: models that score the groups' rollouts, early if this rank would otherwise wait.
+        scores_beside_cache: score also while it waits for replies with the engine's cache in memory.
         """
         self.num_served = 0
         self.engine = engine
@@ -124,19 +123,19 @@ class Collector:
             shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
         )
         self._queue = RewardQueue(functions, prompts)
-        # In flight on this rank, besides the runner's episodes: by prompt, how many of these there are, and the
-        # rollouts that ended; whole groups with their rewards.
+        # In flight on this rank: by prompt, the number of the runner's episodes, and finished rollouts; then whole
+        # groups with their rewards.
         self._num_running: Counter[int] = Counter()
         self._ended: dict[int, list[Rollout]] = {}
         self._rewarded = self._queue.finish([])
-        # The same on every rank: how many steps were collected, and in which of them each prompt in flight was begun.
+        # The same on every rank: the number of collected steps, and the step in which each prompt in flight began.
         self._num_steps = 0
         self._begun_in: dict[int, int] = {}
 
     def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
         """The groups of the next step (collective).
 
-        weight_version: of the weights that sample now. Raises RewardError or RolloutError naming function and row.
+        weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
         """
         self._num_steps += 1
         for model in self._frozen:
@@ -160,7 +159,7 @@ class Collector:
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
         """The rollouts of these requests with their rewards, in order of their ids. Not collective.
 
-        Functions that judge groups get those of each prompt that are among them.
+        Functions that judge groups get the rollouts of one prompt together.
         """
         self._queue.begin_step(0)
         with self._queue.given_up_on_error():
@@ -173,10 +172,10 @@ class Collector:
     def run_in_turn(
         self, groups: Iterable[Sequence[Request]], *, num_open: int, num_together: int = 1
     ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards, prompt by prompt as they are complete. Not collective.
+        """The rollouts of these requests with their rewards, prompt by prompt as they finish. Not collective.
 
-        groups: the requests of each prompt. num_open: rollouts above which no further prompt is begun. num_together:
-        prompts that are rewarded together.
+        groups: the requests of each prompt. num_open: the number of open rollouts above which no prompt begins.
+        num_together: prompts that are rewarded together.
         """
         waiting = iter(groups)
         self._queue.begin_step(0)
@@ -209,7 +208,7 @@ class Collector:
         )
 
     def take_count(self, counted: Counted) -> int:
-        """Return how many of these this rank had since the last call, also in rollouts that no step takes.
+        """Return this rank's count since the last call, including rollouts that no step takes.
 
         counted: see `runner.Counted`.
         """
@@ -232,9 +231,9 @@ class Collector:
         return [{"rollouts": list(group)} for _, group in groups]
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint's state; `groups` are the records that are this rank's now. Not collective.
+        """Continue from a checkpoint's state; `groups` are this rank's records now. Not collective.
 
-        An episode whose function does not repeat its requests begins again from the start; it counts as "restarted".
+        An episode whose function does not repeat its requests starts over; it counts as "restarted".
         """
         self._num_steps = state["num_steps"]
         self._begun_in = dict(state["begun_in"])
@@ -253,7 +252,7 @@ class Collector:
             self._add_if_whole(ordinal)
 
     def _wait_for_ranks(self) -> None:
-        """Let frozen models score until all ranks have come as far (collective)."""
+        """Let frozen models score until all ranks arrive here (collective)."""
         if not self._frozen:
             return
         arrival = Arrival()
@@ -299,15 +298,15 @@ class Collector:
                 is_full = selection.num_selected == num_groups
                 if selection.num_missing == 0 or (is_full and num_refills > (self._max_refills or 0)):
                     return selection
-            # As many are open as two steps take, so that a long rollout decodes beside many others.
+            # Two steps' prompts are open, so that a long rollout decodes beside many others.
             num_open = len(self._begun_in) - len(ready)
-            # No more than can be taken before they are too old.
+            # No more than steps can take before they are too old.
             num_allowed = num_groups * (1 + self._max_staleness) - (len(self._begun_in) - num_equal)
             self._serve(max(0, min(2 * num_groups - num_open, num_allowed)))
             self._run_round(weight_version)
 
     def _ready(self) -> set[int]:
-        """The prompts in flight whose groups can be selected; in whole steps all that were begun (collective)."""
+        """The prompts in flight whose groups can be selected; without `max_staleness` all of them (collective)."""
         if self._max_staleness == 0:
             return set(self._begun_in)
         # The rewards of groups that have just ended may take no longer than a reply.
@@ -320,7 +319,7 @@ class Collector:
 
     def _is_ready(self, ordinal: int) -> bool:
         """Return whether all rollouts of a prompt ended, and no worker still rewards them."""
-        # The calls of reward functions are for a whole group.
+        # Each call of a reward function gets a whole group.
         return ordinal not in self._num_running and self._queue.is_ready(self._ended[ordinal][0].rollout_id)
 
     def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
@@ -338,7 +337,7 @@ class Collector:
         )
 
     def _serve(self, num_prompts: int) -> None:
-        """Begin this rank's share of this many new prompts."""
+        """Begin this rank's share of this number of new prompts."""
         requests = self._prompts.requests(
             self.num_served,
             num_prompts,
@@ -370,7 +369,7 @@ class Collector:
                     self._take(rollout)
                 self._queue.poll()
                 bar.update(len(rollouts))
-        self.engine.sync()  # until here ranks that follow another's engine wait for it
+        self.engine.sync()  # ranks that follow another's engine wait for it until here
 
     def _leave_engine(self) -> None:
         self._runner.leave_engine()
@@ -386,7 +385,7 @@ class Collector:
         self._add_if_whole(ordinal)
 
     def _add_if_whole(self, ordinal: int) -> None:
-        """If all rollouts of a prompt ended, let them be rewarded and scored."""
+        """If all rollouts of a prompt ended, pass them on to be rewarded and scored."""
         if ordinal in self._num_running:
             return
         rollouts = self._ended[ordinal]

@@ -20,7 +20,7 @@ class Groups:
     table: RolloutTable
     # fp64 [P, G, K]
     rewards: Tensor
-    # fp64 [P, G, B, K]: of branch b of each rollout, see `RolloutTable.rewards_by_branch`
+    # fp64 [P, G, B, K]: those of each rollout's branch b, see `RolloutTable.rewards_by_branch`
     branch_rewards: Tensor
     # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
     greedy_rewards: Tensor
@@ -35,7 +35,7 @@ class Selection:
     left: RewardedRollouts
     # How many of P groups are missing: not complete, or replaceable.
     num_missing: int
-    # How many groups there were of equal first rewards, if such are replaced.
+    # How many groups have equal first rewards, if such groups are replaced.
     num_equal: int
     # The prompts whose groups were selected or dropped.
     ended: frozenset[int]
@@ -58,7 +58,7 @@ def select_step(
     """Select `num_groups` of all ranks' groups, the first in order of their prompts (collective).
 
     rewarded: the groups of this rank, each whole: `group_size` rollouts of a prompt, then `num_greedy` greedy ones.
-    branch_rewards: as of `gather_table`.
+    branch_rewards: see `gather_table`.
     replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
     are dropped if they are not selected.
     """

@@ -1,4 +1,4 @@
-"""An episode, as the function sees it that writes a rollout.
+"""An episode, as seen by the function that writes a rollout.
 
 Such a function is a generator. The turns that it yields are sampled together with those of all other episodes:
 
@@ -30,11 +30,11 @@ from minirl.truncation import NO_TRUNCATION, Truncation
 class Branch:
     """A prompt with the turns that follow it.
 
-    number: among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones included;
-    where the episode began it, that of the episode, until its first turn is there. prompt_ids: the prompt's token ids,
-    which a branch that the episode began knows from then on. turns: those that ended.
-    end_reason: that the episode's `end` was called with. tools: as in `Generate`.
-    drops_last: whether nobody saw its last turn, which then does not belong to the rollout. No turn follows it.
+    number: its place among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones
+    included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
+    first turn; until then it has the episode's limit. turns: the finished ones. end_reason: the argument of the
+    episode's `end`, if it was called. tools: see `Generate`.
+    drops_last: whether its last turn reached nobody, and so does not belong to the rollout. No turn follows it.
     """
 
     prompt: str | Messages | list[int]
@@ -48,17 +48,17 @@ class Branch:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are after the prompt, sampled and appended."""
+        """The number of tokens after the prompt, sampled and appended."""
         return self.turns[-1].end if self.turns else 0
 
     @property
     def room(self) -> int:
-        """How many more tokens there may be."""
+        """How many more tokens it may have."""
         return self.max_tokens - self.num_tokens
 
     @property
     def tokens(self) -> list[int]:
-        """All after the prompt, sampled and appended; the lists below have one element for each."""
+        """All tokens after the prompt, sampled and appended; the lists below have one element for each."""
         return [token for turn in self.turns for token in turn.appended + turn.ids]
 
     @property
@@ -70,17 +70,17 @@ class Branch:
 
     @property
     def logprobs(self) -> list[float]:
-        """Of the tokens when they were sampled; 0 for appended ones."""
+        """The tokens' logprobs when they were sampled; 0 for appended ones."""
         return [value for turn in self.turns for value in [0.0] * len(turn.appended) + turn.logprobs]
 
     @property
     def versions(self) -> list[int]:
-        """Of the weights that sampled them; 0 for appended ones."""
+        """The versions of the weights that sampled them; 0 for appended ones."""
         return [value for turn in self.turns for value in [0] * len(turn.appended) + turn.versions]
 
     @property
     def has_messages(self) -> bool:
-        """Return whether it is a conversation: its prompt is not a list of token ids."""
+        """Return whether it is a conversation: its prompt is not token ids."""
         return not is_token_ids(self.prompt)
 
     @property
@@ -106,10 +106,10 @@ class Branch:
         top_p: float | None = None,
         min_p: float | None = None,
     ) -> Generate:
-        """What to yield for a turn; see `Generate`. Where `after` leaves no room the episode ends with "length".
+        """Make a request for a turn, to yield (`Generate`). If `after` leaves no room the episode ends with "length".
 
         after: also a single message; None for nothing. top_k, top_p, min_p: see `Truncation`; None for the run's.
-        Raises InputError after `end`, and for a `stop` of no such type.
+        Raises InputError after `end`, and for a `stop` of another type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
         refuse(
@@ -134,16 +134,16 @@ class Branch:
 
 
 class Episode(Branch):
-    """One rollout while it is made. It is itself a branch, the one that follows the row's prompt.
+    """One rollout in the making. It is itself a branch, the one that follows the row's prompt.
 
-    row: the prompt's row of the data. seed: this episode's, for all that is random in it; the same in every run of it.
+    row: the prompt's row of the data. seed: for everything random in this episode; the same in every run of it.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: that of all turns. truncation: that of turns that ask for no other. all_turns: those of all branches,
-    in order. given: rewards by name, which belong to all branches.
-    rewarded: to which of `rewards` the function gave something since `take_given`.
-    is_closed: whether the function ended, or is being ended.
-    environment: the attributes of the object of --environment that JSON can hold, as they are now; None where no reward
-    function asks for them.
+    temperature: of all turns. truncation: of turns that name no other. all_turns: the turns of all branches, in order.
+    given: rewards by name, which belong to all branches.
+    rewarded: which of `rewards` the function has added to since `take_given`.
+    is_closed: whether the function has ended, or is being ended.
+    environment: the present attributes of the object of --environment that JSON can hold; None if no reward function
+    asks for them.
     """
 
     def __init__(
@@ -171,14 +171,14 @@ class Episode(Branch):
         self.all_turns: list[Turn] = []
         self.given: dict[str, float] = {}
         self.rewarded: set[int] = set()
-        # Of branches whose first turn is still to be taken.
+        # The branches whose first turn is still to come.
         self._known: dict[int, Mapping[str, Any]] = {}
         self.is_closed = False
 
     @property
     def branches(self) -> dict[int, Branch]:
-        """All of them by number, this one is 0."""
-        # Not kept: an object that holds itself is freed by a garbage collection only, with the rollout that it has.
+        """All branches by number; the episode itself is 0."""
+        # Not stored: only a garbage collection would free an object that holds itself, with its rollout.
         return {0: self, **self._further}
 
     @property
@@ -208,18 +208,18 @@ class Episode(Branch):
         return {"row": row} | {name: getattr(self, name) for name in names}
 
     def know(self, branches: Iterable[Mapping[str, Any]]) -> None:
-        """Take what `Branch.to_json` says of branches whose first turns are still to be taken."""
+        """Record branches, as `Branch.to_json` has them, whose first turns are still to come."""
         self._known |= {branch["number"]: branch for branch in branches}
 
     def branch_of(self, asked: Generate) -> Branch:
-        """The branch that a turn is asked for, or that begins with it. For who runs the episode."""
+        """The branch that a request continues or begins. For the code that runs the episode."""
         if asked.branch == 0:
             return self
         begun = Branch(asked.prompt, 0, asked.branch, tools=asked.tools)
         return self._further.setdefault(asked.branch, begun)
 
     def take(self, turn: Turn) -> None:
-        """Add a turn that ended to its branch. For who runs the episode."""
+        """Add a finished turn to its branch. For the code that runs the episode."""
         known = self._known.pop(turn.branch, None)
         if known is not None:
             # Where the function runs, it begins the branch itself.
@@ -231,7 +231,7 @@ class Episode(Branch):
         self.all_turns.append(turn)
 
     def drop_unseen(self) -> None:
-        """Take off the turns that nobody saw; the turn before each gets its rewards."""
+        """Remove the turns that reached nobody; the turn before each gets its rewards."""
         for branch in self.branches.values():
             if not branch.drops_last:
                 continue
@@ -265,10 +265,10 @@ class Episode(Branch):
         """Begin a further branch, with another prompt: a rewritten or a second conversation, or token ids.
 
         It is a separate training sample with the rewards of its turns. It shares with the other branches the rewards
-        that belong to no turn, and the weight in the loss. tools: JSON schemas of the tools that the prompt shows, if
-        it is messages; None: the run's.
+        that belong to no turn, and the weight in the loss. tools: JSON schemas of the tools that a prompt of messages
+        shows; None: the run's.
         """
-        # The caller may go on with its list of messages, the branch's are those of now.
+        # The caller may go on to change its list of messages; the branch keeps the present ones.
         own = copy.deepcopy(prompt)
         number = 1 + len(self._further)
         branch = Branch(own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools)
@@ -280,8 +280,8 @@ class Episode(Branch):
     ) -> None:
         """Add to a reward of the episode. It belongs to the last token of the last turn, and so to that turn's branch.
 
-        branch: to the last turn of this one instead (the episode is the first of them); "all": to each branch and no
-        turn, like rewards that the function returns; so are all rewards before the first turn.
+        branch: pay the last turn of this branch instead (the episode is the first one); "all": pay each branch but no
+        turn, like rewards that the function returns and all rewards before the first turn.
         Raises InputError unless it is a finite number, for a branch without a turn, and after the episode's end.
         """
         place = f"episode.reward, for the row at {self.row.place}:"
@@ -302,9 +302,9 @@ class Episode(Branch):
         given[name] = checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 
     def end(self, reason: str) -> End:
-        """What to yield, or to call before the function returns, for the episode to end with this finish reason.
+        """End the episode with this finish reason: yield the result, or call it before the function returns.
 
-        reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends as its last turn did.
+        reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends like its last turn.
         """
         refuse(
             not isinstance(reason, str) or reason not in END_REASONS,

@@ -1,4 +1,4 @@
-"""What a rollout function yields: the request for a turn, or the end of its episode.
+"""The values that a rollout function yields: a request for a turn, or the end of its episode.
 
 Standard library only: a process that runs such a function starts quickly.
 """
@@ -23,9 +23,9 @@ END_REASONS = (
     "timeout",
     "env_done",
 )
-# Characters of the request of a function in another process, as JSON.
+# The most characters of a request from another process, as JSON.
 MAX_ASKED = 1 << 22
-# Made once: `json.dumps` with an option makes one each time.
+# Made once: `json.dumps` with options would make one each time.
 _ENCODER = json.JSONEncoder(default=repr)
 
 
@@ -35,7 +35,7 @@ class Generate:
 
     after: text, token ids or, between turns of a chat, messages.
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
-    max_tokens: None for as many as there is room for.
+    max_tokens: None for as many as fit.
     branch: the number of the episode's branch. prompt: the start of that branch; not read for 0, the row's prompt.
     contents: reward functions get these as the contents of the messages of `after`, None for their texts.
     tools: JSON schemas of the tools that this prompt shows; None: the run's.
@@ -53,7 +53,7 @@ class Generate:
 
     @property
     def inserted(self) -> Messages:
-        """The messages that are appended, as reward functions get them."""
+        """The appended messages, as reward functions get them."""
         if not is_messages(self.after):
             return []
         messages = [dict(message) for message in self.after]
@@ -63,7 +63,7 @@ class Generate:
 
     @property
     def digest(self) -> str:
-        """The same for the same request in any process: a replay checks that a turn is asked for as before."""
+        """A digest, equal for equal requests in any process: a replay checks that a request is the same as before."""
         try:
             text = _ENCODER.encode(vars(self))
         except (

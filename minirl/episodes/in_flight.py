@@ -50,7 +50,7 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
 
 
 def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode:
-    """Return the paused episode of `paused_record`. request: the one with its id and prompt."""
+    """Return the paused episode of `paused_record`. request: has its id and prompt."""
     branches = {id_of(branch).branch: _branch_of(branch) for branch in record["branches"]}
     return PausedEpisode(request, branches, record["begun"], record["turns"], record["asked"])
 
@@ -60,7 +60,8 @@ def finished_record(
 ) -> dict[str, Any]:
     """Return the record of a finished rollout.
 
-    rewards: None as long as others of its prompt are missing on its rank; of these, None where one does not apply.
+    rewards: None while other rollouts of its prompt are missing on its rank; within the list, None where a reward does
+    not apply.
     """
     return {
         **_tokens_record(rollout),
@@ -96,7 +97,7 @@ def rewarded_of(records: Sequence[Mapping[str, Any]], prompts: PromptStream) -> 
 
 
 def _ended_record(episode: EpisodeRecord) -> dict[str, Any]:
-    """Return the record of an episode that ended."""
+    """Return the record of a finished episode."""
     turns = [_turn_record(turn) for turn in episode.turns]
     return {**vars(episode), "turns": turns, "prompt": _prompt_record(episode.prompt)}
 
@@ -128,7 +129,7 @@ def _tokens_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def id_of(record: Mapping[str, Any]) -> RolloutId:
-    """Return whose record it is."""
+    """Return the rollout's id in a record."""
     return RolloutId(*record["id"])
 
 

@@ -1,21 +1,21 @@
-"""Where episodes end that would go on."""
+"""Limits at which episodes end."""
 
 import sys
 from dataclasses import dataclass
 
 from minirl.episodes.episode import Episode
 
-# Where an episode ends without --max-turns: some programs ask for ever.
+# The limit without --max-turns: some programs would never stop.
 MAX_TURNS = 1000
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits at which an episode ends that asks for a further turn; 0: no limit; for turns, MAX_TURNS.
+    """Limits: an episode that has reached one and asks for a further turn ends. 0: no limit; for turns, MAX_TURNS.
 
-    max_turns: turns so far. max_sampled_tokens: tokens that all its turns sampled; this limit also cuts a turn off.
-    max_seconds: the time that its function worked and waited in another process, without the time of its turns; in this
-    process it is not counted.
+    max_turns: its turns. max_sampled_tokens: the tokens sampled in all its turns; this limit also cuts a turn off.
+    max_seconds: the time that its function worked and waited in another process, without the time of its turns; time in
+    this process does not count.
     """
 
     max_turns: int = 0
@@ -23,7 +23,7 @@ class EpisodeLimits:
     max_seconds: float = 0.0
 
     def room_to_sample(self, episode: Episode) -> int:
-        """Return how many more tokens the episode may sample, whatever is appended."""
+        """Return how many more tokens the episode may sample."""
         if self.max_sampled_tokens == 0:
             return sys.maxsize
         return self.max_sampled_tokens - sum(turn.num_tokens for turn in episode.all_turns)
@@ -31,7 +31,7 @@ class EpisodeLimits:
     def reached(self, episode: Episode, seconds: float) -> str | None:
         """Return the finish reason of an episode that may not have the turn it asks for; None if it may.
 
-        seconds: that its function has worked and waited.
+        seconds: how long its function has worked and waited.
         """
         num_turns = len(episode.all_turns)
         if num_turns >= (self.max_turns or MAX_TURNS):

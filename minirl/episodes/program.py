@@ -1,4 +1,4 @@
-"""A function that writes one episode, and where such functions run: in this process, or in others.
+"""Run a function that writes one episode, in this process or in others.
 
 Standard library only: a process that runs such a function starts quickly.
 """
@@ -23,8 +23,8 @@ CHANGED = "given the same turns again, it asks for something else; make it a fun
 class Ended:
     """A function ended.
 
-    returned: the rewards that it returned, by name; None for one that does not apply. reason: the finish reason that it
-    gave (`Episode.end`).
+    returned: the rewards that it returned, by name; None for one that does not apply. reason: its finish reason
+    (`Episode.end`).
     """
 
     returned: dict[str, float | None] = field(default_factory=dict)
@@ -33,14 +33,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A function asks for nonsense or, in another process, raised, hung or died: `why`. It runs no more."""
+    """A function made a nonsensical request or, in another process, raised, hung or died: `why`. It has stopped."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Differs(Failed):
-    """A function that is given the turns of an earlier run does not ask for them. It runs no more."""
+    """A function that replays the turns of an earlier run asked for something else. It has stopped."""
 
     why: str = CHANGED
 
@@ -51,7 +51,7 @@ Reply = Generate | Ended | Failed
 class Host(Protocol):
     """Runs one function for many episodes. Nothing here is collective, and only `replies` waits.
 
-    A host adds turns to their episode. With a reply the episode has the rewards that were given before it.
+    A host adds turns to their episode. When a reply arrives, the episode has the rewards that were given before it.
 
     name: the function's. on_error: whether a failure stops the run ("stop") or ends its episode ("end").
     """
@@ -60,19 +60,19 @@ class Host(Protocol):
     on_error: str
 
     def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
-        """Call the function for an episode, and give it these turns of an earlier run, as `Program.replay`.
+        """Call the function for an episode and replay these turns of an earlier run, see `Program.replay`.
 
-        Return the number that replies have: the first one is that to the last of the turns.
+        Returns the number that identifies its replies; the first reply is the one to the last of these turns.
         """
 
     def send(self, number: int, turn: Turn) -> None:
-        """Give the turn that a function asked for to it; it replies."""
+        """Give a function the turn that it asked for; it replies."""
 
     def close(self, number: int) -> None:
-        """End a function that asked for a turn and does not get it. It does not reply."""
+        """End a function instead of giving it the turn that it asked for. It does not reply."""
 
     def seconds(self, number: int) -> float:
-        """How long a function that asks for a turn has worked and waited so far, without the time of its turns."""
+        """How long a function has worked and waited until its last request, without the time of its turns."""
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
         """Return the replies so far, in any order. Without any, wait up to `timeout_s` seconds for some."""
@@ -90,9 +90,9 @@ class Program:
         self.is_async = inspect.isasyncgen(self._turns)
 
     async def replay(self, turns: Iterable[Turn]) -> Reply:
-        """Run the function until it asks for a turn that is not among these, or does not ask for the next of these.
+        """Run the function until it has replayed these turns, or asks for another turn than the next of these.
 
-        turns: of an earlier run of the same episode. Each is given to the function that asks for it as it did then.
+        turns: of an earlier run of the same episode. The function gets each if its request equals that of then.
         """
         if not self.is_async and not inspect.isgenerator(self._turns):
             return Failed("is not a generator; write `turn = yield episode.generate()`")
@@ -105,7 +105,7 @@ class Program:
             if reply.digest != turn.asked:
                 await self.close()
                 return Differs()
-            # As the function has them: an earlier run saved only the parts that JSON holds.
+            # As the function makes them: an earlier run saved only the parts that JSON holds.
             turn.inserted = reply.inserted
             reply = await self.reply(turn)
         return reply
@@ -124,7 +124,7 @@ class Program:
             self._turns.close()
 
     async def _advance(self, turn: Turn | None) -> Reply:
-        """Let the function go on to its next `yield`, or to its end; without a turn it begins."""
+        """Resume the function until its next `yield` or its end; without a turn, start it."""
         has_ended, value = True, None
         try:
             value = await self._turns.asend(turn) if self.is_async else self._turns.send(turn)
@@ -155,7 +155,7 @@ class Program:
 
 
 class InProcess:
-    """Runs a function in this process, where it replies at once. With an InputError that it raises it has failed."""
+    """Runs a function in this process, where it replies at once. An InputError that it raises is a failure."""
 
     on_error = "stop"
 

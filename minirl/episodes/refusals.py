@@ -1,4 +1,4 @@
-"""What a rollout function may not ask for, and rewards that it may not give: refused naming function, row and field.
+"""Refuse requests and rewards that a rollout function may not make, naming function, row and field.
 
 Standard library only: a process that runs such a function starts quickly.
 """

@@ -2,12 +2,12 @@
 
 The trainer has the tokens and the tokenizer, the other process runs the `Program`; each has an `Episode`.
 
-- The first message is {"begin": `Episode.header`, "turns", "branches"}; it brings back the turns of an episode that ran
-  before, in a process that ended. A later one is {"turns", "branches"} with one turn. A turn is `Turn.to_json` with its
-  tokens, text and message; branches are those of which these turns are the first.
+- The first message is {"begin": `Episode.header`, "turns", "branches"}, with the turns of an episode that ran before in
+  another process. A later one is {"turns", "branches"} with one turn. A turn is `Turn.to_json` with its tokens, text
+  and message; branches are those that begin with one of these turns.
 - A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, {"failed": why} or {"differs": true}.
-- With each reply go the facts {"given", "unseen", "environment"}: what `Episode.take_given` returns, the branches whose
-  last turn nobody saw, and the attributes of the environment.
+- Each reply comes with the facts {"given", "unseen", "environment"}: the result of `Episode.take_given`, the branches
+  whose last turn reached nobody, and the attributes of the environment.
 
 Standard library only: a process that runs such a function starts quickly.
 """
@@ -31,14 +31,14 @@ def opening(episode: Episode) -> dict[str, Any]:
 
 
 def turns_message(episode: Episode, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Return the message with these turns, which the episode has already."""
+    """Return the message with these turns, which the episode already has."""
     begun = [branch for branch in episode.further if branch.turns and branch.turns[0] in turns]
     return {"turns": [_whole(turn) for turn in turns], "branches": [branch.to_json() for branch in begun]}
 
 
 def _whole(turn: Turn) -> dict[str, Any]:
     """Return a turn for a process without a tokenizer."""
-    # From the reader: the turn would keep what only the message needs.
+    # From the reader: the turn would keep parts that only the message needs.
     reader = turn.reader
     text = reader.text
     told: dict[str, Any] = {
@@ -56,7 +56,7 @@ def _whole(turn: Turn) -> dict[str, Any]:
 
 
 def read_reply(content: Mapping[str, Any]) -> Reply:
-    """Return the function's reply. Raises InputError if no function of an episode replies so."""
+    """Return the function's reply. Raises InputError if no rollout function can reply so."""
     if "asked" in content:
         return Generate.read(content["asked"])
     if "differs" in content:
@@ -68,7 +68,7 @@ def read_reply(content: Mapping[str, Any]) -> Reply:
 
 
 def take_facts(episode: Episode, facts: Mapping[str, Any]) -> None:
-    """Set what goes with a reply in the trainer's episode. Raises InputError for what no episode sends."""
+    """Put a reply's facts into the trainer's episode. Raises InputError for facts that no episode sends."""
     places = episode.rewards
     try:
         for place, given in facts["given"]:
@@ -119,7 +119,7 @@ class RemoteEpisode:
             await self._program.close()
 
     def facts(self) -> dict[str, Any] | None:
-        """Return what goes with each reply; None if the function was not called."""
+        """Return a reply's facts; None if the function was not called."""
         if self._episode is None:
             return None
         unseen = [number for number, branch in self._episode.branches.items() if branch.drops_last]
@@ -143,9 +143,9 @@ def _reply_content(reply: Reply) -> dict[str, Any]:
 
 @dataclass
 class _Told:
-    """Reads a turn of which the trainer has told everything: an `episode.TurnReader`.
+    """Reads a turn that the trainer has sent whole: an `episode.TurnReader`.
 
-    said: the message, or `error`: why it is not known.
+    said: the message, or `error`: why it is unknown.
     """
 
     ids: list[int]

@@ -15,7 +15,7 @@ from minirl.workers.user_code import find_function
 class RolloutCode:
     """A rollout function, and the tools that it calls.
 
-    is_async: whether it ever waits. If not, an `async def` runs in a process without an event loop. gives_reward:
+    is_async: whether it ever waits; if not, even an `async def` runs in a process without an event loop. gives_reward:
     whether an environment has `get_reward`.
     """
 

@@ -1,7 +1,7 @@
 """Run a user's rollout function in worker processes (`minirl.workers`), during decoding.
 
-When a process dies, its episodes run again in another process with the turns that they had got, and must ask for the
-same again.
+When a process dies, its episodes run again in another process with the turns they had received, and must make the same
+requests again.
 """
 
 import functools
@@ -52,9 +52,9 @@ def load_rollout(
 ) -> "RolloutWorkers":
     """Start workers for the value of the flag --KIND, "file.py:name" or "module:name".
 
-    kind: "rollout", a rollout function; "tools" (several names, with commas between them) or "environment", of which
-    `minirl.agents.tool_loop` makes one. timeout_s: limit of one reply. on_error: "end" ends a few failed episodes where
-    they are, "stop" none. Raises InputError if the function cannot be loaded.
+    kind: "rollout", a rollout function; or "tools" (names separated by commas) or "environment", from which
+    `minirl.agents.tool_loop` makes one. timeout_s: limit of one reply. on_error: "end" ends a few failed episodes after
+    their last turn, "stop" stops the run. Raises InputError if the function cannot be loaded.
     """
     pool = Pool(KINDS[kind], spec, timeout_s=timeout_s, num_workers=num_workers)
     return RolloutWorkers(pool, kind, on_error)
@@ -63,7 +63,7 @@ def load_rollout(
 class RolloutWorkers:
     """A rollout function that runs in worker processes: a `program.Host`.
 
-    kind, on_error: as for `load_rollout`. tools: JSON schemas of the tools that the function calls. gives_reward:
+    kind, on_error: see `load_rollout`. tools: JSON schemas of the tools that the function calls. gives_reward:
     whether an environment has `get_reward`.
     """
 
@@ -106,7 +106,7 @@ class RolloutWorkers:
         self.pool.close(number)
 
     def seconds(self, number: int) -> float:
-        """See `Host`. In the process that has the episode: one that died does not count."""
+        """See `Host`. Counts time in the present process only, not in one that died."""
         return self.pool.seconds(number)
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
@@ -138,7 +138,7 @@ class RolloutWorkers:
 
     @spent_on("wait_replies")
     def _wait(self, timeout_s: float) -> None:
-        """Wait until a worker that has to reply has sent something, or is over its time."""
+        """Wait until a worker that owes a reply has sent something, or has exceeded its time."""
         # This wait is limited by the deadlines, not by --hang-timeout.
         watchdog.heartbeat(self.pool.what)
         wait_for_any([self.pool], timeout_s)
@@ -146,7 +146,7 @@ class RolloutWorkers:
 
 
 def _taken(received: workers.Reply, episode: Episode) -> Reply:
-    """Return a function's reply, and put the facts that go with it into the episode."""
+    """Return a function's reply, and put its facts into the episode."""
     try:
         if received.facts is not None:
             take_facts(episode, received.facts)

@@ -1,9 +1,9 @@
-"""Run the functions that write rollouts on the engine: the turns that they ask for are decoded together.
+"""Run the functions that write rollouts on the engine, which decodes their turns together.
 
 A function may run in this process or in others (`program.Host`). While it works on its reply, its episode waits in the
-engine and the others are decoded.
+engine, and the engine decodes the others.
 
-Episodes run in rounds, in each of which they may sample as many tokens as its budget says. Between two rounds they keep
+Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
 their keys and values in the engine, unless `leave_engine` frees these.
 """
 
@@ -30,19 +30,19 @@ from minirl.ranks.process_group import print_here
 from minirl.rollouts import Request, Rollout, RolloutId
 from minirl.workers.failures import Failures
 
-# Of a wait for replies while nothing is decoded; rewards are looked after in between.
+# The longest wait for replies while there is nothing to decode, before rewards get attention.
 WAIT_S = 0.05
-# How a tool's result begins that is an error, in TRL and `tool_loop`.
+# How a tool's result begins if it is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 # A runner counts: tokens that all episodes sampled; episodes that ended because their function failed; paused ones
-# that began again from the start; results of tools that were appended, and how many of them are errors, as TRL's.
+# that started over; appended results of tools, and how many of them are errors, as TRL writes them.
 Counted = Literal["sampled_tokens", "rollout_errors", "restarted", "tool_results", "tool_errors"]
 
 
 class EpisodeRunner:
     """Runs episodes, round by round. Not collective.
 
-    patience_s: how long a round with a budget waits for the next reply where it has nothing to decode.
+    patience_s: how long a round with a budget waits for the next reply if it has nothing to decode.
     """
 
     patience_s = 0.05
@@ -57,10 +57,10 @@ class EpisodeRunner:
         reward_names: Collection[str] = (),
         shows_environment: bool = False,
     ):
-        """rollout: a generator function, see `episode`, or what runs it in other processes.
+        """rollout: a generator function, see `episode`, or a `Host` that runs it in other processes.
 
-        reward_names: of the rewards that an episode has to give. One that ends at a limit before it has given them gets
-        0, and one whose function fails None. shows_environment: whether reward functions ask for `environments`.
+        reward_names: the rewards that an episode must give. If it ends at a limit first they are 0, and if its function
+        fails None. shows_environment: whether reward functions ask for `environments`.
         """
         self._engine = engine
         self._host: Host = InProcess(rollout) if callable(rollout) else rollout
@@ -71,33 +71,33 @@ class EpisodeRunner:
         self._shows_environment = shows_environment
         self._turn_maker = TurnMaker(self._name, prompts, limits)
         self._counts: Counter[Counted] = Counter()
-        # Of episodes of an earlier process.
+        # Replies of episodes of an earlier process.
         self._kept_replies: list[tuple[int, Reply]] = []
-        # All that were begun and have not ended; those whose turn waits for the next round's budget.
+        # All open episodes; those whose turn waits for the next round's budget.
         self._running: dict[int, RunningEpisode] = {}
         self._spent: list[RunningEpisode] = []
-        # Of all branches that the engine has.
+        # By branch that the engine has, its episode's number.
         self._number_of: dict[RolloutId, int] = {}
         self._ended: list[Rollout] = []
-        # Of branches of episodes that ended, which the engine still has.
+        # Branches of finished episodes that the engine still has.
         self._over: list[RolloutId] = []
-        # By prompt: how many of its episodes have not asked for their first turn, and those that have.
+        # By prompt: how many of its episodes have not asked for their first turn yet, and those that have.
         self._num_unbegun: Counter[int] = Counter()
         self._begun: dict[int, list[RunningEpisode]] = {}
-        # Of the present round.
+        # In the present round.
         self._budget = NO_BUDGET
         self._weight_version = 0
         self._active_at = 0.0
-        # Of the present step.
+        # In the present step.
         self._failures = Failures(0, are_forgiven=self._host.on_error == "end")
 
     @property
     def running(self) -> list[RunningEpisode]:
-        """The episodes that have not ended, in the order in which they were begun."""
+        """The open episodes, in the order in which they began."""
         return list(self._running.values())
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Call the function for new episodes, which the next round runs. Raises InputError if it is not one."""
+        """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
             running = self._make(request)
             self._running[running.number] = running
@@ -105,7 +105,7 @@ class EpisodeRunner:
         self._failures.num_total += len(requests)
 
     def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
-        """Let each episode sample up to `budget` tokens. Raises InputError as `Engine.submit`."""
+        """Let each episode sample up to `budget` tokens. Raises InputError like `Engine.submit`."""
         self._budget = budget
         self._weight_version = weight_version
         self._active_at = time.monotonic()
@@ -118,7 +118,7 @@ class EpisodeRunner:
 
     @property
     def is_round_over(self) -> bool:
-        """Return whether all episodes ended. With a budget: ended, used it up, or have waited long for a reply.
+        """Return whether every episode has ended or, with a budget, used it up or waited long for a reply.
 
         `step` has returned the rollouts of all that ended.
         """
@@ -130,7 +130,7 @@ class EpisodeRunner:
         return not waits or time.monotonic() - self._active_at > self.patience_s
 
     def leave_engine(self) -> None:
-        """Take the episodes out of the engine at the end of a step. Its failures are counted no more."""
+        """Take the episodes out of the engine at the end of a step, and forget its failures."""
         for running in self._running.values():
             self._leave(running)
         self._release_over()
@@ -140,13 +140,13 @@ class EpisodeRunner:
         """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
 
         If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
-        function asks for something that it may not ask for, or fails in another process.
+        function makes a refused request, or fails in another process.
         """
         for rollout in self._engine.step():
             running = self._running[self._number_of[rollout.rollout_id]]
             self._take_tokens(running, rollout)
         if self._engine.lacks_room:
-            # Those that need no more in this round make room for others.
+            # Episodes that need no more in this round make room for others.
             for running in self._spent:
                 self._leave(running)
         has_replies = self._take_replies(0.0 if self._engine.is_decoding else WAIT_S)
@@ -156,19 +156,19 @@ class EpisodeRunner:
         return ended
 
     def is_waiting(self) -> bool:
-        """Return whether `step` would only wait for replies: no turn is there to be decoded, and no reply."""
+        """Return whether `step` would only wait for replies: it has no turn to decode, and no reply."""
         self._take_replies(0.0)
         return not (self._ended or self._engine.is_decoding or self.is_round_over)
 
     def take_count(self, counted: Counted) -> int:
-        """Return how many of these there were since the last call."""
+        """Return this count since the last call."""
         return self._counts.pop(counted, 0)
 
     def restore(self, paused: Sequence[PausedEpisode]) -> None:
-        """Bring back episodes of an earlier process: their function runs again, and gets the turns that it got.
+        """Restore episodes of an earlier process: their function runs again, and gets the turns that it got then.
 
-        One that then does something else than it did begins again from the start, and is counted. Raises RolloutError
-        if it fails, or asks for something that it may not ask for.
+        An episode whose function now does something else starts over, and is counted. Raises RolloutError if the
+        function fails, or makes a refused request.
         """
         self._failures.num_total += len(paused)
         restored = [self._make(one.request, one) for one in paused]
@@ -215,8 +215,8 @@ class EpisodeRunner:
     def _is_as_before(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
         """Return whether the function asks for the turn that was being sampled; the episode then has all its tokens.
 
-        Any reply will do where it was working on it. If it does something else, it runs no more. Raises RolloutError
-        as `restore`.
+        If it was working on its reply, any reply will do. If it does something else, it is stopped. Raises RolloutError
+        like `restore`.
         """
         if isinstance(reply, Differs):
             return False
@@ -243,7 +243,7 @@ class EpisodeRunner:
             raise RolloutError(self._failure(running, str(error))) from None
 
     def _note_restart(self, running: RunningEpisode) -> None:
-        """Count an episode that begins again from the start; say so of the first one."""
+        """Count an episode that starts over, and print a note for the first one."""
         self._counts["restarted"] += 1
         if self._counts["restarted"] == 1:
             place = self._turn_maker.place(running.episode)
@@ -253,7 +253,7 @@ class EpisodeRunner:
             )
 
     def _take_replies(self, timeout_s: float) -> bool:
-        """Let the episodes go on whose functions have replied. Return whether there are any."""
+        """Continue the episodes whose functions have replied. Return whether there are any."""
         kept, self._kept_replies = self._kept_replies, []
         replies = [*kept, *self._host.replies(0.0 if kept else timeout_s)]
         for number, reply in replies:
@@ -262,7 +262,7 @@ class EpisodeRunner:
         return bool(replies)
 
     def _release_over(self) -> None:
-        """Let the engine forget the branches that it is not asked for any more."""
+        """Make the engine forget the branches of finished episodes."""
         if self._over:
             self._engine.release(*self._over)
             self._over = []
@@ -301,7 +301,7 @@ class EpisodeRunner:
             self._take_up_first(running)
 
     def _check_end(self, episode: Episode, ended: Ended) -> None:
-        """Refuse the end of a function without a turn, or with other rewards than the run has."""
+        """Refuse a function that ends without a turn, or with other rewards than the run's."""
         refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must yield one")
         given = set(ended.returned).union(*episode.rewards)
         check_rewards(given, self._reward_names, self._turn_maker.place(episode))
@@ -314,7 +314,7 @@ class EpisodeRunner:
                 self._counts["tool_errors"] += message["content"].startswith(TOOL_ERROR)
 
     def _take_up(self, running: RunningEpisode) -> None:
-        """Let the engine go on with an episode's turn, unless it has to wait for the next round's budget."""
+        """Continue an episode's turn on the engine, unless it has to wait for the next round's budget."""
         present, turn = running.present
         if running.budget == 0:
             self._spent.append(running)
@@ -334,7 +334,7 @@ class EpisodeRunner:
             )
 
     def _take_up_first(self, running: RunningEpisode) -> None:
-        """Submit an episode once all those of its prompt ask for their first turns: they share one prefill."""
+        """Submit an episode once all those of its prompt have asked for their first turns: they share one prefill."""
         ordinal = running.request.rollout_id.prompt_ordinal
         begun = self._begun.setdefault(ordinal, [])
         begun.append(running)
@@ -344,7 +344,7 @@ class EpisodeRunner:
             del self._begun[ordinal], self._num_unbegun[ordinal]
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
-        """Let the engine take up the turns of these episodes, in branches that it does not have."""
+        """Submit the turns of these episodes, in branches that the engine does not have."""
         requests = []
         for running in episodes:
             present, turn = running.present
@@ -393,9 +393,9 @@ class EpisodeRunner:
         finish_reason: str | None,
         returned: Mapping[str, float | None] | None = None,
     ) -> None:
-        """End an episode after its last turn. returned: by its function, if that ended.
+        """End an episode after its last turn. returned: the rewards from its function, if that has ended.
 
-        finish_reason: None for that of the last turn. Raises RolloutError if nobody saw any turn.
+        finish_reason: None for that of the last turn. Raises RolloutError if the episode has no turn.
         """
         episode = running.episode
         episode.drop_unseen()
@@ -403,7 +403,7 @@ class EpisodeRunner:
             raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
         missing = None if finish_reason == "error" else 0.0
         rewards = dict.fromkeys(self._reward_names, missing) | episode.sum_of_rewards(returned or {})
-        # An episode's end is that of the branch which had its last turn, or asked for a further one.
+        # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
         ends = self._limits.ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
@@ -413,7 +413,7 @@ class EpisodeRunner:
         self._forget(running)
 
     def _forget(self, running: RunningEpisode) -> None:
-        """Let an episode run no more; the engine releases its branches at the end of `_take_replies`."""
+        """Stop an episode; the engine releases its branches at the end of `_take_replies`."""
         del self._running[running.number]
         self._leave(running)
 
@@ -426,7 +426,7 @@ class EpisodeRunner:
                 self._over.append(branch.request.rollout_id)
 
     def _fail(self, running: RunningEpisode, why: str) -> None:
-        """End an episode whose function has failed. Raises RolloutError if that is not forgiven."""
+        """End an episode whose function has failed. Raises RolloutError unless the failure is forgiven."""
         failure = self._failure(running, why)
         is_forgiven = self._failures.add(failure)
         if not is_forgiven or not running.episode.all_turns:

@@ -19,9 +19,9 @@ NO_BUDGET = sys.maxsize
 
 @dataclass(slots=True)
 class BranchTokens:
-    """The tokens of a branch, as the engine returned them last, at the end of a turn or of a round's part of one.
+    """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
 
-    The branch and the readers of its turns share it, so that a branch is in memory once and not once for each turn.
+    The branch and the readers of its turns share it, so that memory holds a branch once and not once per turn.
     """
 
     rollout: Rollout | None = None
@@ -31,8 +31,8 @@ class BranchTokens:
 class RunningBranch:
     """A branch of a running episode.
 
-    request: of its prompt. is_held: whether the engine has it, and waits for more of it. answer_start: where the answer
-    of the present turn begins among the tokens after the prompt.
+    request: the one of its prompt. is_held: whether it waits in the engine for its next turn. answer_start: where the
+    present turn's answer begins among the tokens after the prompt.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class RunningBranch:
         return 0 if self.rollout is None else len(self.rollout.tokens) - self.rollout.num_prompt_tokens
 
     def completion(self, present: Turn | None) -> Completion:
-        """Return all tokens after the prompt, with those that are appended before the present turn, if it is here."""
+        """Return all tokens after the prompt, with those appended before the present turn if it is in this branch."""
         tokens = NO_TOKENS if self.rollout is None else self.rollout.after_prompt
         if present is None or present.branch != self.branch.number or len(tokens) >= present.start:
             return tokens
@@ -60,7 +60,7 @@ class RunningBranch:
 
     @property
     def seen(self) -> Rollout | None:
-        """The rollout up to the last turn of `branch`, which has dropped one that nobody saw; None without any."""
+        """The rollout up to the last turn of `branch`, without one that reached nobody; None without any turn."""
         if self.rollout is None or not self.branch.turns:
             return None
         return self.rollout.up_to(self.branch.num_tokens)
@@ -70,13 +70,12 @@ class RunningBranch:
 class RunningEpisode:
     """An episode between its beginning and the end of its last turn.
 
-    request: of the row's prompt, as it was given. number: that its function's replies have.
+    request: the original one of the row's prompt. number: identifies its function's replies.
     branches: those that have begun, by number.
-    turn: that the function asks for; None before the first one. branch: that of the turn; None where a new branch has
-    no room for its prompt. stop_test: ends the turn. truncation: of it. turn_limit: how many tokens there are after
-    the branch's prompt when the turn ends, at the latest. part_start: how many there were when the engine took up the
-    turn, in this round. budget: how many tokens the episode may sample in this round from the beginning of the turn's
-    part on.
+    turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
+    room for its prompt. stop_test, truncation: of the turn. turn_limit: the most tokens after the branch's prompt at
+    the end of the turn. part_start: their number when the engine took up the turn in this round. budget: how many
+    tokens the episode may sample in this round, from part_start on.
     """
 
     request: Request
@@ -105,15 +104,15 @@ class RunningEpisode:
 
     @property
     def part_limit(self) -> int:
-        """How many tokens there are when this round's part of the turn ends, at the latest."""
+        """The most tokens after the prompt at the end of this round's part of the turn."""
         return min(self.turn_limit, self.part_start + self.budget)
 
     def rollout(
         self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
     ) -> Rollout:
-        """Return the rollout up to the end of the last turn; there is one at least.
+        """Return the rollout up to the end of the last turn; it must have one.
 
-        ends: of the branches, by number. rewards: by name, all of them.
+        ends: the branches' finish reasons, by number. rewards: all rewards by name.
         """
         begun = [(self.branches[number].seen, ends.get(number, "")) for number in sorted(self.branches)]
         *earlier, (last, own_end) = [(seen, end) for seen, end in begun if seen is not None]
@@ -126,7 +125,7 @@ class RunningEpisode:
         )
 
     def _record(self, last: int, rewards: Mapping[str, float | None]) -> EpisodeRecord:
-        """Return the facts that are stored of the episode. last: the number of its last branch."""
+        """Return the facts to store about the episode. last: the number of its last branch."""
         turns = [TurnFacts(**turn.to_json()) for turn in self.episode.all_turns]
         turns.sort(key=lambda turn: turn.branch)
         branch = self.branches[last].branch
@@ -139,9 +138,9 @@ class RunningEpisode:
 class PausedEpisode:
     """A paused episode of an earlier process.
 
-    request: as for `EpisodeRunner.begin`. branches: by number, as the engine returned them last. begun:
-    `Branch.to_json` of the further ones. turns: `Turn.to_json` of those that ended. asked: `Turn.asked` of
-    the one that had not; None if the function was working on its reply.
+    request: see `EpisodeRunner.begin`. branches: by number, as the engine last returned them. begun: `Branch.to_json`
+    of the further ones. turns: `Turn.to_json` of the finished ones. asked: `Turn.asked` of the unfinished one; None if
+    the function was working on its reply.
     """
 
     request: Request
@@ -151,7 +150,7 @@ class PausedEpisode:
     asked: str | None
 
     def turns_read(self, tokenizer: Tokenizer) -> list[Turn]:
-        """Return the turns that ended."""
+        """Return the finished turns."""
         tools = {branch["number"]: branch["tools"] for branch in self.begun}
         tokens = {number: BranchTokens(rollout) for number, rollout in self.branches.items()}
         # By branch, among all its tokens: where the turn before ended, and where the present answer began.
@@ -176,7 +175,7 @@ class PausedEpisode:
 class TokenReader:
     """Reads a turn, the tokens of a branch from `first` to `last`. See `episode.TurnReader`.
 
-    answer_first: where the message begins that the turn belongs to.
+    answer_first: where the turn's message begins.
     """
 
     tokenizer: Tokenizer
@@ -216,10 +215,10 @@ class TokenReader:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message that the ids say. Raises InputError as `parsed_answer`."""
+        """The message in the ids. Raises InputError like `parsed_answer`."""
         return answers.parsed_answer(self.tokenizer, self.ids, self.rollout.tokens[: self.first])
 
     @property
     def answer(self) -> str:
-        """The text of the message that the turn belongs to, up to its end."""
+        """The text of the turn's message, up to the end of the turn."""
         return self.tokenizer.decode(self.rollout.tokens[self.answer_first : self.last])

@@ -9,7 +9,7 @@ from minirl.turn_facts import TurnFacts
 
 
 class TurnReader(Protocol):
-    """Makes the parts of a turn that somebody asks for, see `Turn`."""
+    """Makes the parts of a turn on demand, see `Turn`."""
 
     @property
     def ids(self) -> list[int]:
@@ -17,7 +17,7 @@ class TurnReader(Protocol):
 
     @property
     def logprobs(self) -> list[float]:
-        """Of these tokens."""
+        """The logprobs of these tokens."""
 
     @property
     def versions(self) -> list[int]:
@@ -29,15 +29,15 @@ class TurnReader(Protocol):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The message that its text stands for."""
+        """The message that its text encodes."""
 
     @property
     def answer(self) -> str:
-        """The text of the message that it belongs to, up to its end."""
+        """The text of its message, up to the end of the turn."""
 
 
 class Turn(TurnFacts):
-    """A turn that a function asked for: appended tokens, then sampled ones. What of it nobody asks for is not made.
+    """A turn that a function asked for: appended tokens, then sampled ones. Its parts are made on demand.
 
     appended: the token ids that were appended before it.
     """
@@ -55,14 +55,14 @@ class Turn(TurnFacts):
         self.appended = appended
 
     def finish(self, num_tokens: int, finish_reason: str, reader: TurnReader) -> None:
-        """End the turn. For who runs the episode."""
+        """End the turn. For the code that runs the episode."""
         self.num_tokens = num_tokens
         self.finish_reason = finish_reason
         self.reader = reader
 
     @staticmethod
     def read(facts: Mapping[str, Any], appended: list[int], reader: TurnReader) -> "Turn":
-        """Return the turn of `to_json`, before anything was given to it."""
+        """Return the turn of `to_json`, without rewards."""
         turn = Turn(
             facts["branch"],
             facts["start"],
@@ -80,7 +80,7 @@ class Turn(TurnFacts):
 
     @functools.cached_property
     def logprobs(self) -> list[float]:
-        """Of these tokens, when they were sampled."""
+        """The logprobs of these tokens when they were sampled."""
         return self.reader.logprobs
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class Turn(TurnFacts):
     def message(self) -> dict[str, Any]:
         """The message of its text: content, and reasoning and calls of tools, if any; see `data.answers`.
 
-        Raises InputError if it is not known how the model writes calls.
+        Raises InputError if the form of the model's calls is unknown.
         """
         message = self.reader.message
         self.parse_error = message.get("parse_error")
@@ -105,8 +105,8 @@ class Turn(TurnFacts):
 
     @functools.cached_property
     def answer(self) -> str:
-        """The text of the message that the turn belongs to, up to its end, without special tokens.
+        """The text of the turn's message, up to the end of the turn, without special tokens.
 
-        All that was sampled, and appended as text or ids, since the last messages.
+        It holds everything sampled, or appended as text or ids, since the last messages.
         """
         return self.text if self.is_answer else self.reader.answer

@@ -1,4 +1,4 @@
-"""The turn that a function asks for: its branch, the tokens that are appended before it, where it ends."""
+"""Make the turn that a function asks for: its branch, the tokens to append before it, its end."""
 
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
@@ -13,7 +13,7 @@ from minirl.rollouts import Request
 
 
 class TurnMaker:
-    """Makes the turns that one function asks for. What cannot be sampled is refused naming function and row."""
+    """Makes the turns that one function asks for; refuses impossible ones naming function and row."""
 
     def __init__(self, function: str, prompts: PromptStream, limits: EpisodeLimits):
         self._function = function
@@ -45,7 +45,7 @@ class TurnMaker:
                 f"{self._function}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        # Where nothing more may be sampled the episode ends, unless the turn is one that it has had.
+        # If nothing more may be sampled the episode ends, unless it had this turn before.
         room_to_sample = max(1, self._limits.room_to_sample(episode))
         running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
         running.stop_test = self._stop_test(asked.stop) if asked.stop else None
@@ -58,7 +58,7 @@ class TurnMaker:
         return running.turn
 
     def bring_back(self, running: RunningEpisode) -> None:
-        """Set the branches of an episode that had turns in an earlier process."""
+        """Restore the branches of an episode that had turns in an earlier process."""
         for number, branch in running.episode.branches.items():
             if branch.turns:
                 request = self._request(running.request, number, tuple(branch.prompt_ids))
@@ -66,7 +66,7 @@ class TurnMaker:
                 running.branches[number] = RunningBranch(request, branch, answer_start=answer_start)
 
     def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
-        """Return the branch that a turn is asked for; None for a new one whose prompt leaves no room for a turn."""
+        """Return a request's branch; None for a new one whose prompt leaves no room for a turn."""
         number = asked.branch
         if number in running.branches:
             return running.branches[number]
@@ -108,7 +108,7 @@ class TurnMaker:
         return self._prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)
 
     def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
-        """Return the test for these strings, made once for all turns that have them."""
+        """Return the test for these strings, made once for all turns."""
         if strings not in self._stop_tests:
             self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
         return self._stop_tests[strings]

@@ -18,8 +18,8 @@ class DecodeStep:
     """The inputs of one decode step.
 
     tokens int32 [B]: the newest token of each request; layout: their positions and where the cache holds
-    their keys; keys int64 [B] (of the sampling noise), temperature fp32 [B] and truncation, see `sampling.sample`: for
-    the tokens to be sampled.
+    their keys; keys int64 [B] (of the sampling noise), temperature fp32 [B] and truncation of the next tokens: see
+    `sampling.sample`.
     """
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class DecodeStep:
         return tensors if self.layout.slots is None else [*tensors, self.layout.slots]
 
     def with_inputs(self, tensors: list[Tensor]) -> "DecodeStep":
-        """The same step with other tensors, given in the order of `inputs`."""
+        """The same step with other tensors, in the order of `inputs`."""
         tokens, positions, keys, temperature, *left = tensors
         truncation, left = left[: len(self.truncation)], left[len(self.truncation) :]
         caches = []
@@ -52,7 +52,7 @@ class DecodeStep:
 
 
 def decode(model: Transformer, step: DecodeStep) -> Tensor:
-    """Sample the next tokens, as `sample_packed`. On CUDA it never waits for the device."""
+    """Sample the next tokens; returns the result of `sample_packed`. On CUDA it never waits for the device."""
     hidden = model(step.tokens, step.layout.positions, step.layout)
     return sample_packed(
         model,

@@ -8,14 +8,13 @@ back first, then the youngest running one, which is preempted; they are recomput
 
 The engine handles token ids only, never text: a turn that ends by its text has a `StopTest`. Nothing in the engine is
 collective: each rank decodes on its own. A rollout depends only on its request and the weights, not on the other
-requests in the batch. At the end of a generation phase, when no request is left, the cache holds no sequence any more,
-so new weights never read old keys and values. Its memory is given back too, unless the engine keeps it, with the CUDA
-graphs that read it.
+requests in the batch. At the end of a generation phase, when no request is left, the cache is empty, so new weights
+never read old keys and values. The engine also frees its memory, unless it keeps it with the CUDA graphs that read it.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
-which stay on the device as the next step's input. So the device never waits for the host. Which requests end
-by their token limit is known in advance. A request that ends with a stop token or by its stop test is decoded
-one token too far, which is thrown away.
+which stay on the device as the next step's input. So the device never waits for the host. The engine knows in
+advance which requests reach their token limit. A request that ends with a stop token or by its stop test is decoded
+one token too far, and that token is discarded.
 """
 
 from collections import deque
@@ -43,7 +42,7 @@ from minirl.truncation import Truncation
 if TYPE_CHECKING:
     from minirl.kernels.cuda_graphs import DecodeGraphs
 
-PREFILL_TOKENS = 8192  # of a forward pass
+PREFILL_TOKENS = 8192  # per forward pass
 
 
 @dataclass(eq=False)
@@ -65,7 +64,7 @@ class _Stem:
 
 @dataclass
 class _AdmittedGroup:
-    """Admitted requests with their stem. It is kept if others of the group still wait."""
+    """Admitted requests with their stem, which is kept if others of the group still wait."""
 
     requests: list[Request]
     stem: _Stem
@@ -89,7 +88,7 @@ class Engine:
         cuda_graphs: bool | None = None,
         keeps_cache: bool = False,
     ):
-        """dtype: that of the weights, which the cache takes too.
+        """dtype: of the weights and of the cache.
 
         max_prefill_tokens: limit of one forward pass; a longer prompt is prefilled alone.
         room_tokens: the least number of tokens that every running request can decode after an admission before one is
@@ -113,21 +112,21 @@ class Engine:
         self.keeps_cache = keeps_cache
         self.stats = EngineStats()
         self.weight_version = 0
-        # Do requests wait for blocks of the cache, as of the last step?
+        # Were requests waiting for cache blocks at the last step?
         self.lacks_room = False
 
         self._waiting: deque[Request] = deque()
         self._running = self._no_requests()
-        # Of the group of which only a part is admitted. The other part is waiting.
+        # The stem of the group that is admitted only in part; its other requests are waiting.
         self._stem: _Stem | None = None
-        # Requests between two turns, the oldest first: in a row of the cache, or without one.
+        # Requests between two turns, oldest first: those in a row of the cache, and those that were dropped from it.
         self._held: dict[RolloutId, int] = {}
         self._dropped: dict[RolloutId, Request] = {}
-        # The rows of those that were resumed, and have tokens that the cache lacks.
+        # The rows of resumed requests that have tokens which the cache lacks.
         self._resumed: deque[int] = deque()
-        # Of these, the turns that were asked for since the last step.
+        # Their turns that were requested since the last step.
         self._next_turns: list[NextTurn] = []
-        # Did requests end since the cache was last compacted?
+        # Have requests finished since the cache was last compacted?
         self._has_gaps = False
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
@@ -142,7 +141,7 @@ class Engine:
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests. Neighbours with the same prompt share one prefill. Not collective.
 
-        weight_version: recorded with each token that is sampled from now on.
+        weight_version: recorded with each token sampled from now on.
         Raises InputError for a request that is longer than the model's positions or the whole cache, or whose turn
         begins after its tokens.
         """
@@ -178,7 +177,7 @@ class Engine:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether `step` has anything to do: some request does not wait for another turn."""
+        """Return whether `step` has work: some request is not waiting for another turn."""
         return bool(self._running or self._waiting or self._resumed)
 
     def resume(
@@ -191,12 +190,12 @@ class Engine:
         turn_start: int | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """Go on with a request that holds: append tokens, then sample up to `max_new_tokens`.
+        """Continue a request that is between two turns: append tokens, then sample up to `max_new_tokens`.
 
-        turn_start: as in `Request`, that of a turn which goes on; None begins another turn.
-        stop_test, truncation: for this turn; without them it has no test, and the truncation of the turn before.
+        turn_start: see `Request`, for a turn that continues; None begins another turn.
+        stop_test, truncation: for this turn; by default it has no test, and the truncation of the previous turn.
         Only the appended tokens are computed, unless the cache had to drop the others. Not collective. Raises
-        InputError as `submit`, and for a request that does not wait; it leaves the request as it was.
+        InputError like `submit`, and for a request that is not waiting; the request then stays as it was.
         """
         self._check_waits(rollout_id)
         if max_new_tokens < 1:
@@ -253,12 +252,12 @@ class Engine:
     def step(self) -> list[Rollout]:
         """Admit and prefill waiting requests, then decode one token of every running request.
 
-        Returns the rollouts that were found finished. Not collective.
+        Returns the rollouts found to be finished. Not collective.
         """
         watchdog.heartbeat()
         if not self.is_decoding:
             return []
-        # Waiting requests would fill the free blocks anyway, so blocks are moved only when none waits.
+        # Waiting requests would fill the free blocks anyway, so blocks move only if none waits.
         if self._has_gaps and not self._waiting:
             self._live_cache.compact()
             self._has_gaps = False
@@ -319,7 +318,7 @@ class Engine:
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:
-        """Bring the engines of a group into one state, see `GroupEngine`; nothing is to be done for this one."""
+        """Bring the engines of a group into one state, see `GroupEngine`; this one has nothing to do."""
 
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
@@ -334,11 +333,11 @@ class Engine:
 
     @property
     def _num_places(self) -> int:
-        """How many requests can run. Those between two turns take places where their states do (`KVCache.states`)."""
+        """How many requests can run. Those between two turns take places if the cache holds their states."""
         return self.max_running_requests - (len(self._held) if self.config.delta_net else 0)
 
     def _no_requests(self) -> RunningRequests:
-        """One more row is for a stem, one for padding; there are more once requests wait for a further turn."""
+        """Has a row for each running request, the stem and the padding, and grows when requests wait between turns."""
         return RunningRequests(self.max_running_requests + 2)
 
     def _allocate(self) -> None:
@@ -370,7 +369,7 @@ class Engine:
             self._padding_row = torch.tensor([padding_row])
 
     def _end_phase(self) -> None:
-        """Leave no sequence in the cache, and give its memory back if it is not kept."""
+        """Empty the cache, and free its memory unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
         for pending in self._pending:
             pending.wait()
@@ -392,13 +391,13 @@ class Engine:
     def _admit(self) -> list[_AdmittedGroup]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
 
-        Blocks are reserved for the tokens at hand only: lengths are not known in advance. But a request is admitted
-        only where all can then decode `room_tokens` more, since one that is soon preempted was prefilled for
-        nothing. `_extend_or_preempt` copes with a full cache.
+        Blocks are reserved only for the tokens that exist: lengths are not known in advance. But a request is admitted
+        only if all can then decode `room_tokens` more, because a prefill is wasted on a request that is soon
+        preempted. `_extend_or_preempt` copes with a full cache.
         """
         groups: list[_AdmittedGroup] = []
         self.lacks_room = False
-        # Resumed requests that are not computed yet have a place, too.
+        # Resumed requests that are not computed yet take a place, too.
         num_running = len(self._running) + len(self._resumed)
         while self._waiting and num_running == 0 and self._num_places == 0:
             self._free_one()
@@ -406,7 +405,7 @@ class Engine:
             return groups
         cache = self._live_cache
         num_prefill_tokens = 0
-        # Free blocks that are spoken for: by what requests may decode soon, and by forks, which are made after the
+        # Reserved free blocks: for tokens that requests may decode soon, and for forks, which are made after the
         # prefill, when the stem's keys exist.
         num_promised = self._blocks_soon()
         while self._waiting and num_running < self._num_places:
@@ -474,9 +473,9 @@ class Engine:
         self._stem = None
 
     def _drop_held(self) -> None:
-        """Free the blocks of the request that has waited least for a further turn. It will be prefilled again.
+        """Free the blocks of the request that has waited the shortest for its next turn. It will be prefilled again.
 
-        Replies that take equally long come soonest for those that have waited longest.
+        If replies take equally long, those that have waited longest get theirs first.
         """
         rollout_id, row = self._held.popitem()
         self._dropped[rollout_id] = self._running.unfinished(row)
@@ -484,17 +483,17 @@ class Engine:
         self._live_cache.free(row)
 
     def _blocks_soon(self) -> int:
-        """How many blocks the requests that were admitted may need for `room_tokens` more tokens each.
+        """How many blocks the admitted requests may need for `room_tokens` more tokens each.
 
-        Those between two turns are counted too, and those of them that were dropped in whole, so that none has to give
-        way to a request that is new.
+        This includes requests between two turns, and the whole length of those that were dropped, so that none has to
+        give way to a new request.
         """
         cache, running = self._live_cache, self._running
         in_turn = torch.tensor([*running.rows.tolist(), *self._resumed], dtype=torch.int64)
         rows = torch.cat([in_turn, torch.tensor(list(self._held.values()), dtype=torch.int64)])
         ends = running.counts[rows] + self.room_tokens
         ends[: len(in_turn)].clamp_(max=running.limits[in_turn])
-        # The newest of these tokens need not be in the cache.
+        # The cache need not hold the newest of these tokens.
         num_more = running.prompt_lengths[rows] + ends - 1 - cache.lengths[rows]
         num_blocks = int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
         for request in self._dropped.values():
@@ -516,7 +515,7 @@ class Engine:
             for stem, end in zip(new_stems, ends.tolist(), strict=True):
                 stem.hidden = hidden[end - 1].clone()  # a view would keep the states of the whole prefill
 
-        # The last request of a group takes the stem's own sequence, if none waits for it; the others take forks.
+        # The last request of a group takes the stem's own sequence, if none still waits; the others take forks.
         # Every one of them samples from the stem's hidden state.
         admitted: list[int] = []
         states: list[Tensor] = []
@@ -538,11 +537,11 @@ class Engine:
             self._running.begin_turns(turns)
 
     def _compute_appended(self) -> None:
-        """Compute tokens that were appended to resumed requests, of each as many as end in one block of the cache.
+        """Compute appended tokens of resumed requests: for each request, up to the end of one cache block.
 
-        They are decoded like the newest tokens of as many sequences with one block table; of all requests together
-        `max_prefill_tokens`, the others in later steps. A request whose tokens are all computed samples the next one
-        and runs.
+        Each token is decoded like the newest token of a sequence of its own, all with the request's block table. A step
+        computes up to `max_prefill_tokens`, later steps the rest. A request whose tokens are all computed samples the
+        next one and runs.
         """
         cache = self._live_cache
         num_places = self.max_running_requests - len(self._running)
@@ -574,9 +573,9 @@ class Engine:
             self._join(rows[is_ready], hidden[last])
 
     def _reserve_appended(self, row: int, max_tokens: int) -> Tensor:
-        """Reserve space for a request's appended tokens that are not computed: up to `max_tokens`, within one block.
+        """Reserve space for up to `max_tokens` of a request's uncomputed appended tokens, within one block.
 
-        Returns these tokens, int64; empty if no block is free, and the request is then preempted.
+        Returns these tokens, int64; if no block is free it returns none, and preempts the request.
         """
         cache = self._live_cache
         tokens = self._running.tokens_after(row, int(cache.lengths[row]))[:max_tokens]
@@ -587,7 +586,7 @@ class Engine:
         return tokens[:count]
 
     def _join(self, rows: Tensor, states: Tensor) -> None:
-        """Let the requests in these rows int64 [n] run: sample the next token of each from its state, of [n, D]."""
+        """Start the requests in these rows int64 [n]: sample the next token of each from its hidden state [D]."""
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
         inputs = (self._live_cache.lengths[rows], *self._running.sampling(rows))
         positions, keys, temperature, *truncation = upload_together(inputs, self.device)
@@ -607,7 +606,7 @@ class Engine:
         self._start_reading(rows, packed)
 
     def _below_limit(self) -> Tensor:
-        """The rows of running requests that have not reached `max_new_tokens`, counting the tokens not read yet."""
+        """The rows of running requests that have not reached `max_new_tokens`, unread tokens included."""
         rows = self._running.rows
         return rows[self._live_cache.lengths[rows] < self._running.last_lengths]
 
@@ -615,19 +614,19 @@ class Engine:
         """Add cache space for one more token to each of these requests; returns the rows of those that still run.
 
         If a block is missing, the youngest request is preempted: it goes back to the front of the queue with
-        the tokens sampled so far, and will be prefilled again with them. The youngest has the least to
-        recompute as a rule, and since the oldest is preempted last, it always advances, so the engine makes
-        progress: `submit` refused any request that exceeds the cache on its own.
+        the tokens sampled so far, and will be prefilled again with them. The youngest usually has the least to
+        recompute. The oldest is preempted last and so always advances: the engine makes progress, since `submit`
+        refused any request that exceeds the cache on its own.
         """
         cache = self._live_cache
         needs_blocks = cache.needs_blocks(rows)
         num_left = len(rows)
         for i in needs_blocks.nonzero()[:, 0].tolist():
-            # The youngest may be request i itself. Otherwise its blocks are free then, and request i is tried again.
+            # The youngest may be request i itself. If not, its blocks are now free, so try request i again.
             while i < num_left and not cache.extend(int(rows[i])):
                 if self._free_one():
                     continue
-                # `step` has read all tokens, as `can_extend` was false.
+                # `step` has read all tokens, since `can_extend` was false.
                 assert not self._pending, "a request is preempted whose tokens were not read"
                 num_left -= 1
                 self._preempt(int(rows[num_left]))
@@ -636,7 +635,7 @@ class Engine:
         return rows
 
     def _preempt(self, row: int) -> None:
-        """Put a request back to the front of the queue. It has no unread tokens."""
+        """Put a request, which has no unread tokens, back at the front of the queue."""
         self._waiting.appendleft(self._running.unfinished(row))
         self._running.pause([row])
         self._running.remove([row])
@@ -646,8 +645,8 @@ class Engine:
     def _decode(self, rows: Tensor) -> None:
         """Launch one decode step of these requests, padded to a batch size of the CUDA graphs, if any.
 
-        Padding decodes any token, with any key, always at the same position of its sequence. Its results are cut
-        off.
+        Padding decodes any token, with any key, always at the same position of its sequence. Its results are
+        discarded.
         """
         running = self._running
         num_requests = len(rows)
@@ -673,7 +672,7 @@ class Engine:
         self.stats.decode_steps += 1
 
     def _start_reading(self, rows: Tensor, sampled: Tensor) -> None:
-        """Start copying the sampled tokens of these requests, as in `decode`, to the host."""
+        """Start copying these requests' sampled tokens (the result of `decode`) to the host."""
         past_requests = self._running.past_requests[rows]
         self._pending.append(PendingTokens(rows, past_requests, sampled, self.weight_version))
 
@@ -688,9 +687,9 @@ class Engine:
         return finished
 
     def _remove_finished(self, reasons: Mapping[int, str]) -> list[Rollout]:
-        """Remove these requests from the batch, and from the cache those that do not hold; returns their rollouts.
+        """Remove these requests from the batch, and from the cache unless they hold; returns their rollouts.
 
-        reasons: why they have finished, by row.
+        reasons: why each finished, by row.
         """
         if not reasons:
             return []
@@ -704,8 +703,8 @@ class Engine:
         ended = [row for row in rows if not self._running.requests[row].holds]
         self._running.pause(rows)
         self._running.remove(ended)
-        # With asynchronous decoding the step under way may still write keys of these requests. Their
-        # blocks can be handed out all the same: whatever writes there next is launched later and runs
+        # With asynchronous decoding, the step under way may still write keys of these requests. Their
+        # blocks can be reused all the same: whatever writes there next is launched later and runs
         # later.
         for row in ended:
             self._live_cache.free(row)
@@ -713,7 +712,7 @@ class Engine:
         return rollouts
 
     def _count_discarded(self, rows: Tensor) -> None:
-        """Count the tokens of these requests that were launched and will not be read as discarded."""
+        """Count as discarded the launched tokens of these requests that will not be read."""
         # The newest token of each is not in the cache yet.
         num_launched = self._live_cache.lengths[rows] + 1
         num_discarded = int((num_launched - self._running.lengths(rows)).sum())

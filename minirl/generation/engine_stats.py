@@ -9,9 +9,9 @@ class EngineStats:
 
     `decode_tokens` are the tokens that decode steps sampled and that were kept. Two fields count wasted work:
     `padding_tokens`, the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`), and
-    `discarded_tokens`, from an asynchronous decode step launched before the host knew of the request's end, or
-    aborted with its phase before they were read. Requests that lost their blocks to others, and were prefilled again
-    if they continued: `preemptions` within a turn, `drops` between two turns.
+    `discarded_tokens`, from an asynchronous decode step launched before the host knew that the request had finished, or
+    whose phase was aborted before they were read. `preemptions` (within a turn) and `drops` (between two turns) count
+    requests that lost their blocks to others; if they continued, they were prefilled again.
     `most_running`: requests in the largest decode step.
     """
 
@@ -26,7 +26,7 @@ class EngineStats:
 
     @property
     def wasted_tokens(self) -> int:
-        """Tokens that decode steps computed to no effect."""
+        """Tokens that decode steps computed for nothing."""
         return self.padding_tokens + self.discarded_tokens
 
     @property

@@ -1,8 +1,9 @@
 """An engine whose model a group of ranks holds by slices: the first rank leads, the others follow.
 
-What depends on a clock runs on the leader alone: rollout functions, workers, rewards, budgets. An engine is a function
-of the calls that change it and of the tokens that it samples. So the leader notes its calls and sends them with each
-step, and the followers repeat them. They sample the same tokens; a checksum of finished rollouts is sent along.
+Everything that depends on a clock runs on the leader alone: rollout functions, workers, rewards, budgets. An engine's
+state depends only on the calls that change it and the tokens that it samples. So the leader records its calls and sends
+them with each step, and the followers repeat them. They sample the same tokens; a checksum of finished rollouts goes
+along.
 """
 
 import zlib
@@ -33,16 +34,16 @@ class GroupEngine(Engine):
         make_stop_test: Callable[[tuple[str, ...]], StopTest],
         **options: Any,
     ):
-        """group: of the same ranks as the model's slices, for messages between hosts.
+        """group: the ranks that hold the model's slices, for messages between their hosts.
 
-        make_stop_test: makes on a follower the test of these strings. The other arguments are `Engine`'s.
+        make_stop_test: on a follower, makes the test of these strings. The other arguments are `Engine`'s.
         """
         super().__init__(*args, **options)
         self.leads = dist.get_rank(group) == 0
         self._group = group
         self._leader = dist.get_global_rank(group, 0)
         self._make_stop_test = make_stop_test
-        # Those since the last message: the method's name and its arguments.
+        # Calls since the last message: the method's name and its arguments.
         self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._checksum = 0
 
@@ -74,7 +75,7 @@ class GroupEngine(Engine):
         return rollouts
 
     def sync(self) -> None:
-        """On the leader: bring the followers' engines up to date. On a follower: repeat its calls until it does so.
+        """On the leader: update the followers' engines. On a follower: repeat the leader's calls until it does.
 
         Collective in the group. Raises GuardError on a follower that sampled other tokens than its leader.
         """

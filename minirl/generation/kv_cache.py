@@ -8,9 +8,9 @@ those in use stay dense.
 Layers with a gated delta net keep a state of each sequence instead, in the slot of the sequence's row (`states`). A
 prefill writes all of it, and a fork copies it.
 
-A sequence is known by its row, a number that it has in the arrays of lengths and in the block tables of each pool
-(`BlockTables`). Most steps change no table, so a decode step costs the host a few operations on whole columns, however
-many and however long the sequences are.
+A sequence is identified by its row, its index in the array of lengths and in the block tables of each pool
+(`BlockTables`). Most steps change no table, so a decode step costs the host a few operations on whole columns,
+regardless of the number and length of the sequences.
 """
 
 import heapq
@@ -47,11 +47,11 @@ def ceil_div(a: Number, b: int) -> Number:
 
 
 class BlockTables:
-    """The block tables of one pool, one in each row of arrays that grow on demand.
+    """The block tables of one pool, one per row of arrays that grow on demand.
 
     blocks int32 [rows, columns]: a sequence's blocks in its first `counts` columns; the other columns are void.
     The block in column i holds the positions from (firsts + i) * block_size up to the next multiple of block_size.
-    version: how often a table was changed.
+    version: how often a table has changed.
     """
 
     blocks: Tensor
@@ -70,13 +70,13 @@ class BlockTables:
         self.blocks = blocks
         self.firsts = firsts
         self.counts = counts
-        # The same memory, of which numpy reads and writes single numbers much faster.
+        # The same memory: numpy reads and writes single numbers much faster.
         self._blocks = blocks.numpy()
         self._firsts = firsts.numpy()
         self._counts = counts.numpy()
 
     def set(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """Make these the blocks of a row."""
+        """Set the blocks of a row."""
         self.version += 1
         self._make_room(row, len(blocks))
         self._firsts[row] = first
@@ -95,7 +95,7 @@ class BlockTables:
         self._counts[row] = count + 1
 
     def pop_before(self, row: int, number: int) -> list[int]:
-        """Remove the blocks of a row whose numbers within their sequence are lower; returns them."""
+        """Remove the blocks of a row with lower numbers within their sequence; returns them."""
         count = self._counts[row]
         num_popped = min(max(0, number - self._firsts[row]), count)
         if num_popped == 0:
@@ -105,7 +105,7 @@ class BlockTables:
         return blocks[:num_popped]
 
     def renumber(self, moves: Mapping[int, int]) -> None:
-        """Give blocks other numbers: {old: new}."""
+        """Renumber blocks: {old: new}."""
         self.version += 1
         highest = max(*moves, int(self.blocks.max()))
         numbers = torch.arange(highest + 1, dtype=torch.int32)
@@ -146,7 +146,7 @@ class _FreeList:
         return block
 
     def release(self, block: int) -> None:
-        """Drop one reference; the block is free again when it was the last."""
+        """Drop one reference; the last one frees the block."""
         self.references[block] -= 1
         if self.references[block] == 0:
             heapq.heappush(self.free, block)
@@ -210,7 +210,7 @@ class KVCache:
         self.pools: list[CachePool] = []
         self.free_lists: list[_FreeList] = []
         self.tables: list[BlockTables] = []
-        # int64 [rows]: how many tokens a sequence has space for.
+        # int64 [rows]: how many tokens the sequence has space for.
         self.lengths = torch.zeros(0, dtype=torch.int64)
         # The same memory for single numbers, as in `BlockTables`.
         self._lengths = self.lengths.numpy()
@@ -274,7 +274,7 @@ class KVCache:
         return min(spare)
 
     def num_new_blocks(self, length: Number, num_more: Number) -> Number:
-        """How many blocks a sequence of `length` tokens needs for `num_more` more. Numbers, or tensors of them."""
+        """How many blocks a sequence of `length` tokens needs for `num_more` more; numbers or tensors."""
         return ceil_div(length + num_more, self.block_size) - ceil_div(length, self.block_size)
 
     @property
@@ -300,7 +300,7 @@ class KVCache:
         return row
 
     def _take_row(self, length: int) -> int:
-        """Take the lowest row that no sequence has, for one of this length."""
+        """Take the lowest free row for a sequence of this length."""
         if not self._free_rows:
             num_rows = len(self.lengths)
             num_more = max(8, num_rows)
@@ -322,7 +322,7 @@ class KVCache:
             pool.values[:, blocks] = 0
 
     def fork(self, parent: int) -> int | None:
-        """A second sequence with the same tokens; None without a free block for its partial one."""
+        """Make a second sequence with the same tokens; returns None if no block is free for its partial one."""
         length = int(self._lengths[parent])
         has_partial_block = length % self.block_size != 0
         if has_partial_block and self.num_free_blocks < 1:
@@ -330,8 +330,8 @@ class KVCache:
         fork = self._take_row(length)
         for pool, free_list, tables in self._parts:
             first, blocks = tables.of_row(parent)
-            # Full blocks are never written again, so both sequences can read the same ones. Into the partial
-            # block each will write its own next tokens, so the fork gets a copy. With no partial block a fork
+            # Full blocks are never written again, so both sequences can read the same ones. Each will write its next
+            # tokens into the partial block, so the fork gets a copy of that. With no partial block a fork
             # takes no block.
             partial = blocks.pop() if has_partial_block else None
             for block in blocks:
@@ -348,7 +348,7 @@ class KVCache:
         return fork
 
     def can_extend(self, rows: Tensor) -> bool:
-        """Return whether `extend` is sure to succeed for each of these rows int64 [B], one after another.
+        """Return whether `extend` surely succeeds for each of these rows int64 [B], one after another.
 
         Conservative: the blocks that `extend` frees because they have left a window are not counted.
         """
@@ -378,9 +378,9 @@ class KVCache:
         return True
 
     def extend_by(self, row: int, num_tokens: int) -> int:
-        """Extend by up to `num_tokens`, all within one block; returns how many, 0 without a free block.
+        """Extend by up to `num_tokens`, all within one block; returns by how many, 0 if no block is free.
 
-        No key that the first of them sees has been freed.
+        It frees no key that the first of them sees.
         """
         if not self.extend(row):
             return 0
@@ -389,7 +389,7 @@ class KVCache:
         return 1 + num_more
 
     def free(self, row: int) -> None:
-        """Give back all blocks of a sequence, and its row."""
+        """Free all blocks of a sequence, and its row."""
         for _, free_list, tables in self._parts:
             _, blocks = tables.of_row(row)
             for block in blocks:
@@ -449,7 +449,7 @@ class KVCache:
 
         Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
         in the tables int32 and, except for the portable kernel, the block tables int32 [B, n]. Then the slots of states
-        int64, if there are any.
+        int64, if the model has them.
         """
         lengths = self.lengths[rows] if lengths is None else lengths
         positions = lengths - 1
@@ -470,8 +470,8 @@ class KVCache:
     ) -> DecodeLayout:
         """Layout of the last token of each of these sequences int64 [B], for which `extend` has added the space.
 
-        Or of several tokens of a sequence: its row, as many times, with `lengths` int64 [B] as in `decode_inputs`. They
-        must be in its last block.
+        For several tokens of a sequence, which must be in its last block, repeat its row and give `lengths` int64 [B],
+        see `decode_inputs`.
 
         inputs: the `decode_inputs` of the rows, on the device.
         """
@@ -496,7 +496,7 @@ class KVCache:
         return replace(layout, states=self.states, slots=left[0], rounds=rounds)
 
     def _rounds(self, rows: Tensor) -> list[Tensor]:
-        """The tokens of a decode step, of which a sequence has several, in parts with one of each at most."""
+        """Split the tokens of a decode step into parts with at most one token of each sequence."""
         _, counts = rows.unique_consecutive(return_counts=True)
         number = concatenated_ranges([0] * len(counts), counts)
         return [upload((number == i).nonzero()[:, 0], self.device) for i in range(int(counts.max()))]
@@ -504,8 +504,8 @@ class KVCache:
     def _portable_read(self, pool_index: int, rows: Tensor, lengths: Tensor, num_keys: Tensor) -> DecodeRead:
         """The inputs of the portable kernel from a pool in a decode step."""
         index = self._decode_index(pool_index, rows)
-        # Mask, of all the keys in a sequence's blocks, those that the last token does not see: the unused end
-        # of the last block, and what lies before the window, which may start within the first block.
+        # Mask the keys in a sequence's blocks that the last token does not see: the unused end
+        # of the last block, and those before the window, which may start within the first block.
         first_positions = self.tables[pool_index].firsts[rows] * self.block_size
         num_blocks = index.blocks.shape[1]
         key_index = torch.arange(num_blocks * self.block_size)
@@ -521,7 +521,7 @@ class KVCache:
     def _decode_index(self, pool_index: int, rows: Tensor) -> DecodeIndex:
         """The portable kernel's index for the block tables of these rows.
 
-        Most steps change no block table, so the last step's index is kept and used again.
+        Most steps change no block table, so they reuse the index of the step before.
         """
         tables = self.tables[pool_index]
         row_numbers = rows.tolist()

@@ -1,6 +1,6 @@
 """Copy several host tensors to the device in one transfer.
 
-A transfer costs the host some microseconds however small it is, and a decode step has about ten small tensors.
+Even the smallest transfer costs the host some microseconds, and a decode step has about ten small tensors.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def pack(tensors: Sequence[Tensor], *, pin_memory: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of what `pack` made of these tensors, of which only shapes and dtypes are used."""
+    """Split the bytes that `pack` made into views with the shapes and dtypes of these tensors."""
     views = []
     start = 0
     for tensor in tensors:

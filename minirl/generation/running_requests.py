@@ -24,9 +24,9 @@ from minirl.truncation import Truncation
 
 
 class NextTurn(NamedTuple):
-    """What comes next of the request in `row`: `tokens` are appended, then up to `max_new_tokens` sampled.
+    """The next turn of the request in `row`: append `tokens`, then sample up to `max_new_tokens`.
 
-    turn_start: as in `Request`.
+    turn_start: see `Request`.
     """
 
     row: int
@@ -47,15 +47,15 @@ class RunningRequests:
     turn_starts int64: tokens after the prompt before the present turn
     keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling the
     present turn
-    past_requests int64: how many requests had this row before, which tells the tokens of one from those of the next
-    token_index int64: where its newest token is among those that the engine keeps on the device
+    past_requests int64: how many requests had this row before, to tell their unread tokens from the present one's
+    token_index int64: the index of its newest token among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
     launched, that is, its computation has been queued on the device.
-    Requests that wait for a further turn keep their row, too, but are not among `rows`. The arrays grow with the rows.
+    Requests that wait for their next turn keep their row, too, but are not in `rows`. The arrays grow with the rows.
     """
 
     def __init__(self, num_rows: int):
-        """num_rows: to begin with."""
+        """num_rows: the initial number."""
         self.rows = torch.arange(0)
         self.requests: dict[int, Request] = {}
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64)
@@ -69,17 +69,17 @@ class RunningRequests:
         self.token_index = torch.zeros(num_rows, dtype=torch.int64)
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
         self.past_requests = torch.zeros(num_rows, dtype=torch.int64)
-        # [rows, columns]: the tokens after the prompt that were read; of a row as many as `counts` says.
+        # [rows, columns]: the tokens after the prompt that were read; each row has `counts` of them.
         self._tokens = torch.zeros(num_rows, 0, dtype=torch.int64)
         self._logprobs = torch.zeros(num_rows, 0)
         self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
         self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
         self._num_kept = torch.zeros(num_rows, 0, dtype=torch.int32)
-        # [rows, columns, width]: of the tokens that each one was sampled among as many as `_num_kept` says.
+        # [rows, columns, width]: the tokens that each one was sampled among, `_num_kept` of them.
         self._kept_ids = torch.zeros(num_rows, 0, 0, dtype=torch.int32)
-        # The stop tokens of all requests so far; which of them stop a request is in the request.
+        # The stop tokens of all requests so far; each request lists its own.
         self._stop_ids: frozenset[int] = frozenset()
-        # By row, of the present turns that have one.
+        # By row, for the present turns that have one.
         self._stop_tests: dict[int, StopTest] = {}
 
     def __len__(self) -> int:
@@ -87,11 +87,11 @@ class RunningRequests:
 
     @property
     def last_lengths(self) -> Tensor:
-        """Of the running requests: the length in the cache at which the last token is launched, int64 [n]."""
+        """The length in the cache at which each running request's last token is launched, int64 [n]."""
         return self.prompt_lengths[self.rows] + self.limits[self.rows] - 1
 
     def lengths(self, rows: Tensor) -> Tensor:
-        """How many tokens that were read each request has, with its prompt; rows and result int64 [n]."""
+        """How many tokens each request has, prompt included, without unread ones; rows and result int64 [n]."""
         return self.prompt_lengths[rows] + self.counts[rows]
 
     def sampling(self, rows: Tensor) -> list[Tensor]:
@@ -126,7 +126,7 @@ class RunningRequests:
         self._set_stop_test(row, request.stop_test)
 
     def begin_turns(self, turns: Sequence[NextTurn]) -> None:
-        """Append the tokens of these turns, each of another request. All at once: a call costs more than a token."""
+        """Append the tokens of these turns of different requests. All at once: a call costs more than a token."""
         rows = torch.tensor([turn.row for turn in turns])
         num_appended = torch.tensor([len(turn.tokens) for turn in turns])
         starts = self.counts[rows]
@@ -154,17 +154,17 @@ class RunningRequests:
                 self.top_ks[turn.row], self.top_ps[turn.row], self.min_ps[turn.row] = turn.truncation
 
     def run(self, rows: Tensor) -> None:
-        """Let the requests in these rows int64 [n] run, as the youngest."""
+        """Start the requests in these rows int64 [n], as the youngest ones."""
         self.rows = torch.cat([self.rows, rows])
 
     def pause(self, rows: Sequence[int]) -> None:
-        """Let the requests in these rows run no more. Tokens of theirs that were launched will not be read."""
+        """Stop the requests in these rows. Their launched tokens will not be read."""
         is_paused = torch.isin(self.rows, torch.tensor(rows))
         self.rows = self.rows[~is_paused]
         self.past_requests[list(rows)] += 1
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Forget the requests in these rows, which do not run any more."""
+        """Forget the requests in these rows, which no longer run."""
         for row in rows:
             del self.requests[row]
             self._stop_tests.pop(row, None)
@@ -176,7 +176,7 @@ class RunningRequests:
     def read(self, pending: "PendingTokens") -> dict[int, str]:
         """Wait for the tokens, then give each request its own; returns the rows of those that end with it, and why.
 
-        With asynchronous decoding the previous token may have ended a request: then this one is dropped.
+        With asynchronous decoding, a request's previous token may have been its last: then this one is dropped.
         """
         tokens, logprobs, kept_ids = pending.read()
         is_wanted = self.past_requests[pending.rows] == pending.past_requests
@@ -225,7 +225,7 @@ class RunningRequests:
         return rollout_of(request.rollout_id, prompt, self._completion(row), finish_reason)
 
     def _stopped_by_test(self, rows: Sequence[int]) -> list[int]:
-        """Those of these rows whose turn ends by its stop test. Each test is asked once."""
+        """Return the rows whose stop test ends their turn. Asks each test once."""
         rows_of: dict[StopTest, list[int]] = {}
         for row in rows:
             if row in self._stop_tests:
@@ -235,7 +235,7 @@ class RunningRequests:
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
             tails = self._tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()
-            # Of each tail, how many tokens came before the turn.
+            # How many tokens of each tail came before the turn.
             befores = (self.turn_starts[tested] + test.max_tokens - ends).clamp(min=0).tolist()
             turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
             stopped += itertools.compress(tested, test(turns))
@@ -262,7 +262,7 @@ class RunningRequests:
             return
         if row >= num_rows:
             num_rows = max(row + 1, 2 * num_rows)
-        # Twice as many, so that turns which end a little later each do not copy the matrices each time.
+        # Twice as many, so that slowly growing turns do not copy the matrices each time.
         lacks_columns = num_columns > num_old_columns
         num_columns = max(num_columns, 2 * num_old_columns) if lacks_columns else num_old_columns
         num_used = int(self.counts.max())
@@ -273,10 +273,10 @@ class RunningRequests:
 
 
 def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:
-    """A larger array with these rows, of a matrix their first `num_used` columns with all that these hold."""
+    """A larger array with these rows; of a matrix it copies the first `num_used` columns."""
     if array.ndim == 1:
         return F.pad(array, (0, shape[0] - len(array)))
-    # Not zeros: memory that nothing is written to is not taken.
+    # Not zeros: memory that is never written takes no pages.
     grown = array.new_empty(shape)
     old = array[:, :num_used]
     grown[tuple(map(slice, old.shape))] = old

@@ -54,7 +54,7 @@ def _mix(x: Number) -> Number:
 
 
 def _shift_right(x: Number, bits: int) -> Number:
-    """Shift the lowest 64 bits of x as an unsigned number: what a shift brings in from the left is masked off."""
+    """Shift the lowest 64 bits of x as an unsigned number: bits that come in from the left are masked off."""
     kept_bits = (1 << (64 - bits)) - 1
     return (x >> bits) & kept_bits
 
@@ -62,7 +62,7 @@ def _shift_right(x: Number, bits: int) -> Number:
 def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, branch: int = 0) -> int:
     """The key of one request, a signed 64-bit number. `prompt_ordinal` counts prompts over the whole run.
 
-    Further branches of a rollout have keys that are mixed once more than the first one's.
+    Keys of a rollout's further branches are mixed once more than that of its first.
     """
     # Each part is mixed into the result of the parts before it. Mixing the parts alone and adding or xoring
     # the results would let different requests collide.
@@ -139,11 +139,11 @@ def sample(
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
-    top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request has any; vocab_chunk: tokens of the vocabulary
-    per product with the head; CUDA has one product; gather: makes logits [B, V] of those for the head's rows, if this
-    rank has not all of them.
+    top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the
+    vocabulary per product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of
+    the head, if it has only some.
 
-    Also returns the tokens that the truncated distributions kept, as of `truncate`; int32 [B, 0] without `truncation`.
+    Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
     kept_ids = torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
@@ -184,7 +184,7 @@ def sample(
 
 
 def _divisor(temperature: Tensor) -> Tensor:
-    """What logits [B, V] are divided by, [B, 1]: 1 where the temperature is 0."""
+    """The divisor of logits [B, V], [B, 1]: 1 where the temperature is 0."""
     return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 

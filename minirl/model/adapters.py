@@ -32,8 +32,8 @@ _HARMLESS_KEYS = frozenset(
     "target_modules exclude_modules layers_to_transform layers_pattern megatron_core eva_config runtime_config "
     "qalora_group_size ensure_weight_tying".split()
 )
-# Values of others, beside those of an option that is off, with which `LoraLinear` computes what PEFT does. PEFT
-# changes the base as it begins, but for these `init_lora_weights`.
+# Values of other keys, besides those that turn an option off, with which `LoraLinear` computes what PEFT does. PEFT
+# changes the base at the start, except with these `init_lora_weights`.
 _PLAIN_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),

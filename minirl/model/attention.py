@@ -135,7 +135,7 @@ class PackedLayout:
     shared: a pair (i, n) for each sequence. It begins with the same n tokens as sequence i, which comes
     before it, and those tokens are computed as part of sequence i. A sequence that shares nothing with an
     earlier one has its own number and n = 0. Empty if no sequence shares anything.
-    caches, pool_of_layer: as in `DecodeLayout`, if keys and values are to be stored. Then nothing is shared.
+    caches, pool_of_layer: see `DecodeLayout`, to store keys and values. Then nothing is shared.
     states, slots: likewise, for the state after each sequence; slots int64 [N].
     """
 

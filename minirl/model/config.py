@@ -15,7 +15,7 @@ from minirl.model.delta_rule import DeltaNet
 class Rope:
     """A rotary position embedding: pair i of a head's channels turns by `frequencies[i]` from position to position.
 
-    Channels beyond 2 x len(frequencies) stay as they are: all of them if there is no frequency.
+    Channels beyond 2 x len(frequencies) do not turn; without frequencies, no channel does.
     amplitude: a factor of the turned channels (YaRN's attention factor).
     is_interleaved: channels 2 i and 2 i + 1 are a pair, not i and i + len(frequencies).
     """
@@ -26,7 +26,7 @@ class Rope:
 
 
 class LayerNorms(NamedTuple):
-    """The names of a layer's norms, by place; None where there is none."""
+    """The names of a layer's norms, by place; None where the layer has no norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -54,7 +54,7 @@ class Adapters:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 
@@ -105,7 +105,7 @@ class ModelConfig:
     query_multiplier: float = 1.0
     query_growth: float = 0.0
     query_period: int = 1
-    # In a folder: what the decoder's tensors begin with, and those that the model has not and that are saved with it.
+    # In a folder: the prefix of the decoder's tensors, and tensors outside the model that are saved with it.
     weight_prefix: str = "model."
     kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
@@ -145,9 +145,9 @@ class ModelConfig:
         return dataclasses.replace(self, adapters=adapters)
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device, num_slices: int = 1) -> bool:
-        """Whether a token has the same bits in any batch on this machine, measured on all products.
+        """Return whether a token has the same bits in any batch on this machine, measured on all products.
 
-        num_slices: in which decoding computes their columns.
+        num_slices: the slices in which decoding computes their columns.
         """
         hidden = self.hidden_size
         inner = self.intermediate_size

@@ -8,8 +8,8 @@ chunk's rows, and c the running sum of g in it:
 
 `run_chunks` computes packed sequences, one chunk of all sequences at a time. `run_row` computes the next row of each
 cached sequence from `DeltaStates`. On the CPU both have the same bits: a row of U is one product of one row in both.
-The other products have inner lengths that do not depend on the rows at hand, and at least MIN_ROWS rows. Everything is
-fp32 (fp64 in an fp64 model).
+The other products have at least MIN_ROWS rows, and inner lengths that do not depend on the number of rows. Everything
+is fp32 (fp64 in an fp64 model).
 
 In shapes: T rows, H value heads, N chunks (or sequences) x H, C rows of a chunk.
 """
@@ -31,7 +31,7 @@ CHUNK = 64  # rows
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta net that these layers have instead of attention."""
+    """The shape of a gated delta net, and the layers that have it instead of attention."""
 
     layers: tuple[int, ...]
     num_key_heads: int
@@ -42,7 +42,7 @@ class DeltaNet:
 
     @property
     def num_channels(self) -> int:
-        """Channels of all queries, keys and values together, which the convolution sees."""
+        """Channels of all queries, keys and values together: those of the convolution."""
         return 2 * self.num_key_heads * self.key_head_dim + self.num_values
 
     @property
@@ -73,10 +73,10 @@ class ChunkIndex:
     A sequence that shares its first tokens with another one begins with the chunk in which they end, from the other's
     state: up to CHUNK - 1 rows are computed once more.
 
-    rows int64 [chunks, CHUNK]: which of the T' rows that the model computes each row is; T' where a chunk has none.
-    places int64 [T']: where each row is in the chunks, end to end.
-    steps: of the chunks with the same number int64 [n], which chunk of the step before each one follows. In the first
-    step 0, for a state of zeros.
+    rows int64 [chunks, CHUNK]: the index of each row among the T' that the model computes; T' where a chunk has none.
+    places int64 [T']: the place of each row in the chunks, end to end.
+    steps: for each step, which computes the chunks with that number in their sequence, int64 [n]: the index of each
+    chunk's predecessor in the step before. In the first step 0, for a state of zeros.
     last int64 [sequences]: the last chunk of each sequence.
     """
 
@@ -95,8 +95,8 @@ def index_chunks(
 ) -> ChunkIndex:
     """The chunks of packed sequences; `PackedLayout` explains the arguments, which are on the host.
 
-    parents: of each sequence the one that it shares its first `num_shared` tokens with.
-    upload: copies a tensor from the host to where the rows are.
+    parents: the sequence that each one shares its first `num_shared` tokens with.
+    upload: copies a tensor from the host to the device of the rows.
     """
     firsts = [shared // CHUNK for shared in num_shared]
     ends = [-(-length // CHUNK) for length in lengths]
@@ -138,11 +138,11 @@ def index_chunks(
 
 @dataclass(frozen=True)
 class DeltaStates:
-    """What one layer keeps of cached sequences, each in a slot: [slots, ...].
+    """One layer's states of cached sequences, each in a slot: [slots, ...].
 
     tail [.., kernel - 1, channels]: the newest inputs of the convolution. state [.., H, Dk, Dv]: S at the last border
-    of a chunk. keys [.., H, C, Dk], updates [.., H, C, Dv] and decays [.., H, C]: K, U and g of the rows since. What
-    lies after these is finite.
+    of a chunk. keys [.., H, C, Dk], updates [.., H, C, Dv] and decays [.., H, C]: K, U and g of the rows since; later
+    elements are finite.
     """
 
     tail: Tensor
@@ -153,7 +153,7 @@ class DeltaStates:
 
 
 def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> DeltaStates:
-    """States of zeros, in which each new sequence could begin."""
+    """States of zeros, from which new sequences begin."""
     wide = at_least_fp32(dtype)
     keys, values = shape.key_head_dim, shape.value_head_dim
     tail = torch.zeros(num_slots, shape.kernel_size - 1, shape.num_channels, dtype=dtype, device=device)
@@ -186,7 +186,7 @@ def normalized(x: Tensor) -> Tensor:
 def run_chunks(
     rows: DeltaRows, index: ChunkIndex, states: DeltaStates | None = None, slots: Tensor | None = None
 ) -> Tensor:
-    """The outputs [T', H, Dv] of packed sequences. What their next rows need goes to these slots int64 [sequences]."""
+    """The outputs [T', H, Dv] of packed sequences. Stores their final states in these slots int64 [sequences]."""
     num_heads = rows.v.shape[1]
     in_chunks = [_in_chunks(x, index.rows) for x in vars(rows).values()]
     q, k, v, decay, beta = in_chunks
@@ -231,7 +231,7 @@ def run_chunks(
 
 
 def run_row(rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor) -> Tensor:
-    """The outputs [n, H, Dv] of the next row of n cached sequences, at these positions in their slots, int64 [n]."""
+    """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n]."""
     num_heads = rows.v.shape[1]
     at = positions % CHUNK
     states.keys[slots, :, at] = rows.k
@@ -275,7 +275,7 @@ def _end_chunks(states: DeltaStates, slots: Tensor, at: Tensor, parts: tuple[Ten
 
 
 def _next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> Tensor:
-    """The state [N, Dk, Dv] after a chunk, from that before it, K, U and c."""
+    """The state [N, Dk, Dv] after a chunk, from the state before it, K, U and c."""
     k_out = keys * (total[:, -1:] - total).exp()[..., None]
     kept = state * total.exp()[:, -1, None, None]
     return kept + torch.bmm(k_out.transpose(1, 2), updates)
@@ -326,7 +326,7 @@ class _Solve(torch.autograd.Function):
 
 @functools.cache
 def is_batch_invariant(shape: DeltaNet) -> bool:
-    """Return whether `run_row` has the bits of `run_chunks` on this CPU, for one and for three sequences. Measured."""
+    """Measure whether `run_row` has the bits of `run_chunks` on this CPU, for one and for three sequences."""
     generator = torch.Generator().manual_seed(0)
     length = CHUNK + 9
     heads = (3 * length, shape.num_value_heads)

@@ -1,9 +1,9 @@
-"""What config.json means for each model family: transformers' config class reads it, and we compute what it says.
+"""Read a config.json of each model family, through transformers' config class, into a `ModelConfig`.
 
-Every key is supported, has one value that is, or is known to change no number. Any other is refused by name,
+A key is supported, or supported with one value, or known to change no number. Any other is refused by name,
 whatever its value: `is_causal: false` is another model.
 
-docs/families.md says how to add a family or a feature, and lists what each family has.
+docs/families.md lists the families, and says how to add one or a feature.
 """
 
 import copy
@@ -25,15 +25,15 @@ from minirl.model.transformer import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Family:
-    """What its classes in transformers compute, beside what they read from the keys that all families have."""
+    """A model family: its keys and features besides those that all families have, as in transformers' classes."""
 
     # Names of keys that not all families have.
     keys: str
     # Fields of `ModelConfig` that all its models have.
     features: Mapping[str, Any] = field(default_factory=dict)
-    # Names of keys that change nothing here: its classes do not look at them, or (dropout) not in generation.
+    # Names of keys that change nothing here: its classes ignore them, or (dropout) ignore them in generation.
     ignored_keys: str = ""
-    # Each kind of layers has a rope, in `rope_parameters` by the kind.
+    # Each kind of layer has its rope in `rope_parameters`, by the kind.
     has_rope_of_kind: bool = False
     has_interleaved_rope: bool = False
     # Where some layers have windows, the others have no rope.
@@ -48,12 +48,12 @@ class Family:
 
 @dataclass(frozen=True)
 class VisionModel:
-    """A model of images and text, of which the text model is read."""
+    """A model of images and text, of which minirl reads the text model."""
 
     # The model_type of its text_config, and its class.
     text: str
     architecture: str
-    # What the names of the decoder's tensors begin with.
+    # The prefix of the names of the decoder's tensors.
     prefix: str
     # Names of keys beside text_config that change nothing in the text model.
     keys: str
@@ -209,9 +209,9 @@ _NEUTRAL_VALUES: dict[str, Any] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-# Of any value: none changes the numbers of these families.
+# No value of these changes the numbers of these families.
 _HARMLESS_KEYS = frozenset(
-    # Who wrote the file, and how a program is to hold and run the model.
+    # Who wrote the file, and how a program should hold and run the model.
     "_name_or_path name_or_path _commit_hash transformers_version transformers.js_config unsloth_fixed "
     "unsloth_version is_llama_config dtype torch_dtype use_cache gradient_checkpointing initializer_range "
     "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
@@ -229,7 +229,7 @@ _HARMLESS_KEYS = frozenset(
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _DELTA_LAYER_TYPES = {"full_attention", "linear_attention"}
-# What the only name in `architectures` ends with; other classes may compute something else from the same weights.
+# The endings of the only name in `architectures`; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
 # transformers has a default for these sizes too: those of one model.
@@ -241,8 +241,8 @@ _REQUIRED_SIZES = (
     "num_attention_heads",
 )
 _KEPT_KEYS = (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
-# The largest value of each size: beyond any model, and a tensor of such sizes has bytes that int64 can count, so
-# that the weights can show what is wrong. fp32 has every whole number up to 2^24, so every position.
+# The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
+# comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
     **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
@@ -252,7 +252,7 @@ _SIZES = {
     "sliding_window": 2**24,
     "query_pre_attn_scalar": 2**20,
 }
-# Factors, of which each is a positive number.
+# Factors; each is a positive number.
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 # The keys of each type of rope beside its type and theta.
 _ROPE_KEYS = {
@@ -263,9 +263,9 @@ _ROPE_KEYS = {
     "truncate",
     "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
 }
-# Those of the families whose queries grow with the position.
+# The rope keys of families whose queries grow with the position.
 _GROWTH_KEYS = {"ministral3": {"llama_4_scaling_beta", "max_position_embeddings"}}
-# What the keys of other families ask for, by a part of their names.
+# Features that the keys of other families ask for, by a part of the key.
 _MISSING_FEATURES = {
     "expert": "a mixture of experts",
     "moe": "a mixture of experts",
@@ -355,7 +355,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
-    """Return what the names of a decoder's tensors begin with in a folder with this config.json."""
+    """Return the prefix of the names of the decoder's tensors in a folder with this config.json."""
     vision = _VISION_MODELS.get(str(raw.get("model_type")))
     return "model." if vision is None else vision.prefix
 
@@ -363,8 +363,8 @@ def weight_prefix(raw: Mapping[str, Any]) -> str:
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a vision model's config.json; any other is returned unchanged.
 
-    Sizes that it leaves out are those of the family, as in Gemma 3's files. Raises InputError for keys that may change
-    the text model.
+    Sizes that it leaves out are the family's defaults, as in Gemma 3's files. Raises InputError for keys that may
+    change the text model.
     """
     from transformers import CONFIG_MAPPING
 
@@ -409,7 +409,7 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _missing_features(raw: Mapping[str, Any]) -> str:
-    """Say what a model of an unknown family asks for that no family here has, by its keys."""
+    """Return the features that a model of an unknown family needs and no family here has, by its keys."""
     of_families = (family.keys.split() for family in FAMILIES.values())
     known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
     features: dict[str, list[str]] = {}
@@ -424,7 +424,7 @@ def _missing_features(raw: Mapping[str, Any]) -> str:
 
 
 def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
-    """Raise InputError for a key that could change the numbers and is not among those that are supported."""
+    """Raise InputError for an unsupported key that could change the numbers."""
     for key, value in raw.items():
         if key in supported or key in _HARMLESS_KEYS:
             continue
@@ -440,9 +440,9 @@ def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
 
 
 def _check_ranges(raw: Mapping[str, Any]) -> None:
-    """Raise InputError for what transformers accepts: a size that is missing or out of range.
+    """Raise InputError for a missing size or one out of range, which transformers accepts.
 
-    Objects for rope are looked at here too, because transformers names another key of theirs.
+    It also checks rope's objects, since transformers' errors name another of their keys.
     """
     for key in _REQUIRED_SIZES:
         refuse(key not in raw, f"config.json: has no {key}")
@@ -463,12 +463,12 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether it is a positive number that fp32 can hold, and not true or false."""
+    """Return whether it is a positive number that fp32 can hold, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
 
 
 def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
-    """Return the object of transformers' config class: types are checked, and keys that are left out filled in.
+    """Return the object of transformers' config class, which checks types and fills in missing keys.
 
     Raises InputError with the reason, which names the key.
     """
@@ -496,7 +496,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
-    """Whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
+    """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
     classes = raw.get("architectures")
     if classes in (None, []):
         return False
@@ -515,10 +515,10 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
 
 
 def _kinds_of_layers(config: Any, known: Set[str]) -> list[str]:
-    """Return the kind of each layer. Raises InputError for one that is not known."""
+    """Return the kind of each layer. Raises InputError for an unknown one."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # a family without kinds of layers has its window in all
+    if kinds is None:  # in a family without kinds of layers, all have the window
         return ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     refuse(
         set(kinds) - known,
@@ -569,14 +569,14 @@ def _multipliers(config: Any, head_dim: int, family: Family) -> dict[str, float]
 def _max_positions(config: Any) -> int:
     """Return how many positions the ropes are made for.
 
-    YaRN stretches them, whether max_position_embeddings says so already or not. longrope has other frequencies for
-    sequences that are longer than the original ones, which a cache of shorter ones does not have.
+    YaRN stretches them, whether or not max_position_embeddings already says so. longrope has other frequencies for
+    sequences longer than the original ones, and cached keys of a shorter sequence lack them.
     """
     num_positions: int = config.max_position_embeddings
     rope = config.rope_parameters
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn":
-        # Without a factor it is that of the stated positions.
+        # Without a factor, the ratio of the stated positions.
         stretched = int(original * (rope["factor"] or 1))
         return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
     return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
@@ -587,7 +587,7 @@ def _ropes_of_layers(
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that say which rope each layer has.
 
-    ropes: of each kind of layers; "" is the kind of all.
+    ropes: by kind of layer; "" is the kind of all.
     """
     listed = getattr(config, "no_rope_layers", None)
     if getattr(config, "position_embedding_type", "rope") != "rope":
@@ -616,7 +616,7 @@ def _ropes_of_layers(
 
 
 def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
-    """Return the rope of each kind of layers, or of all as the kind "".
+    """Return the rope of each kind of layer; the kind "" stands for all layers.
 
     Raises InputError if one is not supported or given in two ways.
     """
@@ -644,9 +644,9 @@ def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -
 
 
 def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int, family: Family) -> Rope:
-    """Return one rope of transformers' config, whose `rope_parameters` (those of a kind of layers) are `keys`.
+    """Return one rope of transformers' config. keys: its `rope_parameters`, of one kind of layer.
 
-    Raises InputError for what is not supported.
+    Raises InputError if it is not supported.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -689,7 +689,7 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
 
 
 def _check_rope_value(key: str, value: Any) -> None:
-    """Raise InputError for values that rope's types do not mean."""
+    """Raise InputError for values without a meaning in this type of rope."""
     if key == "truncate":
         refuse(
             not isinstance(value, bool), f"config.json: truncate={value!r} of rope; expected true or false"

@@ -45,7 +45,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
 
 
 def has_adapters(folder: Path) -> bool:
-    """Whether a folder holds adapters for a model of another folder."""
+    """Return whether a folder holds adapters for a model of another folder."""
     return (folder / ADAPTERS_FILE).is_file()
 
 

@@ -18,14 +18,14 @@ from minirl.ranks.time_account import spent_on
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's place in a group of `size` ranks that hold a model together. Equal shares but for the last ones."""
+    """This rank's place in a group of `size` ranks that hold a model together. All shares but the last are equal."""
 
     index: int
     size: int
     group: dist.ProcessGroup
 
     def width(self, total: int) -> int:
-        """Return the rows of a slice, of `total`: the last slices may have fewer, or none."""
+        """Return how many of `total` rows a slice has; the last slices may have fewer, or none."""
         return -(-total // self.size)
 
     def own(self, total: int) -> slice:

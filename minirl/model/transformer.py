@@ -1,7 +1,7 @@
 """One decoder for every supported family, on packed streams. Parameters have Hugging Face's names.
 
 `Transformer.forward(tokens, positions, layout)` is the only forward: training, scoring, prefill and decoding
-differ in their layout. It returns hidden states; logits are computed where they are used, a chunk at a time
+differ in their layout. It returns hidden states; callers compute logits, a chunk at a time
 (`training.scoring`, `generation.sampling`).
 
 The model branches on the features in `config.ModelConfig`, never on the name of a family; `families` says which
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
 
     Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
-    adds_one: it multiplies by 1 + weight, with that sum in fp32.
+    adds_one: multiply by 1 + weight, summed in fp32.
     """
 
     def __init__(self, size: int, config: ModelConfig):
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """`nn.Linear` with products from `batch_invariance`.
 
-    slices: of which this rank has one, see `sliced_model`. It may get its columns of the input, and return its
+    slices: this rank's slice, see `sliced_model`. The layer may get only its columns of the input, and return only its
     columns of the output.
     """
 
@@ -82,7 +82,7 @@ class Linear(nn.Linear):
 class LoraLinear(Linear):
     """A frozen linear layer with a LoRA adapter: x W^T + alpha / rank (x A^T) B^T. It is never merged.
 
-    So decoding, scoring and training compute the same bits. Without `is_adapted` it is the layer under the adapter.
+    So decoding, scoring and training compute the same bits. Without `is_adapted` it computes x W^T alone.
     """
 
     is_adapted = True
@@ -98,7 +98,7 @@ class LoraLinear(Linear):
         if not self.is_adapted:
             return product
         inner = batch_invariance.linear(x, self.lora_A)
-        if x.device.type != "cpu":  # one kernel instead of three, which also write two more tensors as large
+        if x.device.type != "cpu":  # one kernel instead of three, and two large tensors fewer to write
             return product.addmm_(inner, self.lora_B.t(), alpha=self._scale)
         return product + self._scale * batch_invariance.linear(inner, self.lora_B)
 
@@ -106,7 +106,7 @@ class LoraLinear(Linear):
 class Attention(nn.Module):
     """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate.
 
-    slices: of whose heads this rank takes its own where its projections return all heads.
+    slices: this rank's slice; it takes its own heads where projections return all of them.
     """
 
     slices: Slices | None = None
@@ -140,7 +140,7 @@ class Attention(nn.Module):
             q, k, v = self.qkv_proj(x).split(self.sizes, 1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.has_gate:  # of each head the query, then the gate
+        if self.has_gate:  # each head's query, then its gate
             q, gate = (part.flatten(1) for part in q.unflatten(1, (-1, 2, self.head_dim)).unbind(2))
         if self.qk_norm:
             q = self._norm(q, self.q_norm)
@@ -154,7 +154,7 @@ class Attention(nn.Module):
         return self.o_proj(out)
 
     def _norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Normalize x [T, heads x C] in parts of the norm's size: heads, or the whole."""
+        """Normalize x [T, heads x C] in parts of the norm's size: each head, or all together."""
         return norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
     def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
-        """The rule's outputs [T, heads, C] for packed sequences, whose states are stored if the layout has slots."""
+        """The rule's outputs [T, heads, C] for packed sequences. Stores their states if the layout has slots."""
         window = layout.window_index(self.shape.kernel_size)
         padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
         convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
@@ -223,7 +223,7 @@ class GatedDeltaNet(nn.Module):
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
-        """The rule's outputs [B, heads, C] for the next tokens of cached sequences, whose states advance."""
+        """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Advances their states."""
         states = layout.states[self.layer]
         assert layout.slots is not None
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
@@ -237,7 +237,7 @@ class GatedDeltaNet(nn.Module):
         return out
 
     def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
-        """The rule's inputs, from queries, keys and values end to end in [T, channels]."""
+        """The rule's inputs, from [T, channels] of queries, keys and values end to end."""
         shape = self.shape
         keys = shape.num_key_heads * shape.key_head_dim
         q, k, v = convolved.split([keys, keys, shape.num_values], 1)
@@ -272,7 +272,7 @@ class MLP(nn.Module):
         return out
 
     def _inner(self, x: Tensor) -> Tensor:
-        """What the down-projection gets."""
+        """The input of the down-projection."""
         if not self.is_gated:
             return self._activate(self.up_proj(x))
         if self.is_fused:
@@ -292,7 +292,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention or a gated delta net, then feed-forward: each is added to the residual stream.
 
-    Norms stand before them, after them or both. is_recomputed: the model runs the whole layer again in backward.
+    Norms come before them, after them or both. is_recomputed: the model runs the whole layer again in backward.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):
@@ -318,7 +318,7 @@ class DecoderLayer(nn.Module):
         return self._add(x, self._norm(out, self.norms.after_mlp))
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:
-        """Apply the norm of this name, if there is one."""
+        """Apply the norm of this name; None applies none."""
         normed: Tensor = x if name is None else getattr(self, name)(x)
         return normed
 
@@ -328,7 +328,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm. It only holds them: `Transformer.forward` runs them."""
+    """Holds the embedding, the layers and the final norm. `Transformer.forward` runs them."""
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool):
         super().__init__()
@@ -343,7 +343,7 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
-    slices: of which this rank has one; it decodes with the others of its group.
+    slices: this rank's slice; it decodes with the other ranks of its group.
     """
 
     slices: Slices | None = None
@@ -373,15 +373,14 @@ class Transformer(nn.Module):
             parameter.requires_grad_(is_adapter(name))
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, if the config says so: once more after they were replaced."""
+        """Tie the head's weight to the embedding's, if the config says so. Call it again after replacing them."""
         if self.config.tie_word_embeddings and not self.config.scalar_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Return the hidden states [T, D] after the final norm, divided by the divisor of logits. Not collective.
 
-        tokens and positions: int64 [T], without padding. On the CPU the layers get them padded
-        (`padding.pad_rows`).
+        tokens and positions: int64 [T], without padding; for the CPU's layers `padding.pad_rows` pads them.
         """
         padded_tokens = padding.pad_rows(tokens)
         padded_positions = padding.pad_rows(positions)

@@ -33,8 +33,8 @@ from minirl.rewards.reward_workers import RewardWorkers, named_completion
 from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
-EPISODE = "episode"  # in --reward, instead of a file or module: the rewards that rollouts give
-# The arguments that only TRL's trainer can give.
+EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
+# Arguments that only TRL's trainer can give.
 OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
@@ -65,7 +65,7 @@ class EpisodeReward:
     """The reward function that returns one of an episode's own rewards, or None where it does not apply."""
 
     def __init__(self, reward_name: str = "reward"):
-        """reward_name: as in `episode.reward(value, reward_name)`; a number that is returned is named "reward"."""
+        """reward_name: as in `episode.reward(value, reward_name)`; a returned number is named "reward"."""
         self.reward_name = reward_name
 
     def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
@@ -82,10 +82,10 @@ class EpisodeReward:
 def branch_rewards(
     functions: Mapping[str, RewardFunction], rollouts: Sequence[Rollout], rewards: Tensor
 ) -> Tensor:
-    """The rewards fp64 [M, K] of the M branches of N rollouts, end to end. rewards [N, K]: of the rollouts.
+    """The rewards fp64 [M, K] of the M branches of N rollouts, end to end. rewards [N, K]: the rollouts'.
 
-    A branch has its rollout's rewards, less those that belong to another branch alone: given at one of its turns, or
-    the penalty of its length.
+    A branch has its rollout's rewards, except those that belong to another branch alone: rewards at that one's turns,
+    and the penalty of its length.
     """
     if not any(rollout.earlier for rollout in rollouts):
         return rewards
@@ -229,7 +229,7 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
     """Return a rollout's entry of `episodes`, as JSON; functions get it as an object.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
-    finish_reason. turns: text, num_tokens, finish_reason and rewards of each; none where no episode made the rollout.
+    finish_reason. turns: text, num_tokens, finish_reason and rewards of each; empty if no episode made the rollout.
     rewards: by name, all that the episode gave, None for one that does not apply.
     """
     row = prompts.row(rollout.rollout_id.prompt_ordinal)

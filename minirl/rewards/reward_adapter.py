@@ -1,4 +1,4 @@
-"""A reward function in a worker (`minirl.workers.child`), and how it is called there and in the trainer.
+"""A reward function in a worker (`minirl.workers.child`), and how the worker and the trainer call it.
 
 Standard library only: a worker starts quickly.
 """
@@ -12,7 +12,7 @@ from minirl.rewards.values import validate_rewards
 from minirl.workers.conversation import Loaded
 from minirl.workers.user_code import find_function
 
-# For the workers' program.
+# The adapter for the workers' program.
 ADAPTER = "minirl.rewards.reward_adapter:load"
 
 
@@ -40,7 +40,7 @@ class _CallConversation:
         self._function = function
 
     async def reply(self, message: Mapping[str, Any]) -> list[float | str | None] | str:
-        """Return the rewards, as `validate_rewards`. message: {"arguments", "count"}."""
+        """Return the rewards, see `validate_rewards`. message: {"arguments", "count"}."""
         values = call_reward(self._function, message["arguments"])
         return validate_rewards(values, message["count"])
 
@@ -48,7 +48,7 @@ class _CallConversation:
         """Do nothing: a call ends with its reply."""
 
     def facts(self) -> None:
-        """Return nothing: a reply is all."""
+        """Return nothing: a reply needs no facts."""
 
 
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -63,17 +63,17 @@ class RewardQueue:
         self._added: dict[RolloutId, _Added] = {}
 
     def begin_step(self, num_rollouts: int) -> None:
-        """Count failures from 0 again; the limit of those that are forgiven is a share of these rollouts."""
+        """Reset the count of failures; the limit of forgiven ones is a share of these rollouts."""
         for calls in self._calls.values():
             calls.begin_step(num_rollouts)
 
     def expect(self, num_rollouts: int) -> None:
-        """Note that this rank makes this many more rollouts in this step."""
+        """Record that this rank makes this many more rollouts in this step."""
         for calls in self._calls.values():
             calls.expect(num_rollouts)
 
     def given_up_on_error(self) -> AbstractContextManager[None]:
-        """Drop all calls if the block raises anything; then nothing can be added any more."""
+        """Drop all calls if the block raises; after that nothing can be added."""
         return given_up_on_error(list(self._calls.values()))
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
@@ -112,7 +112,7 @@ class RewardQueue:
         return all(call.is_complete for call in self._added[rollout_id].calls.values())
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Send, receive, start the next calls, kill calls that are over their time.
+        """Send, receive, start the next calls, kill calls that exceed their time.
 
         While calls are under way it waits for an event, up to `timeout_s` and never more than half a second. Raises
         RewardError naming function, row and completion for a failure that is not forgiven, and drops all calls.
@@ -122,7 +122,7 @@ class RewardQueue:
     def finish(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
         """Take N rollouts out with their rewards [N, K], which it waits for, in the order of `rollouts`.
 
-        Raises RewardError as `poll` and `compute_rewards`.
+        Raises RewardError like `poll` and `compute_rewards`.
         """
         added = [self._added[rollout.rollout_id] for rollout in rollouts]
         rows = [one.row for one in added]
@@ -147,7 +147,7 @@ class RewardQueue:
         for name in self._functions:
             is_failed = [answer is not None and math.isnan(answer) for answer in answers[name]]
             failures.append(is_failed)
-            # A failure that is forgiven counts as 0; NaN stands for a reward that does not apply.
+            # A forgiven failure counts as 0; NaN stands for a reward that does not apply.
             column = [math.nan if answer is None else answer for answer in answers[name]]
             columns.append([0.0 if fails else value for fails, value in zip(is_failed, column, strict=True)])
         # The view gives [K, 0] its shape on a rank without rollouts.

@@ -45,7 +45,7 @@ def load_reward(
 class RewardWorkers:
     """A reward function whose calls run in worker processes, one at a time in each.
 
-    pool: the workers. on_error: as for `load_reward`. num_given_up: how often all calls were dropped.
+    pool: the workers. on_error: see `load_reward`. num_given_up: how often all calls were dropped.
     """
 
     def __init__(self, pool: Pool, on_error: str):
@@ -56,7 +56,7 @@ class RewardWorkers:
         self.num_given_up = 0
 
     def __call__(self, **arguments: list[Any]) -> list[float | None]:
-        """Compute rewards; error messages do not name the rows. Raises as `compute`."""
+        """Compute rewards; error messages do not name the rows. Raises like `compute`."""
         count = max(map(len, arguments.values()))
         texts = [str(completion) for completion in arguments.get("completions", [""] * count)]
         return self.compute(arguments, places=["?"] * count, texts=texts)
@@ -66,7 +66,7 @@ class RewardWorkers:
     ) -> list[float | None]:
         """Compute the rewards of N completions; NaN where a failure is forgiven, None where it does not apply.
 
-        Not collective. Arguments and errors as of `FunctionCalls`. The seed is 0.
+        Not collective. For arguments and errors see `FunctionCalls`. The seed is 0.
         """
         calls = FunctionCalls(self, num_completions=len(texts))
         call = Call(arguments, places, texts, seeds=[0] * len(texts))
@@ -86,10 +86,10 @@ class RewardWorkers:
 
 @dataclass
 class Call:
-    """N completions that are sent to a function together, and their rewards.
+    """N completions that go to a function together, and their rewards.
 
-    The worker is seeded with seeds[0], or with a completion's own seed when that is sent alone. is_group: none is; if
-    the call fails, it fails for all of them.
+    The worker is seeded with seeds[0], or with a completion's own seed if that is sent alone. is_group: none is sent
+    alone; if the call fails, it fails for all of them.
     """
 
     arguments: dict[str, list[Any]]  # a list [N] per argument of the function
@@ -97,7 +97,7 @@ class Call:
     texts: Sequence[str]  # the completions, for error messages
     seeds: Sequence[int]
     is_group: bool = False
-    # Once they are known: NaN where a failure is forgiven, None where the reward does not apply.
+    # Once known: NaN where a failure is forgiven, None where the reward does not apply.
     rewards: list[float | None] = field(default_factory=list)
 
     @property
@@ -112,15 +112,14 @@ class Call:
 
 
 class FunctionCalls:
-    """Calls of one function, begun in the order in which they are added. Nothing here waits.
+    """Calls of one function, started in the order in which they were added. Nothing here waits.
 
-    As many are under way as there are workers. A call that fails as a whole is repeated completion by completion,
-    one after the other, so that a function which hangs delays no other call while there is another worker. Not
-    collective.
+    Each worker runs one at a time. A call that fails as a whole is repeated completion by completion, one after the
+    other, so that a function that hangs delays no other call as long as another worker exists. Not collective.
     """
 
     def __init__(self, function: RewardWorkers, *, num_completions: int):
-        """num_completions: as of `begin_step`."""
+        """num_completions: see `begin_step`."""
         self.function = function
         self._num_given_up = function.num_given_up
         self.begin_step(num_completions)
@@ -135,22 +134,22 @@ class FunctionCalls:
         return bool(self._under_way or self._waiting)
 
     def begin_step(self, num_completions: int) -> None:
-        """Count failures from 0 again; the limit of those that are forgiven is a share of these completions."""
+        """Reset the count of failures; the limit of forgiven ones is a share of these completions."""
         self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
 
     def expect(self, num_completions: int) -> None:
-        """Note that this many more completions belong to the step."""
+        """Record that this many more completions belong to the step."""
         self._failures.num_total += num_completions
 
     def add(self, call: Call) -> None:
-        """Add a call; it begins at once if a worker is free."""
+        """Add a call; it starts at once if a worker is free."""
         self._check_not_given_up()
         self._waiting.append(self._requests(call))
         with self._place_named():
             self._start_waiting()
 
     def advance(self) -> None:
-        """Send, receive, kill calls that are over their time, and begin the next ones.
+        """Send, receive, kill calls that exceed their time, and start the next ones.
 
         Raises RewardError naming function, row, completion and the error, as soon as a failure is not forgiven.
         """
@@ -163,7 +162,7 @@ class FunctionCalls:
             self._start_waiting()
 
     def give_up(self) -> None:
-        """Drop the calls; nothing can be added any more."""
+        """Drop the calls; after that nothing can be added."""
         if self._num_given_up == self.function.num_given_up:
             self.function.give_up()
 
@@ -179,7 +178,7 @@ class FunctionCalls:
             raise RuntimeError(f"reward {self.function.__name__}: its calls were dropped")
 
     def _start_waiting(self) -> None:
-        """Begin as many calls as there are free workers. Raises WorkerError."""
+        """Start a call on each free worker. Raises WorkerError."""
         while self._waiting and self.function.pool.has_free_worker:
             self._continue(self._waiting.popleft(), None)
         self.function.pool.flush()
@@ -201,14 +200,14 @@ class FunctionCalls:
             yield
         except WorkerError as error:
             of_call = ""
-            # It may be one of other calls of the function.
+            # The completion may belong to another call of the function.
             if error.number in self._under_way:
                 call, _ = self._under_way[error.number]
                 of_call = named_completion(call.places[0], call.texts[0])
             raise RewardError(escaped(f"reward {self.function.__name__}{of_call}: {error}")) from None
 
     def _requests(self, call: Call) -> Generator[Call, Reply, None]:
-        """Make the requests of a call one after the other, from the replies to them. Raises as `advance`."""
+        """Yield the requests of a call one after the other, and get the replies. Raises like `advance`."""
         count = len(call.texts)
         answers = _answers((yield call), count)
         if not isinstance(answers, str):
@@ -222,11 +221,11 @@ class FunctionCalls:
             if not any(reward is not None and math.isnan(reward) for reward in call.rewards):
                 what = f"{count} completions, none of which fails alone"
                 raise RewardError(escaped(f"reward {self.function.__name__} for {what}: {answers}"))
-        # Calls are kept until their rollouts are taken, token ids among their arguments.
+        # Calls, with token ids among their arguments, are kept until their rollouts are taken.
         call.arguments = {}
 
     def _reward(self, call: Call, i: int, answer: float | str | None) -> float | None:
-        """Return a completion's reward, NaN for a failure that is forgiven. Raises RewardError for another."""
+        """Return a completion's reward, or NaN for a forgiven failure. Raises RewardError for any other failure."""
         if not isinstance(answer, str):
             return answer
         failures = self._failures
@@ -243,13 +242,13 @@ class FunctionCalls:
 
 
 def named_completion(place: str, text: str) -> str:
-    """Return an error's words for a completion, after the function's name. place: its row's."""
+    """Return the text of a completion's error, to follow the function's name. place: its row's."""
     return f" for the row at {place}, completion {text[:80]!r}"
 
 
 @contextlib.contextmanager
 def given_up_on_error(all_calls: Sequence[FunctionCalls]) -> Iterator[None]:
-    """Drop the calls if the block raises anything."""
+    """Drop the calls if the block raises."""
     try:
         yield
     except BaseException:
@@ -261,7 +260,7 @@ def given_up_on_error(all_calls: Sequence[FunctionCalls]) -> Iterator[None]:
 def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
     """Advance the calls of several functions. With a timeout, wait for an event, up to POLL_S seconds.
 
-    Raises as `FunctionCalls.advance`, and like any exception drops all calls.
+    Raises like `FunctionCalls.advance`, and drops all calls on any exception.
     """
     with given_up_on_error(all_calls):
         if timeout_s > 0:
@@ -275,7 +274,7 @@ def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
 
 @spent_on("wait_rewards")
 def complete(all_calls: Sequence[FunctionCalls], awaited: Sequence[Call]) -> None:
-    """Wait for these calls of several functions. Raises as `poll`."""
+    """Wait for these calls of several functions. Raises like `poll`."""
     while not all(call.is_complete for call in awaited):
         # For this rank's line in a hang report.
         busy = [calls.function.__name__ for calls in all_calls if calls.is_busy]
@@ -287,7 +286,7 @@ def complete(all_calls: Sequence[FunctionCalls], awaited: Sequence[Call]) -> Non
 
 
 def _answers(reply: Reply, count: int) -> Answers:
-    """Check a reply to a request for `count` completions. Returns as `values.validate_rewards`."""
+    """Check a reply to a request for `count` completions; returns the result of `values.validate_rewards`."""
     if reply.error is not None:
         return reply.error
     rewards = reply.content

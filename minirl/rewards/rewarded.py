@@ -37,7 +37,7 @@ class RewardedRollouts:
     """N rollouts of this rank, with their rewards of K functions. All fields have one entry per rollout."""
 
     rollouts: list[Rollout]  # with all branches of each
-    # The row of the data that each prompt comes from.
+    # The row of the data for each prompt.
     rows: list[Row]
     # The completions without special tokens.
     texts: list[str]

@@ -6,7 +6,7 @@ from typing import Any
 
 from minirl.workers.user_code import shown
 
-# Of a reward, without its sign. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
+# The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
 MAX_REWARD = 1e12
 
 
@@ -15,8 +15,8 @@ def validate_rewards(values: Any, count: int) -> list[float | str | None] | str:
 
     None means that the reward does not apply to the completion. Returns floats and Nones, with an error string
     for each invalid one; a single error string if `values` is not a list or has another length. Numbers
-    are bool, int, float, Decimal, and 0-d arrays and tensors. Lists are also tuples, arrays and tensors, but neither
-    texts nor mappings nor sets. The error strings begin with "returned".
+    are bool, int, float, Decimal, and 0-d arrays and tensors. Tuples, arrays and tensors count as lists; texts,
+    mappings and sets do not. The error strings begin with "returned".
     """
     # 0-d arrays and tensors have a `__len__` too; it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0

@@ -1,1 +1,1 @@
-"""What stands around the training loop: flags, run folder, checkpoints, evaluation, resume."""
+"""Everything around the training loop: flags, run folder, checkpoints, evaluation, resume."""

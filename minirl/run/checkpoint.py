@@ -74,7 +74,7 @@ from minirl.training.sharded_model import ShardedModel
 _DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds within which rank 0 must see a file that another rank has written
 IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records`
-_NO_RECORD = object()  # fills the places of a rank that has fewer records than another
+_NO_RECORD = object()  # fills up the records of a rank that has fewer than another
 _THREAD_DIED = "its thread died, see the traceback"
 
 
@@ -91,7 +91,7 @@ class _Origin:
     kept: dict[str, Tensor]
 
 
-# Writes files into the folder that it is given, and returns their digests by path within the folder.
+# Writes files into the given folder, and returns their digests by path within it.
 _FileWriter = Callable[[Path], dict[str, Digest]]
 
 
@@ -234,9 +234,9 @@ def _record_files(world_size: int) -> list[str]:
 def own_records(saved: Sequence[Mapping[str, list[Any]]], decode_group: int = 1) -> dict[str, list[Any]]:
     """This rank's share of the records that all ranks saved. Not collective.
 
-    With as many ranks as before, a rank gets its own. Otherwise the ranks are dealt all in turn, the first of each rank
-    first, so that records of an early step still come before those of a late one. Rollouts in flight are dealt to the
-    first of each `decode_group` ranks, which samples for all of them.
+    With as many ranks as before, a rank gets its own. Otherwise all records are dealt to the ranks in turn, each old
+    rank's first record first, so that records of an early step still come before those of a late one. Rollouts in
+    flight go to the first of each `decode_group` ranks, which samples for all of them.
     """
     dealt = {}
     for name in saved[0]:
@@ -281,7 +281,7 @@ def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
 
 
 def _model_writer(prefix: str, weights: Mapping[str, Tensor], origin: _Origin) -> _FileWriter:
-    """The writer makes a Hugging Face folder of the weights."""
+    """A writer that makes a Hugging Face folder of the weights."""
 
     def write(folder: Path) -> dict[str, Digest]:
         digests = write_folder(
@@ -299,7 +299,7 @@ def _model_writer(prefix: str, weights: Mapping[str, Tensor], origin: _Origin) -
 def _adapters_writer(
     prefix: str, model: ShardedModel, masters: Mapping[str, Tensor], origin: _Origin
 ) -> _FileWriter:
-    """The writer makes a folder of adapters in PEFT's form, beside config and tokenizer of their base.
+    """A writer that makes a folder of adapters in PEFT's form, beside config and tokenizer of their base.
 
     masters: the trained parameters in fp32, whole.
     """
@@ -333,11 +333,11 @@ class _Save:
         self.folder = run.path / "checkpoints" / name
         # The temporary folders of all ranks.
         self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(world_size())]
-        self._has_written = threading.Event()  # this rank's files are written, or could not be
+        self._has_written = threading.Event()  # this rank has written its files, or failed to
         self._is_abandoned = threading.Event()  # some rank could not write its files
         self._deadline = math.inf  # by time.monotonic(), for the other ranks' files to become visible
-        self._write_error: str | None = _THREAD_DIED  # from writing this rank's files
-        self._error: str | None = _THREAD_DIED  # from writing them or from the commit
+        self._write_error: str | None = _THREAD_DIED  # the error from writing this rank's files
+        self._error: str | None = _THREAD_DIED  # the error from writing them or from the commit
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         watchdog.this_process.checkpoint_thread = self._thread
         self._thread.start()
@@ -385,7 +385,7 @@ class _Save:
             free = shutil.disk_usage(self._run.path).free
             what = error.filename or half_made
             self._error = f"{what}: {error.strerror or error} ({free:,} bytes are free)"
-            if self._write_error is not None:  # it was raised before all files were written
+            if self._write_error is not None:  # raised before all files were written
                 self._write_error = self._error
             shutil.rmtree(half_made, ignore_errors=True)
         finally:
@@ -407,7 +407,7 @@ class _Save:
         (half_made / _DIGESTS_FILE).unlink()
         manifest = self._manifest | {"files": files}
         durable.replace_file(half_made / "manifest.json", json.dumps(manifest, indent=1))
-        if is_checkpoint(self.folder):  # the user's own folder makes `publish` fail instead
+        if is_checkpoint(self.folder):  # a folder of the user's makes `publish` fail instead
             durable.remove_folder(self.folder)
         metrics = self._run.path / "metrics.jsonl"
         if metrics.is_file():

@@ -62,8 +62,8 @@ def dry_run(
 ) -> int:
     """Print the plan of the run and the memory of each phase; returns the exit code. Not collective.
 
-    rewards, tools: those of `Setup`. It reads data, config.json and tokenizer, and calls the reward functions on two
-    prompts. Raises InputError, naming the flags to change, for what cannot be used and what does not fit.
+    rewards, tools: see `Setup`. It reads data, config.json and tokenizer, and calls the reward functions on two
+    prompts. Raises InputError, naming the flags to change, for unusable inputs and for a run that does not fit.
     """
     capacity = _capacity(config)
     task = load_task(config, rewards)
@@ -153,7 +153,7 @@ def _ranks(work: Workload) -> str:
 
 
 def _print_decoding(work: Workload, groups: Sequence[int], refusals: Sequence[str]) -> None:
-    """What decoding from shards saves and costs, and why the run does it or not, if it can."""
+    """Describe the savings and costs of decoding from shards, and why the run does it or not, if it can."""
     group = groups[-1]
     whole = work.dtype.itemsize * num_parameters(work.policy)
     effect = f"{gb(whole / group)} of weights on each instead of {gb(whole)}, {num_gathers(work.policy)} gathers a step"

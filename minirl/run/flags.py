@@ -33,7 +33,7 @@ OTHER_NAMES = {
     "epsilon": "--clip-low, and --clip-high",
     "report-to": "--wandb",
 }
-MAX_NUMBER = 2**63 - 1  # in a flag: tensors hold no greater int, and a greater float is a typo
+MAX_NUMBER = 2**63 - 1  # tensors hold no greater int, and a greater float is a typo
 
 
 def run_script(
@@ -77,7 +77,7 @@ def parse(
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=rank() == 0,
         )
-    except BrokenPipeError:  # the reader of --help, `head` for example, has enough
+    except BrokenPipeError:  # the reader of --help, for example `head`, has stopped reading
         sys.exit(0)
     return config_class(**{name: value for box in parsed.values() for name, value in box.items()})
 
@@ -201,8 +201,8 @@ def check_needed(
 ) -> None:
     """Refuse flags that have no effect. Raises InputError naming the flag and the one that it needs.
 
-    needs[field]: the field that must be on, or whether the flag has an effect and the words for the missing flag. It
-    takes a value of the defaults or of the `preset` as not given, and does not refuse it.
+    needs[field]: the field that must be on, or a pair: whether the flag has an effect, and a text for the missing flag.
+    A value of the defaults or of the `preset` counts as not given, and is never refused.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

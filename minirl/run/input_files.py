@@ -15,7 +15,7 @@ from minirl.run.run_folder import RunFolder, read_args
 
 
 def input_digests(config: RunConfig, *, base: Path | None = None) -> dict[str, str]:
-    """SHA-256 by path of the script and of the files of data, rewards and models, as far as they exist.
+    """SHA-256 by path of the script and of the existing files of data, rewards and models.
 
     base: the folder of the model under the run's adapters.
     """
@@ -36,7 +36,7 @@ def input_digests(config: RunConfig, *, base: Path | None = None) -> dict[str, s
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The files of a local folder that a model is read from."""
+    """The files of a local folder that loading a model reads."""
     return [*folder.glob("*.json"), *folder.glob("*.safetensors")]
 
 

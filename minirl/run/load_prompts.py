@@ -1,4 +1,4 @@
-"""Load the tokenizer and the prompts that the flags name, for a run as for a dry run."""
+"""Load the tokenizer and the prompts that the flags name, for a run or a dry run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ def load_prompts(
     tools: Sequence[Tool],
     workers: RolloutWorkers | None,
 ) -> tuple[PromptStream, PromptStream]:
-    """The training prompts and the held-out ones, with their tokenizer (collective, as `PromptStream`).
+    """The training prompts and the held-out ones, with their tokenizer (collective, like `PromptStream`).
 
     Raises InputError naming rows and flags.
     """
@@ -61,7 +61,7 @@ def load_prompts(
 
 
 def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
-    """The teacher's config. Raises InputError if one of the policy's token ids is another token to the teacher."""
+    """The teacher's config. Raises InputError if one of the policy's token ids is another token for the teacher."""
     teacher = read_config(folder, scalar_head=False)
     own, other = (
         {i: token for token, i in one.backend.get_vocab().items()} for one in (tokenizer, Tokenizer(folder))

@@ -1,4 +1,4 @@
-"""What the memory plan asks of a run: its workload, and the sizes that flags give."""
+"""The memory plan's inputs from a run: its workload, and the sizes that flags give."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.run.config import RunConfig
 
 _SWITCHES = ("recompute_layers", "shard_gradients")
-_ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # how sums round depends on them
+_ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # sums round depending on them
 
 
 def workload(
@@ -35,7 +35,7 @@ def workload(
 ) -> Workload:
     """The workload of a run. Reads the models' config.json only.
 
-    num_shards: where ranks decode together, it is their number. value_folder: of a run that is resumed; None:
+    num_shards: the number of ranks that decode together, if several do. value_folder: in a resumed run; None:
     --value-model, or the policy's. streams: training prompts, and held-out ones. Raises InputError for models that
     cannot be used.
     """
@@ -63,7 +63,7 @@ def workload(
     num_rollouts = config.prompts_per_step * config.group_size
     # With --max-staleness the prompts of two steps are open.
     num_prompts = config.prompts_per_step * (2 if config.max_staleness else 1)
-    # An engine samples whole groups, with a greedy completion on top of each perhaps.
+    # An engine samples whole groups, perhaps with a greedy completion for each.
     num_engines = num_ranks // decode_group
     requests_in_training = math.ceil(num_prompts / num_engines) * (config.group_size + 1)
     rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
@@ -101,10 +101,10 @@ def plan(
     free: float,
     **options: Any,
 ) -> tuple[Workload, Sizes, list[str]]:
-    """The workload of a run with the first of `decode_groups` that fits, or the last; its sizes; what does not fit.
+    """The workload of a run with the first of `decode_groups` that fits, or the last; its sizes; reasons.
 
-    That is a sentence of `too_large` for each group that was tried and does not fit. given: `given_sizes`. free: bytes
-    of a rank. options: see `workload`.
+    The reasons: a sentence of `too_large` for each group that does not fit. given: `given_sizes`. free: bytes of a
+    rank. options: see `workload`.
     """
     refusals = []
     for group in decode_groups:
@@ -123,8 +123,8 @@ def possible_decode_groups(
 ) -> list[int]:
     """The numbers of ranks that may decode together, the preferred one first.
 
-    of_node: the ranks of a node. recorded: see `given_sizes`. Raises InputError if the flags ask for a number that
-    cannot be.
+    of_node: the ranks of a node. recorded: see `given_sizes`. Raises InputError if the flags ask for an impossible
+    number.
     """
     if config.shard_decode == "off" or not config.trains:
         return [1]
@@ -151,7 +151,7 @@ def possible_decode_groups(
 
 
 def teacher_folder(config: RunConfig) -> Path | None:
-    """The folder of --teacher, which not every script has; None without it. Raises InputError."""
+    """The folder of --teacher, a flag of some scripts; None without it. Raises InputError."""
     named = getattr(config, "teacher", None)
     return resolve_folder(named, flag="--teacher", with_weights=not config.dry_run) if named else None
 
@@ -160,7 +160,7 @@ def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, 
     """`Sizes` by name as the flags give them, "auto" where they leave one open.
 
     recorded: the sizes that a resumed run began with; {} in a new one. Those that change how sums round stay. `plan`
-    says how many ranks decode together.
+    decides how many ranks decode together.
     """
     names = {field.name for field in dataclasses.fields(Sizes)} - {"decode_group"}
     given = {name: getattr(config, name) for name in names}
@@ -174,7 +174,7 @@ def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, 
 
 
 def max_request_tokens(config: RunConfig, model_config: ModelConfig, max_new_tokens: int) -> int:
-    """The most tokens of a prompt with its completion, whatever memory the machine has."""
+    """The most tokens of a prompt with its completion, regardless of memory."""
     limits = [model_config.max_position_embeddings]
     for given in (config.cache_tokens, config.max_tokens_per_microbatch):
         limits.append(enough_tokens(max_new_tokens) if given == "auto" else given)

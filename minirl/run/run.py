@@ -67,7 +67,7 @@ class Progress:
     records: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint's manifest: all fields except `extra` and `records`, which have own files."""
+        """JSON values for a checkpoint's manifest: all fields but `extra` and `records`, which have their own files."""
         return {name: value for name, value in vars(self).items() if name not in ("extra", "records")}
 
     def remember(
@@ -75,8 +75,7 @@ class Progress:
     ) -> None:
         """Set the script's memory: the saved values, and first values where the checkpoint has none.
 
-        In a resumed run it refuses, unless is_forced, to begin with a first value or to drop a saved one. Raises
-        InputError.
+        In a resumed run it raises InputError, unless is_forced, if that takes a first value or drops a saved one.
         """
         for kind, saved, first in (("extra", self.extra, extra), ("records", self.records, records)):
             changes = [
@@ -117,8 +116,8 @@ class Run:
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
         rollouts; a checkpoint holds those in flight, and evaluations use its engine; None in a script that generates
-        nothing. folders: those with config and tokenizer of further models. resolved: values for args.json where the
-        script's flags left them open.
+        nothing. folders: of config and tokenizer of further models. resolved: values for args.json that the script's
+        flags left open.
 
         extra, records: first values of the script's memory between steps; each save takes the later ones from
         `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
@@ -144,7 +143,7 @@ class Run:
         )
         if collector and config.max_staleness:
             extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
-        copy_remembered(extra, records)  # before anything is made
+        copy_remembered(extra, records)  # before the run makes anything
         folder = setup.folder.create()
         self._folder = folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
@@ -174,7 +173,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The numbers of the remaining steps, up to the last, or to one in which a signal asked the run to stop.
 
-        Garbage collection skips the objects that exist by now, because they stay for the whole run.
+        Garbage collection skips the objects that already exist, since they stay for the whole run.
         """
         gc.collect()
         gc.freeze()
@@ -202,7 +201,7 @@ class Run:
         return plan_minibatches(table.episode.tolist(), self._config.minibatches_per_epoch)
 
     def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
-        """Which rank trains on which branches in which microbatch; the same on every rank. Not collective.
+        """Plan which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
         is_trained bool [N]: the branches in microbatches; None: all. If it names none, a microbatch has the first
         branch, to measure the gap of sampled logprobs in every step. It does not change the minibatches.
@@ -225,7 +224,7 @@ class Run:
     def with_old_logprobs(
         self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
     ) -> Batch:
-        """The batch with its old logprobs; without, if one update per step makes them equal to the new ones."""
+        """The batch with its old logprobs, or unchanged if one update per step makes them equal to the new ones."""
         if self._setup.old_logprobs == "sampled":
             return batch.replace(old_logprobs=batch.sample_logprobs)
         if self._setup.old_logprobs == "scored":
@@ -251,7 +250,7 @@ class Run:
             return {}
         requests = self._setup.eval_requests(0, self._setup.held_out.num_prompts)
         rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
-        self._evaluator.engine.take_stats()  # dropped: the next step's metrics must not include them
+        self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
         scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
         own = rollout_records(rewarded, self._setup.reward_functions, reward=scores)
         records = itertools.chain.from_iterable(gather_objects(own))
@@ -339,7 +338,7 @@ class Run:
             branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
         )
         updates_per_step = self._config.updates_per_step
-        sampled_version = self.progress.update - updates_per_step  # that of this step
+        sampled_version = self.progress.update - updates_per_step  # this step's
         add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, "reward", self._setup.reward_functions, rewarded.rewards)
         metrics.add_values("reward/errors", rewarded.failed)

@@ -56,13 +56,13 @@ FREE_FLAGS = {
     "dry_run",
     "gpus",
 }
-# Files that a run may leave in its folder if a kill comes before args.json.
+# Files that a run killed before writing args.json may leave in its folder.
 _LEFT_BEFORE_ARGS = {"lock", "checkpoints", "rollouts", ".half-args.json"}
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. `create` makes that of a new run, once the run can really start."""
+    """The folder of a run. `create` makes the folder of a new run, once the run can really start."""
 
     path: Path
     checkpoint: Path | None  # to resume from; None: start from the first step
@@ -321,7 +321,7 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_checkpoint(model: str, *, flag: str) -> str:
-    """The newest checkpoint of the run with this path or name; any other model as it is.
+    """The newest checkpoint of the run with this path or name; any other model unchanged.
 
     Raises InputError, which names the flag, if the run has no checkpoint, or if the policy in it is damaged.
     """

@@ -1,4 +1,4 @@
-"""A run before its first step: read and check the files that the flags name, make models, engine and collector.
+"""Sets up a run: reads and checks the files that the flags name, makes models, engine and collector.
 
 The script makes a `Setup`, lets it load models and make the engine and the collector, and hands it to `Run`.
 """
@@ -64,7 +64,7 @@ from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, u
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
-REFERENCE = "reference"  # folder in the run's folder, with the weights of the reference model
+REFERENCE = "reference"  # in the run's folder, with the weights of the reference model
 
 
 class Setup:
@@ -72,7 +72,7 @@ class Setup:
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
     `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion; `reward_weights` fp64 [K].
-    Evaluations take `score_weights`, which are those without the overlong penalty's.
+    Evaluations use `score_weights`, which omit the overlong penalty.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Setup:
         tools: Sequence[Tool] = (),
         scalar_head: bool = False,
     ):
-        """`name` begins the folder's name where --run-name gives none; `rewards` replace the task's.
+        """`name` begins the folder's name if --run-name is not given; `rewards` replace the task's.
 
         scalar_head: the run trains a reward model on the layers of --model, and no policy.
         tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
@@ -101,7 +101,7 @@ class Setup:
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         self.folder = self._open_folder(name)
-        # A checkpoint of adapters has no model: they go onto the one that the run began with.
+        # A checkpoint of adapters has no model: they belong to the one that the run began with.
         saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = saved or self._original_model()
         base = self.model_folder if config.adapters else None
@@ -132,12 +132,12 @@ class Setup:
         self._is_exact = config.threads == 1 and is_invariant
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
-        self._models: dict[Path, ShardedModel] = {}  # the first that is loaded of each folder
+        self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None.
 
-        Adapters in a checkpoint are no model, so with them it is None too.
+        A checkpoint of adapters has no model's folder, so it returns None for these too.
         """
         checkpoint = self.folder.checkpoint
         return None if checkpoint is None or self.config.adapters else checkpoint / name
@@ -147,7 +147,7 @@ class Setup:
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
         """A folder's model, sharded over the ranks, and its optimizer (collective). is_frozen: see `ShardedModel`.
 
-        Models of the same folder share the weights that none of them trains.
+        Models of the same folder share their frozen weights.
         """
         model = self._sharded(model_config, folder, is_frozen=is_frozen, base=self._models.get(folder))
         self._models.setdefault(folder, model)
@@ -174,7 +174,7 @@ class Setup:
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
         """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
 
-        folder: of another model with the policy's tokens; None: the model that the run began with. That of adapters is
+        folder: another model with the policy's tokens; None: the model that the run began with. With adapters this is
         the policy without them, on the same storage.
         """
         if folder is None and self.config.adapters:
@@ -202,7 +202,7 @@ class Setup:
         return self.frozen(folder, outputs, [name], has_states=has_states)
 
     def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logprobs [T] of the sampled tokens, and entropies, as of `score_batch`: outputs of a frozen model."""
+        """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
         return score_batch(model, batch, temperature=self.config.temperature)
 
     def frozen(
@@ -215,8 +215,8 @@ class Setup:
     ) -> FrozenModel:
         """A model that scores the rollouts of each step, see `FrozenModel` (collective if weights are sharded).
 
-        source: a model as it is, or the folder of one to load with the policy's vocabulary and to park. With
-        --shard-decode it is sharded instead. Raises InputError if then its vocabulary is another one.
+        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With
+        --shard-decode the model is sharded, and InputError is raised if its vocabulary differs.
         """
         model: ShardedModel | Transformer
         park = False
@@ -303,7 +303,7 @@ class Setup:
     def eval_values(self, records: Iterable[Record]) -> dict[str, list[float]]:
         """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records.
 
-        In training, pass@k and the other numbers of samples come with --eval-samples.
+        In training, --eval-samples adds pass@k and the other numbers of samples.
         """
         weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
         of_samples = self.config.eval_samples > 0 or not self.config.trains
@@ -318,7 +318,7 @@ class Setup:
         return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
 
     def args(self) -> dict[str, Any]:
-        """The content of args.json: the flags, the values that they left open, on rank 0 digests of the inputs."""
+        """The content of args.json: the flags, the values they left open, and on rank 0 digests of the inputs."""
         return {
             **self._flags,
             "lr": self.config.peak_lr,
@@ -339,7 +339,7 @@ class Setup:
         }
 
     def keep_reference(self, folder: Path) -> None:
-        """Copy the reference's weights into the run's folder, unless they come from there. Rank 0 calls it.
+        """Copy the reference's weights into the run's folder, unless they came from there. Only rank 0 calls it.
 
         Raises InputError if the disk is full.
         """
@@ -418,7 +418,7 @@ class Setup:
         )
         sizes, self._num_shards = self.sizes, work.num_shards
         on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
-        # The reason of the first host with too little memory.
+        # The first host's reason, if its memory is too small.
         on_hosts = next(filter(None, gather_objects(on_host)), None)
         reason = too_large(work, sizes, free) or on_hosts
         flags = sizes.flags(trains=work.trains)
@@ -431,7 +431,7 @@ class Setup:
         self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
 
     def _lead_or_follow(self, group: int) -> None:
-        """Let the first rank of each `group` ranks have the requests of all, and the workers for them."""
+        """Give the first rank of each `group` ranks the requests of all, and the workers for them."""
         self.prompts.decode_group = self.held_out.decode_group = group
         share = group if rank() % group == 0 else 0
         if self._rollout_workers is not None:
@@ -497,8 +497,8 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     """The source of old logprobs: "sampled", "scored", or "auto" if the step needs none.
 
     is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the
-    ratio 1. But with --max-staleness older weights sampled some tokens: then the ratio is to the weights that sampled
-    them, unless importance weights correct for these.
+    ratio 1. But with --max-staleness older weights sampled some tokens: their ratio is to the weights that sampled
+    them, unless importance weights correct for those.
     """
     if config.old_logprobs != "auto":
         return config.old_logprobs

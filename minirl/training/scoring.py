@@ -49,8 +49,8 @@ def score(
     """Logprobs and entropies [T] in fp32 of the selected tokens; 0 elsewhere.
 
     tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; not
-    the first token of a sequence. kept: of T tokens; of a token that has any, logprob and entropy are of the
-    distribution truncated to them. Differentiable in the parameters. Not collective.
+    the first token of a sequence. kept: the ids kept for each of the T tokens; where a token has some, its distribution
+    is truncated to them. Differentiable in the parameters. Not collective.
     """
     selected = _indices(select)
     states = states_before(model, tokens, layout, selected)
@@ -77,7 +77,7 @@ def outputs_of_head(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
 
-    kept_ids int64 [M, K]: of the tokens that truncated distributions keep, see `mask_left_out`.
+    kept_ids int64 [M, K]: the tokens that truncated distributions keep, see `mask_left_out`.
     """
     if device_kernels.are_used(states.device):
         from minirl.kernels.fused_head import FusedLogprobs
@@ -92,7 +92,7 @@ def outputs_of_head(
 def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
-    Those of a token that was sampled from a truncated distribution are of the model's, truncated to the same tokens.
+    For a token sampled from a truncated distribution, the model's distribution is truncated to the same tokens.
     Differentiable in the parameters. Not collective.
     """
     return score(
@@ -298,7 +298,7 @@ def _logit_gradient(
     by_logprob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient [n, W] of the logits, computed in place of their logprobs [n, W].
+    """Gradient [n, W] of the logits; it overwrites their logprobs [n, W].
 
     See `ChunkedLogprobs` for the formulas. targets [n, 1] count from the start of the vocabulary chunk,
     entropies [n, 1] are those of the whole distribution. by_logprob and by_entropy [n, 1] are the incoming

@@ -1,11 +1,11 @@
-"""FSDP2 with one weight storage: the engine decodes with the very tensors that training computes with.
+"""FSDP2 with one weight storage: the engine decodes with the same tensors that training computes with.
 
 The optimizer holds sharded fp32 masters. Each rank also keeps the full weights in the compute dtype: gathered
 once, never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are
 summed over the ranks, not averaged, because loss weights already come from global counts. No other file uses FSDP.
 
-With `shard_weights` a rank keeps no full weights. It decodes with its rows of them (`model.slices`), which are those of
-its shards. Training and scoring gather one layer at a time, and the root's weights for as long as it uses the head.
+With `shard_weights` a rank keeps no full weights. It decodes with its rows of them (`model.slices`), the rows of its
+shards. Training and scoring gather one layer at a time, and the root's weights for as long as they use the head.
 """
 
 import math
@@ -35,16 +35,16 @@ GATHER_BYTES = 32 * 2**20  # bytes of compute weights that `refresh` gathers at 
 
 
 class ShardedModel:
-    """A trainable `Transformer`, sharded over all ranks, or over groups of them that each hold all shards.
+    """A trainable `Transformer`, sharded over all ranks, or over groups of ranks that each hold all shards.
 
     module: the model that is trained, with FSDP's hooks.
     dtype: the compute dtype.
     masters: its trained parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
     compute_weights: all its full parameters by name in the compute dtype. Generation, scoring and training use
-        these. With `shard_weights`: those of the decoder, which are this rank's rows of matrices, and whole vectors.
-    decoder: the same weights without FSDP's hooks, which cost a decode step 5 %, for inference. With `shard_weights` it
+        these. With `shard_weights`: the decoder's, this rank's rows of matrices and whole vectors.
+    decoder: for inference, the same weights without FSDP's hooks, which cost a decode step 5 %. With `shard_weights` it
         is for generation only, and a model that never decodes has none.
-    scorer: what scores batches without gradient: the decoder, or with `shard_weights` the module, which all ranks then
+    scorer: scores batches without gradient. It is the decoder, or with `shard_weights` the module, which all ranks must
         call equally often (collective).
 
     The constructor, `step`, `refresh`, `load_state` and `backward` are collective; without `shard_gradients` only an
@@ -70,7 +70,7 @@ class ShardedModel:
 
         shard_gradients: sum gradients over the ranks in each microbatch, unit by unit, so that a rank holds its
         shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
-        there is nothing to shard, unless shards are in host memory.
+        it has no effect, unless shards are in host memory.
 
         num_shards: the ranks of a group, such as those of a node; None: all. A group's ranks are consecutive, and all
         groups have the same bits: gradients are summed within each group, then once an update between them.
@@ -80,10 +80,10 @@ class ShardedModel:
 
         shard_weights: see the module. It shards gradients too, and frozen parameters. Without effect on one rank.
 
-        is_frozen: whether the parameter of this name stays as it is, without master, gradient and moments; None: none
-        does. All but the adapters and a scalar head stay if `config` has adapters.
+        is_frozen: returns whether the parameter of this name is frozen: no master, gradient or moments. None: no
+        parameter is. If `config` has adapters, all but these and a scalar head are frozen.
 
-        base: a model of the same folder, whose storage this one has for what both leave as it is, unless it is sharded.
+        base: a model of the same folder, with which this one shares the weights that both freeze, unless it is sharded.
         """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -112,7 +112,7 @@ class ShardedModel:
         precision = MixedPrecisionPolicy(
             param_dtype=dtype,
             reduce_dtype=at_least_fp32(dtype),
-            cast_forward_inputs=False,  # it would round the fp32 rope tables
+            cast_forward_inputs=False,  # that would round the fp32 rope tables
         )
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         self._sums_every_microbatch = shard_gradients and (self._num_shards > 1 or offload_optimizer)
@@ -161,9 +161,9 @@ class ShardedModel:
     def _freeze(
         self, dtype: torch.dtype, is_frozen: Callable[[str], bool] | None
     ) -> dict[str, torch.nn.Parameter]:
-        """Have no gradients for some parameters, on the meta device; returns these by name.
+        """Freeze some parameters, on the meta device; returns these by name.
 
-        A rank holds them whole in the compute dtype: they have no masters, and FSDP does not know them.
+        A rank holds them whole in the compute dtype: they have no masters, and FSDP ignores them.
         """
         frozen = {}
         for name, parameter in self.module.named_parameters():
@@ -174,13 +174,13 @@ class ShardedModel:
         return frozen
 
     def _on_same_storage(self, config: ModelConfig) -> Transformer:
-        """A model without FSDP's hooks that has the compute weights themselves."""
+        """A model without FSDP's hooks on the same storage as the compute weights."""
         with torch.device("meta"):
             model = Transformer(config)
         # Both names of a tied parameter.
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            # The assignment would give it to the storage's.
+            # Otherwise the assignment would change the `requires_grad` of the storage.
             parameter.requires_grad_(parameters[name].requires_grad)
         model.load_state_dict(parameters, assign=True)
         return model
@@ -202,7 +202,7 @@ class ShardedModel:
                 shard = _local(self._frozen[name])
                 weight = self.compute_weights[name]
                 if shard.shape == weight.shape and shard.device == weight.device:
-                    weight.data = shard  # one storage for both
+                    weight.data = shard  # both share one storage
         self._copy(self._frozen, self._plan_gathers(self._frozen))
         self._gathers = self._plan_gathers(self.masters)
         self.refresh()
@@ -212,7 +212,7 @@ class ShardedModel:
         copies = {}
         for name, master in self.masters.items():
             whole = master.full_tensor().detach()  # type: ignore[attr-defined]
-            # Of a single rank it is the master itself.
+            # On a single rank it is the master itself.
             copies[name] = torch.empty_like(whole, device="cpu").copy_(whole)
         return copies
 
@@ -233,7 +233,7 @@ class ShardedModel:
         return copies
 
     def reshard(self) -> None:
-        """Free the root's gathered weights, which a forward without backward leaves. Not collective."""
+        """Free the root's gathered weights, which a forward without backward leaves in memory. Not collective."""
         if self.shards_weights:
             self._units[-1].reshard()
 
@@ -242,8 +242,8 @@ class ShardedModel:
 
         With `is_last`, the last microbatch of an optimizer step, also sum them over the ranks (collective).
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty), or no
-        rank has any. With `shard_gradients` every call sums (collective): all ranks have equally many
-        microbatches, as `assignment.plan_updates` makes them.
+        rank has any. With `shard_gradients` every call sums (collective), so all ranks must have equally many
+        microbatches; `assignment.plan_updates` sees to that.
         """
         watchdog.heartbeat()
         for unit in self._units:
@@ -278,9 +278,9 @@ class ShardedModel:
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
 
-        The norm, before clipping, covers the optimizer's parameters and all ranks; other parameters' gradients are
-        dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, as without any `backward`, makes no update,
-        since momentum alone would still move the weights.
+        The norm, before clipping, covers the optimizer's parameters on all ranks; other parameters' gradients are
+        dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, for example without any `backward`, makes no
+        update: momentum alone would still move the weights.
 
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
@@ -311,7 +311,7 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Copies on the host of this rank's shards, for a checkpoint; only the first group has any. Not collective.
+        """Copies on the host of this rank's shards, for a checkpoint; empty outside the first group. Not collective.
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
@@ -341,7 +341,7 @@ class ShardedModel:
         stored: the tensors of `state_tensors`, with the shards of any number of ranks joined; each has `get_shape` and
         can be sliced.
 
-        Raises InputError naming `place` and the tensor if it is the state of another model.
+        Raises InputError naming `place` and the tensor if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         kinds = {key: key.partition(".")[0] for key in stored}
@@ -355,7 +355,7 @@ class ShardedModel:
             target = master
             if kind != "masters":
                 state = optimizer.state[master]
-                if kind not in state:  # the state of an optimizer that makes it in its first step
+                if kind not in state:  # some optimizers make their state in the first step
                     # A scalar is the step count.
                     is_scalar = not source.get_shape()
                     state[kind] = (
@@ -370,15 +370,15 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
-        It takes twice `GATHER_BYTES` of memory, or none on a single rank whose masters are on the device.
+        Needs twice `GATHER_BYTES` of memory, or none on a single rank whose masters are on the device.
         """
-        # Copies from the host are asynchronous. The optimizer writes to the masters when it has gradients, which
-        # were computed with the weights that are copied here: the copies end before that.
+        # Copies from the host are asynchronous. The optimizer next writes to the masters once it has gradients, which
+        # are computed with the weights copied here: the copies end before that.
         self._copy(self.masters, self._gathers)
         wait_for_device()
 
     def _copy(self, parameters: Mapping[str, Tensor], gathers: Sequence[Sequence["_Rows"]]) -> None:
-        """Copy sharded parameters into the compute weights: own rows of the sliced ones, and `gathers` (collective)."""
+        """Copy sharded parameters into the compute weights: own rows if sliced, else `gathers` (collective)."""
         shards = {name: _local(parameter).detach() for name, parameter in parameters.items()}
         for name in shards.keys() & self._sliced:
             self.compute_weights[name][: len(shards[name])].copy_(shards[name], non_blocking=True)
@@ -392,7 +392,7 @@ class ShardedModel:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _plan_gathers(self, parameters: Mapping[str, Tensor]) -> list[list["_Rows"]]:
-        """The rows of these parameters that are gathered together, of those that are whole in the compute weights."""
+        """The rows to gather together, for those of these parameters that are whole in the compute weights."""
         names = (parameters.keys() & self.compute_weights.keys()) - self._sliced
         weights = {name: self.compute_weights[name] for name in parameters if name in names}
         return _plan_gathers(weights, self._num_shards, GATHER_BYTES)
@@ -404,7 +404,7 @@ class ShardedModel:
         """
         weights = [self.compute_weights[part.name] for part in parts]
         sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
-        # The last shards of a parameter may have fewer rows, or none: what they send beyond these is not used.
+        # The last shards of a parameter may have fewer rows, or none; the rest of what they send is not used.
         own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
         values = [r.flatten() for r in rows]
         sent = [place[: len(v)] for place, v in zip(own.split(sizes), values, strict=True)]
@@ -424,7 +424,7 @@ class ShardedModel:
         return targets, sources
 
     def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
-        """Describe where sharded tensors are not finite: the first of them, and the ranks (collective)."""
+        """Describe where sharded tensors are not finite: the first such tensor, and the ranks (collective)."""
         own_is_finite = []
         for tensor in tensors.values():
             own_is_finite.append(tensor is None or bool(_local(tensor).isfinite().all()))
@@ -441,7 +441,7 @@ class ShardedModel:
         with spent_on("update_comm"):
             total = norm.full_tensor()  # type: ignore[attr-defined]
             if self._num_shards < world_size():
-                # Groups may add up their shards in another order, and have to clip by the same bits.
+                # Groups may sum their shards in different orders, but must clip by the same bits.
                 torch.distributed.broadcast(total, 0)
         return float(total)
 
@@ -474,10 +474,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _CountedReduceScatter:
-    """FSDP's default reduction on the CPU, with a cause of its own in the account of time.
+    """FSDP's default reduction on the CPU, as a separate cause in the account of time.
 
-    There the thread that calls `backward` waits for the other ranks. On CUDA gradients are summed while others are
-    computed, and the sum takes no time of the host.
+    On the CPU the thread that calls `backward` waits for the other ranks. On CUDA the sums overlap with backward and
+    take no time of the host.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -511,7 +511,7 @@ class _Rows:
 
 
 def _plan_gathers(weights: Mapping[str, Tensor], num_ranks: int, max_bytes: int) -> list[list[_Rows]]:
-    """Cut the shards of all parameters into rows that are gathered together, up to `max_bytes` from all ranks."""
+    """Cut the shards of all parameters into parts to gather together, up to `max_bytes` from all ranks."""
     gathers: list[list[_Rows]] = [[]]
     num_bytes = 0
     for name, weight in weights.items():

@@ -7,7 +7,7 @@ async code run at the same time; others take turns, from a message to the reply.
 Protocol: one JSON object per line, requests on stdin, answers on stdout.
 
 - The first request is {"id", "path"}: path is the sys.path of the trainer. The answer is {"is_async",
-  "max_conversations", "description"} as of `Loaded`, or {"error"}.
+  "max_conversations", "description"} (see `Loaded`), or {"error"}.
 - Every later request is {"number", "message", "limit_s"}, or {"number", "closes", "limit_s"}, of the conversation with
   this number. The first one of a conversation has "seed" too, for the random generators.
 - The answer is {"number", "seconds", "facts"}, with the seconds that it took, and {"reply", "is_last"}, {"error"} or
@@ -77,7 +77,7 @@ async def _load(load_code: Callable[[str, str], Loaded | str], source: str, name
     }
 
 
-# Of the conversation whose code runs, in a process with an event loop; tasks that it begins have it too.
+# The conversation whose code runs, in a process with an event loop; tasks that it starts inherit it.
 current_random: contextvars.ContextVar[OwnRandom] = contextvars.ContextVar("current_random")
 
 
@@ -108,7 +108,7 @@ class Server:
         self._trainer.send({"number": number, "seconds": seconds, "facts": conversation.facts(), **answer})
 
     async def serve(self) -> None:
-        """Answer requests, each as soon as it can be."""
+        """Answer each request as soon as possible."""
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 

@@ -1,8 +1,9 @@
 """Keeps accidents of user code inside its process, and apart from other user code there.
 
 User code cannot write into the protocol by accident: both pipes move to high file descriptors, fds 0, 1 and 2 become
-/dev/null, and sys.stdout and sys.stderr become a buffer of limited size. Working directory and random generators are
-each conversation's own. This guards against accidents and is not a security boundary: the trainer checks all answers.
+/dev/null, and sys.stdout and sys.stderr become a buffer of limited size. Each conversation has its own working
+directory and random generators. This guards against accidents and is not a security boundary: the trainer checks all
+answers.
 
 Standard library only: a worker starts quickly.
 """
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 
 # Characters of user code's output that the trainer receives.
 MAX_OUTPUT = 2000
-# Below the limit of this process, if that is lower.
+# Lower if this process has a lower limit.
 MAX_FILE_DESCRIPTOR = 4096
 
 
@@ -67,7 +68,7 @@ def connect(source: str) -> TrainerPipes | None:
 def _start_guard() -> None:
     """Fork a guard that kills this process's group as soon as the trainer is gone, however it ended.
 
-    The group has this process and all that user code forks or starts. Stdin tells the guard that the trainer is gone:
+    The group holds this process and all that user code forks or starts. Stdin tells the guard that the trainer is gone:
     only the trainer holds the pipe's other end. The guard is not a child of this process, since user code may wait
     for all of its children.
     """
@@ -80,7 +81,7 @@ def _start_guard() -> None:
     # The trainer must see the answers' pipe closed when the worker ends.
     os.closerange(1, 3)
     hangup = select.poll()
-    # Without a mask, poll reports only the hangup: requests are not for the guard.
+    # Without a mask, poll reports only the hangup: the guard ignores requests.
     hangup.register(0, 0)
     hangup.poll()
     os.killpg(0, signal.SIGKILL)
@@ -101,7 +102,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _high_descriptor(fd: int) -> int:
-    """Return another descriptor of the same file, in the upper half of those that this process may have."""
+    """Return another descriptor of the same file, in the upper half of this process's range."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY or limit > MAX_FILE_DESCRIPTOR:
         limit = MAX_FILE_DESCRIPTOR
@@ -141,7 +142,7 @@ class _PrintBuffer(io.RawIOBase):
 
 
 class OwnRandom:
-    """One conversation's state of the global random generators, seeded when it first meets them."""
+    """One conversation's state of the global random generators; each is seeded when the conversation first meets it."""
 
     def __init__(self, seed: int):
         self._seed = seed

@@ -21,7 +21,7 @@ class Conversation(Protocol):
     has_ended: bool
 
     async def reply(self, message: Any) -> Any:
-        """Reply to a message. The first one, the opening, may repeat all that an earlier process was told."""
+        """Reply to a message. The first one, the opening, may repeat everything that an earlier process was told."""
 
     async def close(self) -> None:
         """End a conversation early, without a reply."""
@@ -34,8 +34,8 @@ class Conversation(Protocol):
 class Loaded:
     """A user's code.
 
-    open: begins a conversation. is_async: whether user code ever waits; then conversations run at the same time.
-    max_conversations: how many a process takes at a time; None: any number. description: for the trainer, as JSON.
+    open: begins a conversation. is_async: whether user code ever waits; then conversations run concurrently.
+    max_conversations: how many a process takes at a time; None: any number. description: JSON for the trainer.
     """
 
     open: Callable[[], Conversation]

@@ -1,13 +1,13 @@
-"""How many failures of a user's code a run forgives, where its flags allow any."""
+"""How many failures of a user's code a run forgives, if its flags allow any."""
 
-# Of the completions or episodes of a step; at least one.
+# The share of a step's completions or episodes that may fail; at least one may.
 MAX_FORGIVEN_FRAC = 0.05
 
 
 class Failures:
     """The failures in one step on one rank.
 
-    num_total: how many could fail. messages: one for each that did, in order.
+    num_total: the number of completions or episodes. messages: one per failure, in order.
     """
 
     def __init__(self, num_total: int, *, are_forgiven: bool):

@@ -1,9 +1,9 @@
 """Conversations with a user's code in worker processes: open one, send to it, close it.
 
 A call of a reward function is a conversation of one message, an episode one of several (`child` is the program that a
-worker runs). If a process dies, takes too long or sends nonsense, another one takes over and gets its conversations
-again, each with all that it had been told. Those still without a reply are suspects: they are opened one at a time, and
-if a process dies with one, that one failed.
+worker runs). If a process dies, takes too long or sends nonsense, another one takes over its conversations and is told
+everything that the first was told. Conversations still without a reply are suspects: they are opened one at a time, and
+if a process dies with one of them, that one has failed.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from minirl.workers.process import UserProcess
 
 # For the imports of the user's file, in addition to the time limit of a reply.
 LOAD_TIMEOUT_S = 60.0
-# An event loop reports which conversation takes too long, unless it hangs.
+# An event loop reports which conversation takes too long, unless the loop itself hangs.
 GRACE_S = 3.0
-# Bytes of an answer.
+# The most bytes of an answer.
 MAX_ANSWER = 1 << 26
 NO_ANSWER = (
     "its process sent something other than an answer; does its code write to files that it did not open?"
@@ -66,9 +66,9 @@ class Reply:
 class Kind:
     """The kind of code in a pool, for its workers and for messages.
 
-    flag: the flag that names the code. expected: the flag's value, in messages. called: goes before the name of the
-    code. adapter: loads the code (`child`). describer: an adapter that loads it in another process only to
-    describe it, and may import more. too_long: ends the message about a late reply.
+    flag: the flag that names the code. expected: the form of the flag's value, in messages. called: precedes the name
+    of the code. adapter: loads the code (`child`). describer: an adapter that loads it in another process only to
+    describe it, and may import more. too_long: the end of the message about a late reply.
     """
 
     flag: str
@@ -98,7 +98,7 @@ class Kind:
 class Pool:
     """Workers that have loaded a user's code. Nothing here is collective, and only the constructor waits.
 
-    Each worker runs the user's file separately: it has its own state of the file, which is lost when it is killed.
+    Each worker runs the user's file separately, and so has its own state, which is lost when it is killed.
 
     what: the code's name in messages. description: the adapter's.
     """
@@ -116,11 +116,11 @@ class Pool:
         self._worker_of: dict[int, _Worker] = {}
         # Replies that nobody has taken, by conversation.
         self._replies: dict[int, Reply] = {}
-        # The kinds of notes that were printed: each is printed once.
+        # The kinds of notes printed so far: each is printed once.
         self._printed_notes: set[str] = set()
         self.workers: list[_Worker] = []
         try:
-            # All load the file at the same time.
+            # All workers load the file at the same time.
             for _ in range(num_workers):
                 self.workers.append(self._start_worker(kind.adapter))
             if kind.describer:
@@ -135,7 +135,7 @@ class Pool:
         self._max_conversations = self.workers[0].max_conversations
 
     def resize(self, num_workers: int) -> None:
-        """Have this many workers, which have all loaded the code; none of them may have a conversation.
+        """Change the number of workers, and wait until all have loaded the code; none may have a conversation.
 
         Raises WorkerError if one cannot be started.
         """
@@ -160,13 +160,13 @@ class Pool:
         """Open a conversation with the worker that has the fewest; returns its number.
 
         seed: for the random generators. opening: returns the first message, as JSON; called again when the process is
-        replaced, it returns all that its successor must be told. num_replies: the replies that the code repeats up to
-        the current one, each with its own time limit. Raises what `json.dumps` raises, and WorkerError if no process
-        starts.
+        replaced, it returns everything that its successor must be told. num_replies: how many replies the code repeats,
+        with the current one, each with its own time limit. Raises the errors of `json.dumps`, and WorkerError if no
+        process starts.
         """
         worker = min(self.workers, key=lambda worker: len(worker.held))
         if len(worker.held) >= self._max_conversations:
-            # A conversation that waits for another to end could wait forever: episodes of a group begin together.
+            # A conversation that waited for another's end could wait forever: a group's episodes begin together.
             worker = self._start_worker(self._kind.adapter)
             self.workers.append(worker)
         number = next(self._numbers)
@@ -183,7 +183,7 @@ class Pool:
         self._worker_of.pop(number).close(number)
 
     def seconds(self, number: int) -> float:
-        """Return how long the code has taken for a conversation in the process that has it."""
+        """Return how long the code has taken for a conversation in its present process."""
         return self._worker_of[number].held[number].seconds
 
     def flush(self) -> None:
@@ -194,13 +194,12 @@ class Pool:
     def poll(self, numbers: Collection[int] = ()) -> list[tuple[int, Reply]]:
         """Return the replies of these conversations so far, in any order; send, and replace processes as needed.
 
-        Those of other conversations wait for whoever asks for them. Raises WorkerError if no replacement can be
-        started.
+        Replies of other conversations are kept for later calls. Raises WorkerError if no replacement starts.
         """
         for worker in self.workers:
             self._replies.update(worker.poll())
             for kind, text in worker.take_notes().items():
-                # User code prints much the same on all ranks.
+                # User code prints nearly the same on all ranks.
                 if kind != "printed" or rank() == 0:
                     self.print_once(kind, f"{self.what} {kind} (said once):\n{escaped(text)}")
         taken = [(number, self._replies.pop(number)) for number in list(self._replies) if number in numbers]
@@ -230,7 +229,7 @@ class Pool:
 
 
 def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
-    """Wait until a process of some pool has sent something or is over its time, up to `timeout_s` seconds.
+    """Wait until a process of some pool has sent something or has exceeded its time, up to `timeout_s` seconds.
 
     Returns at once if no process owes an answer. Raises WorkerError.
     """
@@ -245,9 +244,9 @@ def wait_for_any(pools: Sequence[Pool], timeout_s: float) -> None:
 
 @dataclass
 class _OpenConversation:
-    """A conversation as its worker has it; the first fields as in `Pool.open`.
+    """A worker's record of a conversation; see `Pool.open` for the first fields.
 
-    message: the next one for the process, as JSON; None: still to be made, since the process must be told all.
+    message: the next one for the process, as JSON; None: `opening` has yet to make it, since the process is new.
     is_there: whether the process has the conversation. seconds: the code's time in this process.
     """
 
@@ -261,7 +260,7 @@ class _OpenConversation:
 
 
 class _Worker:
-    """One process after another. Nothing here waits.
+    """One worker: a process, and its successors if it fails. Nothing here waits.
 
     held: the conversations. is_ready: whether the process has loaded the code.
     """
@@ -272,10 +271,10 @@ class _Worker:
         self._arguments = [adapter, source, name]
         self._timeout_s = timeout_s
         self.held: dict[int, _OpenConversation] = {}
-        # Conversations to be sent to; those to be opened before them, one at a time.
+        # Conversations with messages to send; before them suspects, to open one at a time.
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()
-        # Awaited replies in the order of sending: when each was asked for, and its time limit.
+        # Awaited replies in the order of sending: when each was requested, and its time limit.
         self._awaited: dict[int, tuple[float, float]] = {}
         self._notes: dict[str, str] = {}
         self.description: Mapping[str, Any] = {}
@@ -322,12 +321,12 @@ class _Worker:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process and all others of its session; whatever is sent next starts another."""
+        """Kill the process and all others of its session; the next message starts another."""
         self._is_running = False
         self._process.kill()
 
     def register(self, poller: select.poll) -> float:
-        """Register the events to wait for. Returns the seconds until the process is over its time."""
+        """Register the events to wait for. Returns the seconds until the process exceeds its time."""
         self._process.register(poller)
         return min(self._deadlines().values()) - time.monotonic()
 
@@ -360,7 +359,7 @@ class _Worker:
         if not self.is_busy:
             return []
         if self._process.has_unsent and self._process.flush():
-            # A request's time begins when the process has it: this process may be late in sending the rest.
+            # A request's time begins when the process has it, since this process may send the rest late.
             self._since = time.monotonic()
         replies: list[tuple[int, Reply]] = []
         lines, has_ended = self._read()
@@ -384,7 +383,7 @@ class _Worker:
         return replies
 
     def _start(self) -> None:
-        """Start a process, which first answers that it loaded the code."""
+        """Start a process; its first answer says that it loaded the code."""
         self.is_ready = False
         self._key = secrets.token_hex(8)
         # When the process could start its current work, and when it last sent something.
@@ -415,8 +414,8 @@ class _Worker:
     def _replace(self, why: str, late: int | None = None) -> list[tuple[int, Reply]]:
         """Kill a process that died, hangs or sends nonsense; returns the reply of the conversation that failed.
 
-        late: the number of the one that takes too long; of an `async def` it is one of those that may be to blame.
-        Raises WorkerError if the process was just being started.
+        late: the number of the conversation that takes too long; with an `async def`, one of the possible culprits.
+        Raises WorkerError if the process was just starting.
         """
         self.kill()
         if not self.is_ready:
@@ -440,7 +439,7 @@ class _Worker:
         return [(culprit, Reply(error=why))]
 
     def _request(self, number: int) -> bytes:
-        """Return the line that sends a conversation's message; awaits the answer to it from now on."""
+        """Return the line that sends a conversation's message, and start to await the answer."""
         conversation = self.held[number]
         limit_s = self._timeout_s
         request: dict[str, Any] = {"number": number}
@@ -456,19 +455,19 @@ class _Worker:
         conversation.message = None
         self._awaited[number] = (time.monotonic(), limit_s)
         head = json.dumps({**request, "limit_s": limit_s})
-        # The message is JSON already: it was made once, when it was known.
+        # The message is JSON already, made once when it was known.
         return f'{head[:-1]}, "message": {message or "null"}}}\n'.encode()
 
     def _deadlines(self) -> dict[int, float]:
-        """Return when the process has taken too long, by the conversation that is to blame; -1 for its start."""
+        """Return when the process exceeds its time, by the conversation to blame; -1 for its start."""
         if not self.is_ready:
             return {-1: self._since + self._timeout_s + LOAD_TIMEOUT_S}
-        # Answers that filled the pipe while this process was busy held the other one up: it has some time from then on.
+        # A full pipe may have held the other process up while this one was busy: it gets GRACE_S after the last answer.
         least = self._heard_at + GRACE_S
         if self._is_async:
             awaited = self._awaited.items()
             return {number: max(sent + limit + GRACE_S, least) for number, (sent, limit) in awaited}
-        # The first of them runs, since it was sent or the one before it ended; the others wait for it.
+        # The first one runs, since it was sent or its predecessor ended; the others wait for it.
         first = itertools.islice(self._awaited.items(), 1)
         is_amid_answer = bool(self._process.received)
         return {
@@ -491,7 +490,7 @@ class _Worker:
         if len(received) > searched:
             self._heard_at = time.monotonic()
         if received.find(b"\n", searched) < 0 and len(received) <= MAX_ANSWER:
-            return [], has_ended  # a long line is split once, when all of it is there
+            return [], has_ended  # a long line is split once, when it is complete
         *lines, rest = bytes(received).split(b"\n")
         received[:] = rest
         if len(rest) > MAX_ANSWER:

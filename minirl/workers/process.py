@@ -1,4 +1,4 @@
-"""A process that runs a user's code, and the lines that go to it and come from it. Nothing here waits for it.
+"""A process that runs a user's code, and the lines to and from it. Nothing here waits for it.
 
 Nothing is pickled. The process has the user's rights: this limits accidents, not attacks.
 """
@@ -19,7 +19,7 @@ READ_SIZE = 1 << 16
 class UserProcess:
     """`python -P` with these arguments, in its own session, which is killed as a whole. Not collective.
 
-    received: bytes from the process that nobody has taken yet.
+    received: bytes from the process that no reader has taken yet.
     """
 
     def __init__(self, arguments: Sequence[str]):
@@ -33,10 +33,10 @@ class UserProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            # With a fixed hash seed, sets are in the same order again after a resume.
+            # With a fixed hash seed, sets keep their order after a resume.
             env={"PYTHONHASHSEED": "0", **os.environ},
         )
-        # Kills once: when called, when this object is deleted, or at the latest when this process exits.
+        # Kills once: when called, when this object is deleted, or when this process exits.
         self.kill = weakref.finalize(self, _kill_session, self._process)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -74,13 +74,13 @@ class UserProcess:
 
     def read(self) -> bool:
         """Read some bytes into `received`; returns whether no more will come."""
-        # Looked up before the read, which then gets all that a dead process wrote.
+        # Checked before the read, which then gets everything that a dead process wrote.
         has_exited = self._process.poll() is not None
         received = None
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._stdout, READ_SIZE)
         self.received += received or b""
-        # When the process dies its pipe is closed, unless a process that it forked holds it open.
+        # When the process dies its pipe closes, unless a process that it forked holds it open.
         return received == b"" or (has_exited and received is None)
 
     def register(self, poller: select.poll) -> None:
@@ -90,7 +90,7 @@ class UserProcess:
             poller.register(self._stdin, select.POLLOUT)
 
     def how_it_ended(self) -> str:
-        """Return how a process ended that will send no more."""
+        """Return how the process, which will send no more, ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         code = self._process.returncode

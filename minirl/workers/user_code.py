@@ -10,19 +10,19 @@ from typing import Any
 
 # Of this package.
 OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# Characters of each that the trainer receives.
+# The most characters that the trainer receives of each.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
 
 def find_function(source: str, name: str) -> Callable[..., Any] | str:
-    """Return the function `name` of a file or module, or why it is missing. Exceptions of that code pass through."""
+    """Return the function `name` of a file or module, or why it is missing. Exceptions of its code pass through."""
     found = find_functions(source, [name])
     return found if isinstance(found, str) else found[0]
 
 
 def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]] | str:
-    """Return functions of one file or module, or why one is missing. Exceptions of that code pass through."""
+    """Return functions of one file or module, or why one is missing. Exceptions of its code pass through."""
     if source.endswith(".py"):
         module = _run_file(source)
     else:
@@ -59,7 +59,7 @@ def shown(value: Any) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback without its first frames, of this package; the middle of a very long one is left out."""
+    """Return the traceback without the first frames, which are this package's, or the middle of a very long one."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
         frames = frames.tb_next
