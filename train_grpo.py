@@ -443,7 +443,7 @@ def check(config: Config) -> None:
     )
     refuse(
         config.kl_coef and config.kl_reward_coef,
-        "--kl-coef with --kl-reward-coef: have the KL term in one of the two",
+        "--kl-coef with --kl-reward-coef: put the KL term into one of the two",
     )
     refuse(
         config.dual_clip and config.policy_loss == "cispo",

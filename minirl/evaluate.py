@@ -67,7 +67,7 @@ def checked(config: Config) -> Config:
 def finished_records(folder: Path, num_samples: int) -> list[Record]:
     """On rank 0 the records of the prompts that have all their samples, in order of their ids; else none.
 
-    Rank 0 puts them into one file, in place of those that the ranks wrote, and drops lines that a kill cut off.
+    Rank 0 puts them into one file, which replaces the ranks' files, and drops lines that a kill cut off.
     """
     if rank() != 0:
         return []
@@ -104,7 +104,7 @@ def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
-    """The JSON of an evaluation. records: of all prompts, in order of their ids."""
+    """The JSON of an evaluation. records: those of all prompts, in order of their ids."""
     config = setup.config
     scores: dict[str, Any] = {}
     for name, of_prompts in setup.eval_values(records).items():

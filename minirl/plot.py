@@ -39,7 +39,7 @@ Runs = list[tuple[str, Lines]]  # each with its name
 
 
 def read_run(name: str) -> tuple[str, Lines]:
-    """A run's name and the numbers of its steps. Raises InputError if there are no steps."""
+    """A run's name and the numbers of its steps. Raises InputError if it has no steps."""
     folder = find_run(name, "metrics.jsonl")
     lines, damaged = read_metrics(folder / "metrics.jsonl")
     for number in damaged:

@@ -282,7 +282,7 @@ UNREADABLE = {
     "nonsense\r\n\r\n": (400, "this is no HTTP/1.1"),
     "GET URL HTTP/2.0\r\n\r\n": (400, "this is no HTTP/1.1"),
     "GET URL HTTP/1.1\r\nContent-Length 0\r\n\r\n": (400, "this is no HTTP/1.1"),
-    "GET / HTTP/1.1\r\n\r\n": (404, "no episode has this URL: it ended, or never was"),
+    "GET / HTTP/1.1\r\n\r\n": (404, "no episode has this URL: it ended, or never existed"),
     "GET URLx HTTP/1.1\r\n\r\n": (404, "no episode has this URL"),
     "POST " + "x" * 10_000_000: (431, "head has more than 32768 bytes"),
     "POST URL HTTP/1.1\r\n" + "a: b\r\n" * 10_000 + "\r\n": (431, "head has more than 32768 bytes"),
@@ -443,7 +443,7 @@ REFUSED = {
         '{"prompt": [1], "features": 3}': "'features': not known here",
     },
     "v1/chat/completions": {
-        "[]": "is no JSON object",
+        "[]": "is not a JSON object",
         "{}": "messages: expected a list of one or more",
         '{"messages": "hi"}': "messages: expected a list",
         '{"messages": []}': "messages: expected a list",

@@ -61,7 +61,9 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
     """Whether in the header or in the data."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(InputError, match=r"model\.safetensors: no whole safetensors file .*; fetch it again"):
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: not a whole safetensors file .*; fetch it again"
+    ):
         load(folder)
 
 
@@ -84,7 +86,7 @@ def test_row_33_a_shard_that_the_index_promises_is_named(folder):
     got = named_parameters(load(folder))
     assert all(torch.equal(got[name], weight) for name, weight in expected.items())
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"model-00001-of-00001\.safetensors: no whole safetensors file"):
+    with pytest.raises(InputError, match=r"model-00001-of-00001\.safetensors: not a whole safetensors file"):
         load(folder)
 
 

@@ -271,7 +271,7 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
         ),
         (
             {"teacher": "other"},
-            r"--teacher \S+other: its tokenizer is another one: token 12 is '\+', and '='",
+            r"--teacher \S+other: its tokenizer differs: token 12 is '\+', and '='",
         ),
         ({"teacher": "small"}, r"--teacher \S+small: has 9 embeddings and the tokenizer 16 tokens"),
         ({"teacher": "/no/such"}, r"--teacher /no/such: no config.json there"),

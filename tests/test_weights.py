@@ -183,7 +183,7 @@ def test_windows_follow_the_family_rules(keys, windows):
         ({"head_dim": True}, "head_dim=True; expected a positive integer"),
         ({"max_position_embeddings": None}, "'max_position_embeddings' expected int, got NoneType"),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"head_dim": 5}, "head_dim`?=5"),
         (QWEN | {"hidden_size": 20}, "head_dim=5; rope needs an even number"),
         ({"hidden_size": 18}, r"hidden size \(18\) is not a multiple of the number of attention heads \(4\)"),
@@ -444,7 +444,7 @@ def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dt
     folder = save(random_model(), tmp_path / "saved")
     key = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(folder, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
-    said = rf"{key} has dtype {name}; expected one of F32, BF16, F16, F64: quantized"
+    said = rf"{key} has dtype {name}; expected one of F32, BF16, F16, F64; convert quantized"
     with pytest.raises(InputError, match=said):
         load_replica(folder, dtype=torch.float32)
 

@@ -40,13 +40,13 @@ from minirl.episodes.episode import AsyncTurns, Branch, Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.turn import Turn
 
-# Requests of an episode that wait for their turn.
+# The most requests of an episode that wait for their turn.
 MAX_PENDING = 64
-# Episodes of a process: openai's client has 1,000 connections at most, and takes longer for a request the more it has.
+# Episodes per process: openai's client has up to 1,000 connections, and slows down with their number.
 MAX_EPISODES = 128
-# For a program to end after it is told to.
+# Seconds for a program to end after it was told to.
 CLOSE_S = 1.0
-# Bytes of a program's output that are kept.
+# The most bytes of a program's output to keep.
 MAX_OUTPUT = 1 << 20
 
 Program = Callable[[str, Episode], Any]
@@ -56,8 +56,8 @@ ProgramRequest = tuple[Generate, Callable[[Turn], None]]
 def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
     """The rollout function of a program that asks for turns at a URL.
 
-    program: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a function that
-    waits, for which each episode has a thread.
+    program: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a blocking
+    function, which gets a thread for each episode.
 
     Order: requests of an episode wait for each other. A program that sends several at once may start over after a
     resume. The turn of a client that disconnects is not trained on.
@@ -87,7 +87,7 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
 async def run_program(url: str, *command: str, text: str = "") -> str:
     """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; returns its output.
 
-    Of the output the last MAX_OUTPUT bytes are kept. Raises RuntimeError with the end of its stderr if its exit code is
+    It keeps the last MAX_OUTPUT bytes of the output. Raises RuntimeError with the end of its stderr if its exit code is
     not 0. If the episode ends first, the command is killed; processes that it started end with the run.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
@@ -111,7 +111,7 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 class _BranchChat:
     """A branch of the episode as the program knows it.
 
-    said: the messages so far, as the program has them; None if it has only ids.
+    said: the messages so far, as the program has them; None for a branch of ids.
     """
 
     def __init__(self, branch: Branch, said: list[Any] | None):
@@ -127,7 +127,7 @@ class _BranchChat:
         if self.said is None:
             return None
         begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
-        # The first turn answers the prompt as it is, and later ones answer new messages.
+        # The first turn answers the prompt unchanged, and later ones answer new messages.
         is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
         return rest if is_next and same_messages(begin, self.said) else None
 
@@ -167,7 +167,7 @@ class Endpoint:
             if not answered.done():
                 answered.set_exception(HttpError(HTTPStatus.GONE, "the episode ended"))
         self._running.cancel()
-        # A program that continues is left alone: its requests get no answer.
+        # A program that goes on is left alone: its requests get no answer.
         await asyncio.wait({self._running}, timeout=CLOSE_S)
         if self._running.done() and not self._running.cancelled():
             # Retrieved, so that asyncio does not print the exception of a program whose episode ended.
@@ -278,7 +278,7 @@ async def _run(program: Program, url: str, episode: Episode) -> Any:
 async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
     """Call a function in a new thread: the loop has too few threads for all episodes."""
     ended: Future[tuple[Any, BaseException | None]] = Future()
-    # Running from now on: if the episode ends first, nobody cancels it.
+    # Marked as running: if the episode ends first, nobody cancels it.
     ended.set_running_or_notify_cancel()
 
     def run() -> None:

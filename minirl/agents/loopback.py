@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server on 127.0.0.1, one for a process. Each episode has a route: a path that nobody can guess.
+"""A small HTTP/1.1 server on 127.0.0.1, one per process. Each episode has a route: a path that nobody can guess.
 
 Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form. A connection outlives
 its routes: a client that many programs share reuses it for any of them. While it has places, the server keeps
@@ -72,7 +72,7 @@ class Route:
 
 
 class _Reader(asyncio.StreamReader):
-    """has_ended: set as soon as the client stops sending, even if some of it is unread."""
+    """has_ended: set as soon as the client stops sending, even if some data is unread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         super().__init__(limit=MAX_HEAD, loop=loop)
@@ -125,7 +125,7 @@ class _Head:
 
 
 def max_connections() -> int:
-    """How many connections a process serves: it needs descriptors for other things too, such as their other ends."""
+    """How many connections a process serves: it needs descriptors for other things too, such as the clients' ends."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft_limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft_limit // 4)
 
@@ -222,7 +222,7 @@ class LoopbackServer:
         """Return the route of a path, and the rest of the path. Raises HttpError."""
         token, _, rest = path.partition("?")[0].removeprefix("/").partition("/")
         if token not in self._routes:
-            raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it ended, or never was")
+            raise HttpError(HTTPStatus.NOT_FOUND, "no episode has this URL: it ended, or never existed")
         return self._routes[token], rest
 
 

@@ -39,7 +39,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "logprobs": (False, True, 0, 1),
 }
-# Ignored: keys of randomness and tokens that end a turn are the run's own.
+# Ignored: the run sets the random keys, and the tokens that end a turn.
 _WITHOUT_EFFECT = {
     *("model", "user", "seed", "metadata", "store", "safety_identifier", "prompt_cache_key", "request_id"),
     *("cache_salt", "priority", "stop_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
@@ -62,7 +62,7 @@ _DROPPED_KEYS = {
 class Asked:
     """A request. prompt: all messages or token ids from the first one on.
 
-    stop, max_tokens, truncation: as in `Generate`.
+    stop, max_tokens, truncation: see `Generate`.
 
     fields: the request as it came, for the form of its answer. tools: those that a prompt of messages shows.
     """
@@ -132,7 +132,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InputError(f"the request is no JSON: {error}") from None
-    refuse(not isinstance(fields, dict), "the request is no JSON object")
+    refuse(not isinstance(fields, dict), "the request is not a JSON object")
     for key, value in fields.items():
         _check_characters(value, ascii(key)[1:-1])
     return fields

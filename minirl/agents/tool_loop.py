@@ -23,7 +23,7 @@ from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
-# Characters of an environment's attributes as JSON.
+# The most characters of an environment's attributes as JSON.
 MAX_SHOWN = 1 << 20
 
 
@@ -36,7 +36,7 @@ def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
 def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
     """The rollout in which the model calls the methods of an object, or why it cannot be made.
 
-    A first object is made to see its methods.
+    It makes a first object to see the methods.
     """
     probe = EnvironmentTools(factory())
     reset, get_reward, close = (getattr(probe.environment, method, None) for method in OWN_METHODS)
@@ -77,8 +77,7 @@ def _rollout(start: Callable[[], "EpisodeTools"]) -> Callable[[Episode], AsyncGe
 class EpisodeTools:
     """The tools of one episode.
 
-    by_name: the functions that the model calls. is_async: whether calls may wait; then those of one turn run at the
-    same time.
+    by_name: the functions that the model calls. is_async: whether calls may wait; then a turn's calls run concurrently.
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], is_async: bool):

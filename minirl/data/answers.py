@@ -16,7 +16,7 @@ from minirl.data.tokenizer import MAX_TOOL_LISTS, Tokenizer
 from minirl.errors import refuse
 from minirl.files.json_files import parse_json
 
-# Searched for before an answer, whose reasoning may begin there: a tag and the blanks after it.
+# The tag and blanks that begin reasoning; the text before an answer may end with them.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
@@ -29,12 +29,12 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
     why the answer, or the first unreadable call in it, cannot be read.
 
-    before: the ids before the turn, int64 [L], which may have begun the reasoning. Raises InputError naming the
-    tokenizer's folder if nothing says how the model writes calls.
+    before: the ids before the turn, int64 [L], where the reasoning may begin. Raises InputError naming the tokenizer's
+    folder if nothing says how the model writes calls.
     """
     if tokenizer.tool_format == "hermes":
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
-        # Each turn of a long episode would decode all before it.
+        # Otherwise each turn of a long episode would decode everything before it.
         tail = tokenizer.decode(before[-TAIL_TOKENS:], skip_special_tokens=False)
         return _hermes_message(text, has_begun_thinking=tail.rstrip().endswith("<think>"))
     check_readable(tokenizer)
@@ -56,11 +56,11 @@ def check_readable(tokenizer: Tokenizer) -> None:
         refuse(why is not None, f"{tokenizer.folder}: {why}")
 
 
-# It takes longer than reading an answer. The branches of an episode may each show other tools.
+# Cached: it takes longer than reading an answer. Each branch of an episode may show other tools.
 @functools.lru_cache(MAX_TOOL_LISTS)
 def _why_unreadable(tokenizer: Tokenizer) -> str | None:
     backend = tokenizer.backend
-    # Before transformers 5.15 arguments do not get the types that the tools' schemas give them.
+    # Before transformers 5.15, arguments do not get the types in the tools' schemas.
     is_readable = "tools" in inspect.signature(backend.parse_response).parameters
     if not is_readable or backend.response_template is None:
         return (
@@ -81,7 +81,7 @@ def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[
         )
         _check_text(message)
     except Exception as error:
-        # The template is a program of the model's folder, and the text is the model's.
+        # The template is a program from the model's folder, and the model wrote the text: it may raise anything.
         return {"role": "assistant", "content": text, "parse_error": str(error)[:300]}
     return {"role": "assistant", "content": ""} | message
 

@@ -1,8 +1,7 @@
 """The tokens that the chat template writes for messages after a sampled answer.
 
-The template might write the answer itself differently than it was sampled, so the answer is never rendered. Instead a
-conversation of a user's message, a one-word answer and the new messages is rendered, and the text after the word is
-appended.
+The template might write the sampled answer differently, so the answer is never rendered. Instead the template renders a
+user's message, a one-word answer and the new messages, and the text after that word is appended.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ def following_ids(
     head = tokenizer.encode_text(outline.partition(marks[0])[0], place)
     if end_id is None or end_id not in head:
         return ids
-    # An ordinary token of the head may have been the end of a stop string too.
+    # An ordinary token of the head may also have completed a stop string.
     closes = end_id in tokenizer.stop_ids or end_id == head[0]
     return ids[head.index(end_id) + 1 :] if closes else ids
 

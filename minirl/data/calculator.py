@@ -1,4 +1,4 @@
-"""The embedded task with a tool: multiply two three-digit numbers, which takes a calculator.
+"""The embedded task with a tool: multiply two three-digit numbers with a calculator.
 
 A completion may call it: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py answers with the
 product and "=". Without it nothing answers a call.
@@ -39,18 +39,18 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0
 
 
 def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 where the text after the last result, or all of it without one, is the product, else 0."""
+    """Return 1 where the text after the last result (or the whole text, without one) is the product, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(last_answer(completion) == product) for completion, product in pairs]
 
 
 def last_answer(completion: str) -> str:
-    """Return the text after the last result, or all of it without one."""
+    """Return the text after the last result, or the whole text if it has no result."""
     return completion.rpartition("=")[2]
 
 
 def calls(completions: Sequence[str]) -> list[float]:
-    """Return 1 where the calculator is called, else 0. Not trained on."""
+    """Return 1 where the completion calls the calculator, else 0. Not trained on."""
     return [float("</calc>" in completion) for completion in completions]
 
 

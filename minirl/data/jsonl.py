@@ -26,7 +26,7 @@ def load_jsonl_task(data: str, eval_data: Sequence[str], *, prompt_field: str) -
 
 
 def read_rows(path: str, prompt_field: str) -> "JsonlRows":
-    """The rows of a file; other fields than `prompt_field` become columns. Raises as `JsonlRows`."""
+    """The rows of a file; fields other than `prompt_field` become columns. Raises like `JsonlRows`."""
     return JsonlRows(path, functools.partial(_to_row, prompt_field=prompt_field))
 
 
@@ -67,7 +67,7 @@ class JsonlRows(Sequence[Row]):
         self._to_row = to_row
         self._line_numbers = array("q")
         self._starts = array("q")
-        # Of each line's bytes: the file may change while the run reads it.
+        # A hash of each line's bytes: the file may change while the run reads it.
         self._checksums = array("L")
         # Read as bytes: only "\n" ends a line, while a text may contain other line separators.
         self._file = open(path, "rb")  # noqa: SIM115, it stays open

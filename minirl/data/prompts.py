@@ -34,11 +34,11 @@ ROWS_PER_CHECK = 64
 
 
 class PromptStream:
-    """The prompts of a task in shuffled epochs without end; those that are too long are left out.
+    """The prompts of a task in endless shuffled epochs, without those that are too long.
 
     A prompt's number in the stream is its `prompt_ordinal`, counted over the whole run. Its row is a pure
-    function of (seed, prompt_ordinal). Prompts are tokenized when they are served; of all others only the
-    numbers of the rows are kept.
+    function of (seed, prompt_ordinal). Prompts are tokenized when they are served; memory holds only the numbers of
+    the other rows.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PromptStream:
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
         vocab_size: the number of the model's embeddings. long_prompts: what to do with prompts that leave
         fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or truncate them
-        on the "left". If no prompt leaves as many, all that leave at least one token are kept, and their
+        on the "left". If no prompt leaves that many, all that leave at least one token are kept, and their
         completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
         truncation: of the distributions that requests sample from, if they are not greedy.
 
@@ -78,9 +78,9 @@ class PromptStream:
         self.decode_group = 1
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens
-        # Which of the rows are served.
+        # The indices of the rows that are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
-        # Tokens of the shortest and the longest prompt that are served, the teacher's included.
+        # Tokens of the shortest and the longest served prompt, the teacher's included.
         self.shortest_prompt = self.longest_prompt = 0
         if rows:
             lengths, hashes = _check_prompts(rows, tokenizer, vocab_size)
@@ -92,12 +92,12 @@ class PromptStream:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
             if teacher_field is not None:
                 self.longest_prompt = max(self.longest_prompt, self._check_teacher_prompts(teacher_field))
-        # The orders of the epochs that were last asked for.
+        # The orders of the last two epochs in use.
         self._orders: dict[int, array[int]] = {}
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts an epoch has."""
+        """The number of prompts in an epoch."""
         return len(self._kept)
 
     def notes(self, *, per_step: int = 0) -> list[str]:
@@ -133,9 +133,9 @@ class PromptStream:
         """Return this rank's share of the requests for `count` prompts, from ordinal `first` on.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
-        has whole groups: it prefills a prompt once, and has all that a reward may compare. The ranks take the ordinals
-        in turn, so that they get equally many prompts also where each call is for one. Of ranks that decode together
-        (`decode_group`) the first has the requests of all.
+        has whole groups: it prefills a prompt once, and has everything that a reward may compare. The ranks take the
+        ordinals in turn, so that they get equally many prompts even if each call is for one. Among ranks that decode
+        together (`decode_group`) the first has the requests of all.
         """
         group, place = divmod(rank(), self.decode_group)
         num_groups = world_size() // self.decode_group
@@ -184,9 +184,9 @@ class PromptStream:
         return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
 
     def answers(self, rollout: Rollout) -> Messages:
-        """Return those of `messages` that follow the row's prompt, as far as they begin with it.
+        """Return the `messages` after the row's prompt, as far as they begin with it.
 
-        A prompt's last message may go on: with the text that an environment's `reset` returned, or with the answer.
+        A prompt's last message may continue with the text that an environment's `reset` returned, or with the answer.
         """
         row = self.row(rollout.rollout_id.prompt_ordinal)
         messages = self.messages(rollout)
@@ -204,7 +204,7 @@ class PromptStream:
         return messages
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
-        """Return the token ids of a prompt: its last ones, if it is too long. Raises InputError naming the row."""
+        """Return the token ids of a prompt; the last ones if it is too long. Raises InputError naming the row."""
         (ids,) = self._prompt_ids([prompt_ordinal])
         return ids
 
@@ -213,13 +213,13 @@ class PromptStream:
         rows = [self.row(prompt_ordinal) for prompt_ordinal in prompt_ordinals]
         prompts = []
         for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
-            # Again, because a chat template may write the date.
+            # Checked again, because a chat template may write the date.
             _check_ids(row, ids, self.vocab_size)
             prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
         return prompts
 
     def teacher_ids(self, prompt_ordinal: int) -> list[int]:
-        """Return the token ids of the prompt that the row of this one has for the teacher alone."""
+        """Return the token ids of the teacher's own prompt in this prompt's row."""
         assert self.teacher_field is not None
         return self.tokenizer.encode(_teacher_row(self.row(prompt_ordinal), self.teacher_field))
 
@@ -233,7 +233,7 @@ class PromptStream:
     ) -> list[int]:
         """Return the ids that are appended between two turns: text is tokenized alone.
 
-        end_id: for messages, as in `appended_messages.following_ids`. tools: those that the prompt shows. Raises
+        end_id: for messages, see `appended_messages.following_ids`. tools: those that the prompt shows. Raises
         InputError naming `place` for messages that cannot be rendered, and for ids that the model does not have.
         """
         if isinstance(after, str):
@@ -254,11 +254,11 @@ class PromptStream:
     def branch_ids(
         self, prompt: Any, place: str, *, tools: list[dict[str, Any]] | None = None
     ) -> tuple[int, ...]:
-        """Return the ids of a prompt that an episode gives a further branch: text, messages or the ids themselves.
+        """Return the ids of the prompt of an episode's further branch: text, messages or the ids themselves.
 
-        tools: those that it shows, if it is messages; None: the tokenizer's. Raises InputError naming `place` for what
-        cannot be used: the prompt, other tools than the tokenizer's that the chat template does not show, or whose
-        calls cannot be read. The prompt may be too long.
+        tools: those that a prompt of messages shows; None: the tokenizer's. Raises InputError naming `place` for an
+        unusable prompt, and for tools that the chat template does not show or whose calls cannot be read. The prompt
+        may be too long.
         """
         what = f"{place}: branch({prompt!r:.80})"
         is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
@@ -280,14 +280,14 @@ class PromptStream:
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
-        """Return the row of a prompt. Raises InputError if the file that it is in has been changed there."""
+        """Return the row of a prompt. Raises InputError if its line in the file has changed."""
         return self._rows[int(self._kept[self.index(prompt_ordinal)])]
 
     def index(self, prompt_ordinal: int) -> int:
         """Return the number of a prompt among the rows that are served.
 
-        A script may put a function of its own in this place, for a curriculum. It must return the same number again as
-        long as the prompt is in use: throughout a step, and after a resume.
+        A script may replace this function, for a curriculum. It must return the same number as long as the prompt is in
+        use: throughout a step, and after a resume.
         """
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
         if epoch not in self._orders:
@@ -317,7 +317,7 @@ class PromptStream:
         return longest
 
     def _fit_prompts(self, lengths: Tensor, long_prompts: str) -> None:
-        """Skip long prompts, or set where they are cut, as `__init__` describes. lengths int64 [N]: of all rows."""
+        """Skip long prompts, or set where to cut them, as `__init__` describes. lengths int64 [N]: of all rows."""
         shortest = int(lengths.min())
         max_prompt_tokens = self.max_tokens - self.max_new_tokens
         limit = f"{self.max_tokens} that the model, --cache-tokens and --max-tokens-per-microbatch allow"
@@ -372,7 +372,7 @@ def _check_prompts(
     Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError on every rank,
     naming the first bad row, or if the ranks do not have the same number of rows.
     """
-    # Number of tokens and hash of one prompt after another.
+    # The number of tokens and the hash of each prompt in turn.
     facts = array("q")
     error = None
     own_rank, num_ranks = (rank(), world_size()) if has_joined() else (0, 1)

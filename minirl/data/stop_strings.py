@@ -1,4 +1,4 @@
-"""Strings that end a turn, looked for in the text of the tokens sampled in it."""
+"""Stop strings: find them in the text of a turn's sampled tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from minirl.errors import refuse
 
 # A decoder writes this for bytes that are not a character.
 _REPLACEMENT = "\ufffd"
-# Tokens of the tail beyond those that a string can span. The tail's first token may decode differently than after
-# others (without its space, or with the mark of a word's continuation), and some text appears only with the next token.
+# Tokens of the tail beyond those that a string can span. At the start of the tail a token may decode differently
+# (without its space, or with the mark of a word's continuation), and some text appears only with the next token.
 _MARGIN = 4
 
 
@@ -22,7 +22,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
-        """strings: one or more. Raises InputError for a string that is in every text or in none."""
+        """strings: one or more. Raises InputError for a string that every text contains or none can."""
         for string in strings:
             refuse(not string, "stop string '': it is in every text; leave it out")
             is_text = all(c != _REPLACEMENT and not "\ud800" <= c <= "\udfff" for c in string)

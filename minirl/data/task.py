@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-# Called as `rewards.functions` describes.
+# `rewards.functions` describes the call.
 RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -16,7 +16,7 @@ STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
 # Each has "role" and "content", a text. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
-# What may be appended between two turns: text, token ids or messages.
+# To append between two turns: text, token ids or messages.
 After = str | Sequence[int] | Messages
 
 
@@ -26,7 +26,7 @@ def is_message(value: Any) -> bool:
 
 
 def is_messages(after: After) -> TypeGuard[Messages]:
-    """Return whether it is a list of messages, good or bad ones, rather than of token ids."""
+    """Return whether it is a list of messages, valid or not, rather than of token ids."""
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
@@ -43,7 +43,7 @@ def is_token_ids(prompt: str | Sequence[Any]) -> bool:
 
 
 def as_messages(prompt: str | Messages) -> Messages:
-    """Return messages as they are, and text as one user message."""
+    """Return messages unchanged, and text as one user message."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt

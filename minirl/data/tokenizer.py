@@ -58,7 +58,7 @@ class Tokenizer:
             raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            # Called directly where `backend` only wraps it: the wrapper takes longer than the work.
+            # Called directly if `backend` only wraps it: the wrapper takes longer than the work.
             self._rust = _plain_backend(self.backend)
         except Exception as error:
             # A tokenizer with its own code, a missing package, or a damaged file, which may raise anything.
@@ -76,7 +76,7 @@ class Tokenizer:
             self._check_tools()
 
     def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
-        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError as `__init__`."""
+        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `__init__`."""
         if tools is None or tools == self.tools:
             return self
         key = repr(tools)
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
-        """The special tokens by their ids. Kept: transformers makes the lists each time."""
+        """The special tokens by their ids. Cached, since transformers makes the lists each time."""
         backend = self.backend
         return dict(zip(backend.all_special_ids, backend.all_special_tokens, strict=True))
 
@@ -106,7 +106,7 @@ class Tokenizer:
         return self._encode_text(text, row.place, add_special_tokens=adds_special_tokens)
 
     def encode_all(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Return `encode` of each row, in less time. Raises InputError as `encode`."""
+        """Return `encode` of each row, in less time. Raises InputError like `encode`."""
         texts = [self._prompt_text(row) for row in rows]
         ids: list[list[int]] = []
         try:
@@ -114,7 +114,7 @@ class Tokenizer:
                 same_kind = [text for text, _ in group]
                 ids += self.backend(same_kind, add_special_tokens=adds_special_tokens)["input_ids"]
         except Exception:
-            # One by one the error names its row.
+            # One by one, so that the error names its row.
             return [self.encode(row) for row in rows]
         return ids
 
@@ -188,7 +188,7 @@ class Tokenizer:
                     **(self.template_arguments if arguments is None else arguments),
                 )
         except Exception as error:
-            # A template is a program of the model's folder: it may raise anything.
+            # A template is a program from the model's folder: it may raise anything.
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise InputError(f"{what} refuses the messages: {reason}; change the one or the other") from None
         num_added = len(text) - sum(len(message["content"]) for message in messages)
@@ -199,7 +199,7 @@ class Tokenizer:
         return text
 
     def check_arguments(self, flag: str) -> None:
-        """Raise InputError, naming the flag, for a template argument that changes no prompt: a template ignores it.
+        """Raise InputError, naming the flag, for a template argument that the template ignores: it changes no prompt.
 
         An argument equal to the template's default passes: another value of it would change a prompt.
         """
@@ -253,7 +253,7 @@ class Tokenizer:
         return "minirlcall" in self.apply_template(messages, "calls of tools", is_prompt=False)
 
     def encode_text(self, text: str, place: str) -> list[int]:
-        """Return the token ids of a text alone. It gets no special tokens except those spelt in it.
+        """Return the token ids of a text alone. It gets no special tokens except those spelt out in it.
 
         Raises InputError naming `place` if it cannot be tokenized.
         """

@@ -37,7 +37,7 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
-        # It reads signature and docstring, which may hold anything.
+        # transformers reads signature and docstring, which may hold anything.
         raise InputError(
             f"tools: {getattr(function, '__name__', function)!r}: no JSON schema can be made of it: {str(error)[:300]}"
         ) from None

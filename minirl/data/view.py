@@ -1,6 +1,6 @@
 """An episode as texts: what reward functions, rollouts.jsonl and `minirl.show` see of its turns.
 
-They are made of the tokens whenever somebody asks: most are needed once or never.
+They are made from the tokens on demand: most are needed once or never.
 """
 
 import functools
@@ -12,7 +12,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.rollouts import Rollout
 
-# Of a turn, in rollouts.jsonl.
+# The fields of a turn in rollouts.jsonl.
 TURN_FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "rewards")
 
 
@@ -20,8 +20,8 @@ def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> d
     """Return the messages, segments and turns of a rollout, as JSON values. prompt: the row's.
 
     messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
-    row's prompt, branch by branch, with special tokens spelt out; those that were sampled are the turns. {} for an
-    episode without anything to tell but its completion, see `has_turns_to_tell`.
+    row's prompt, branch by branch, with special tokens spelt out; the sampled ones are the turns. {} for an episode
+    with nothing to show but its completion, see `has_turns_to_tell`.
     """
     if not has_turns_to_tell(rollout, tokenizer):
         return {}
@@ -53,7 +53,7 @@ def has_messages(rollout: Rollout) -> bool:
 def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> Messages:
     """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
 
-    prompt: the row's. Answers are without special tokens; where the model may call tools, they have its calls.
+    prompt: the row's. Answers have no special tokens; if the model may call tools, they have its calls.
     """
     if not has_messages(rollout):
         return []
@@ -75,7 +75,7 @@ def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) 
 
 
 def as_plain(messages: Messages) -> Messages:
-    """Return messages with those of their fields that JSON is known to hold."""
+    """Return messages with the fields that JSON surely holds."""
     plain = []
     for message in messages:
         structures = {key: message[key] for key in ("content", "tool_calls") if key in message}
@@ -94,9 +94,9 @@ def _answer(
         return text
     try:
         message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))
-    except InputError:  # it is not known how the model writes calls
+    except InputError:  # nothing says how the model writes calls
         return text
-    # What cannot be read is seen in the text.
+    # The text shows what could not be read.
     return message if message.pop("parse_error", None) is None else message | {"content": text}
 
 

@@ -248,8 +248,8 @@ class EpisodeRunner:
         if self._counts["restarted"] == 1:
             place = self._turn_maker.place(running.episode)
             print_here(
-                f"note: {place}: given the same turns as in the run that is resumed, it does something else, and "
-                "begins again from the start, see count/restarted; make it a function of its turns and of episode.seed"
+                f"note: {place}: given the same turns as before the resume, it does something else, and "
+                "starts over, see count/restarted; make it a function of its turns and of episode.seed"
             )
 
     def _take_replies(self, timeout_s: float) -> bool:

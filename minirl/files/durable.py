@@ -43,7 +43,7 @@ def replace_file(path: Path, content: str) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Add all of the content to the end of a file or, where that fails, nothing of it. Raises OSError naming it."""
+    """Append all of the content to a file or, if that fails, nothing. Raises OSError naming the file."""
     with naming(path), path.open("ab", buffering=0) as file:
         end = file.tell()
         try:
@@ -57,7 +57,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block this path if it has none: that of a write, on a full disk, says no file."""
+    """Give an OSError of the block this path if it has none: a write to a full disk names no file."""
     try:
         yield
     except OSError as error:

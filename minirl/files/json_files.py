@@ -1,4 +1,4 @@
-"""JSON in files. Where others wrote it a key that an object has twice is refused; json takes the last."""
+"""JSON in files. In others' files a key that an object has twice is refused; json would take the last."""
 
 import json
 from collections import Counter
@@ -32,7 +32,7 @@ def json_lines(values: Iterable[Any]) -> str:
 
 
 def read_json_lines(path: Path, is_right: Callable[[Any], bool]) -> tuple[list[Any], list[int]]:
-    """The values in a file with one on each line, and the numbers of the damaged lines: cut off, or no right value.
+    """The values in a file with one on each line, and the numbers of the damaged lines: cut off, or not a value.
 
     A blank line is neither. Raises OSError.
     """

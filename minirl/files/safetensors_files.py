@@ -17,9 +17,9 @@ from minirl.errors import InputError
 from minirl.files import durable
 from minirl.files.durable import Digest
 
-# Those of weights that are read and written.
+# The dtypes of weights that are read and written.
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-# Those of all tensors that are written.
+# The dtypes of all tensors that are written.
 STORED_DTYPES = DTYPE_NAMES | {
     torch.int64: "I64",
     torch.int32: "I32",
@@ -35,7 +35,7 @@ def open_tensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: no whole safetensors file ({error}); fetch it again") from None
+        raise InputError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
 
 
 def nonfinite_tensor(path: Path) -> str | None:
@@ -81,7 +81,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
 
 
 def raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The content of each tensor, as a file of them has it."""
+    """The bytes of each tensor in a safetensors file."""
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
         yield flat.view(torch.uint8).numpy().data

@@ -6,8 +6,8 @@ belong to the graph. The buffers of block tables have the largest width a table 
 reads beyond a request's keys.
 
 A graph also holds the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
-the cache does. The batch sizes of a phase are captured when they are first met; a capture costs about two steps without
-a graph. On the CPU nothing is captured: the same buffers are passed to the eager step, for tests.
+the cache does. A batch size is captured at its first use, which costs about two steps without a graph. On the
+CPU nothing is captured: the same buffers are passed to the eager step, for tests.
 """
 
 from typing import Any

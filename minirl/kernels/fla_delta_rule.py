@@ -26,12 +26,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Round:
-    """Segments that are computed at once, because those that they follow are those of the round before.
+    """Segments that are computed together, because the round before computed their predecessors.
 
-    rows int64 [n]: which of the model's rows the segments have, end to end.
-    cu_seqlens int64 [segments + 1]: where each begins among them, and where the last one ends.
-    previous int64 [segments]: which segment of the round before each one follows. In the first round 0, for a state
-    of zeros.
+    rows int64 [n]: the indices of the segments' rows among the model's, end to end.
+    cu_seqlens int64 [segments + 1]: where each begins among these, and where the last one ends.
+    previous int64 [segments]: the predecessor of each, in the round before. In the first round 0, for a state of
+    zeros.
     """
 
     rows: Tensor
@@ -55,8 +55,8 @@ def index_segments(
 ) -> SegmentIndex:
     """The segments of packed sequences, of which at least one has rows; `PackedLayout` explains the arguments.
 
-    parents: of each sequence the one that it shares its first `num_shared` tokens with.
-    upload: copies a tensor from the host to where the rows are.
+    parents: the sequence that each one shares its first `num_shared` tokens with.
+    upload: copies a tensor from the host to the device of the rows.
     """
     starts = [0, *itertools.accumulate(num_own)]
     end_before = {}  # of each sequence's first row: where the segment ends that it follows; 0: it follows none

@@ -108,7 +108,7 @@ def merged(base: Any, name: str, rank: int, alpha: float, tensors: dict[str, Ten
     num_out, num_in = base.get_shape()
     refuse(
         lora_a.shape != (rank, num_in) or lora_b.shape != (num_out, rank),
-        f"{label} is of shape {[num_out, num_in]}, but lora_A {list(lora_a.shape)} and lora_B {list(lora_b.shape)}, "
+        f"{label} has shape {[num_out, num_in]}, but lora_A {list(lora_a.shape)} and lora_B {list(lora_b.shape)}, "
         f"with r {rank}",
     )
     return MergedSlice(base, lora_a, lora_b, alpha / rank)

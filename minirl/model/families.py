@@ -376,7 +376,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         refuse(key not in known, f"config.json: {key}={value!r} is not supported beside text_config")
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != vision.text:
-        raise InputError(f"config.json: text_config has not the model_type {vision.text!r}")
+        raise InputError(f"config.json: text_config does not have the model_type {vision.text!r}")
     classes = raw.get("architectures")
     refuse(
         bool(classes) and classes != [vision.architecture],
@@ -488,7 +488,7 @@ def _head_dim(config: Any) -> int:
     kv_heads = config.num_key_value_heads
     refuse(
         heads % kv_heads,
-        f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}",
+        f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
     )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     refuse(head_dim % 2, f"config.json: head_dim={head_dim}; rope needs an even number")
@@ -545,7 +545,7 @@ def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
     shape = DeltaNet(layers, **{name: getattr(config, key) for name, key in _DELTA_SIZES.items()})
     refuse(
         shape.num_value_heads % shape.num_key_heads,
-        f"config.json: linear_num_value_heads={shape.num_value_heads} is no multiple of "
+        f"config.json: linear_num_value_heads={shape.num_value_heads} is not a multiple of "
         f"linear_num_key_heads={shape.num_key_heads}",
     )
     return shape
@@ -683,7 +683,7 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
     is_usable = frequencies.isfinite().all() and _is_positive(amplitude)
     refuse(
         not is_usable,
-        f"config.json: the rope with theta {theta} and {keys} has frequencies that are no numbers",
+        f"config.json: the rope with theta {theta} and {keys} has frequencies that are not finite",
     )
     return Rope(tuple(frequencies.tolist()), amplitude, family.has_interleaved_rope)
 

@@ -145,8 +145,8 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
                 if dtype not in DTYPE_NAMES.values():
                     supported = ", ".join(DTYPE_NAMES.values())
                     raise InputError(
-                        f"{path}: {name} has dtype {dtype}; expected one of {supported}: quantized weights are "
-                        "to be converted"
+                        f"{path}: {name} has dtype {dtype}; expected one of {supported}; convert "
+                        "quantized weights"
                     )
     return files
 

@@ -102,7 +102,7 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
         )[0]
     if norm == "batch_std":
         advantages = advantages / (rewards[is_scored].std() + eps)
-    # Without a greedy score, or a standard deviation of several rewards, there is no advantage.
+    # NaN without a greedy score, or from the standard deviation of a single reward: no advantage.
     return advantages.masked_fill(advantages.isnan(), 0.0)
 
 

@@ -11,9 +11,9 @@ from minirl.plan.free_memory import gb, sum_of
 from minirl.plan.needs import always_bytes, decoding_bytes, host_bytes, peak_bytes, phase_bytes
 from minirl.plan.workload import Sizes, Workload
 
-# Of the free memory. The rest is for fragments, libraries and what the formulas leave out.
+# The share of free memory to use. The rest is for fragments, libraries and everything that the formulas leave out.
 USABLE = 0.9
-# What "auto" chooses at most. On the CPU more tokens at a time are no faster.
+# The largest sizes that "auto" chooses. On the CPU more tokens at a time would not be faster.
 MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
 MOST_CACHE_TOKENS = 65536  # on the CPU
 MOST_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
@@ -22,7 +22,7 @@ MOST_MICROBATCH_TOKENS = {"cpu": 8192, "cuda": 32768}
 def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes:
     """The sizes for a rank with `free` bytes before anything is loaded. Given sizes stay.
 
-    If nothing fits, they are the least that the longest request needs; `too_large` then says what to change.
+    If nothing fits, these are the smallest that the longest request needs; `too_large` then says what to change.
     """
     room = room_bytes(work, free)
     sizes = Sizes(1, work.longest, work.longest, recompute_layers=False, shard_gradients=False)
@@ -52,7 +52,7 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
     if given["cache_tokens"] == "auto":
         sizes = dataclasses.replace(sizes, cache_tokens=max(_auto_cache(work, sizes, room), work.longest))
     if is_open and tokens == work.enough_tokens:
-        # More than enough only where it does not take the cache from step to step.
+        # More than enough only if the cache can still stay between steps.
         keeps_cache = can_keep_cache(work, sizes, free)
         tokens = largest(
             "max_tokens_per_microbatch", work, sizes, room, most=most_tokens, keeps_cache=keeps_cache
@@ -62,12 +62,12 @@ def choose_sizes(work: Workload, free: float, given: Mapping[str, Any]) -> Sizes
 
 
 def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
-    """Tokens of the cache: on CUDA such as can be kept from step to step, if that is half of what fits or more."""
+    """Tokens of the cache: on CUDA as many as can stay between steps, unless twice that number would fit."""
     tokens_per_request = work.longest + FLASH_BLOCK
     if not work.is_cuda:
         most = max(MOST_CACHE_TOKENS, work.in_flight * tokens_per_request)
         return largest("cache_tokens", work, sizes, room, most=most)
-    # There it is memory from the first token on: no more than all requests can fill.
+    # On CUDA it takes its memory at once: no more than all requests can fill.
     requests = max(min(sizes.max_running_requests, work.requests), work.in_flight)
     tokens = largest("cache_tokens", work, sizes, room, most=requests * tokens_per_request)
     kept = largest("cache_tokens", work, sizes, room, most=tokens, keeps_cache=True)
@@ -76,10 +76,10 @@ def _auto_cache(work: Workload, sizes: Sizes, room: float) -> int:
 
 
 def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:
-    """Whether to recompute layers, and whether to shard gradients.
+    """Pairs, cheapest first: whether to recompute layers, and whether to shard gradients.
 
-    Sums over the ranks in each microbatch hide behind its backward, recomputation cannot. But backward waits for sums
-    on the host.
+    The sums over ranks in each microbatch overlap with its backward, which recomputation cannot. But backward waits for
+    sums on the host.
     """
     if work.offloads_optimizer:
         return [(False, False), (True, False), (False, True), (True, True)]
@@ -87,17 +87,17 @@ def _switches_from_the_cheapest(work: Workload) -> list[tuple[bool, bool]]:
 
 
 def room_bytes(work: Workload, free: float) -> float:
-    """What is left for the phases of a rank's free bytes; negative if not even the models fit."""
+    """The part of a rank's free bytes that is left for the phases; negative if not even the models fit."""
     return USABLE * free - sum(always_bytes(work).values())
 
 
 def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Whether the cache fits beside what each other phase needs, so that the engine can keep it."""
+    """Return whether the cache fits beside every other phase, so that the engine can keep it."""
     return peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
 
 
 def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Whether reference, teacher and value model fit beside the cache, to score while rollouts wait for replies.
+    """Return whether reference, teacher and value model fit beside the cache, to score while rollouts wait for replies.
 
     A reward model scores after generation.
     """

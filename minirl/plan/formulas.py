@@ -1,6 +1,6 @@
 """Bytes that a model of a given shape takes: parameters, cache, activations, logits.
 
-The formulas are those of docs/memory.md, for CUDA; on the CPU `needs.CPU_FACTOR` multiplies them. In them: D hidden
+These are the formulas of docs/memory.md, for CUDA; on the CPU `needs.CPU_FACTOR` multiplies them. Letters: D hidden
 size, F width of the MLP, Q and K channels of all query and key heads, L layers, V words in the vocabulary, C channels
 of a head.
 """
@@ -34,13 +34,13 @@ def num_parameters(config: ModelConfig) -> int:
 
 @functools.cache
 def num_trained_parameters(config: ModelConfig) -> int:
-    """Those of its parameters that are trained: all, or those of adapters and of a scalar head."""
+    """Its trained parameters: all, or those of adapters and of a scalar head."""
     return sum(p.numel() for p in named_parameters(_on_meta(config)).values() if p.requires_grad)
 
 
 @functools.cache
 def num_decoding_parameters(config: ModelConfig, decode_group: int) -> float:
-    """Those that a rank decodes from: its rows. The first of an adapter's two matrices is whole."""
+    """The parameters that a rank decodes from: its rows. The first of an adapter's two matrices is whole."""
     whole = sum(
         p.numel() for name, p in named_parameters(_on_meta(config)).items() if name.endswith("lora_A")
     )
@@ -64,7 +64,7 @@ def layer_parameters(config: ModelConfig) -> int:
 
 def num_gathers(config: ModelConfig) -> int:
     """How often ranks that decode together gather columns of activations, embedding and logits in a step."""
-    # Before and after the last projection; of all heads where they are split, or have their norm, after the first.
+    # Before and after the last projection; after the first, all heads if they are split or share a norm.
     attention = 2 + config.fused_qkv + 3 * config.qk_norm_over_heads
     num_attention = len(config.attention_windows)
     delta_net = 4 + 1
@@ -83,7 +83,7 @@ def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, reques
 
 
 def state_bytes(config: ModelConfig, dtype: torch.dtype, *, requests: int) -> float:
-    """What the layers with a gated delta net keep of sequences: of each request, and of a stem."""
+    """The states in the layers with a gated delta net: one for each request, and one for a stem."""
     if config.delta_net is None:
         return 0.0
     states = make_states(config.delta_net, requests + 1, dtype=dtype, device=torch.device("meta"))
@@ -91,12 +91,12 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype, *, requests: int) -> fl
 
 
 def decode_logits_bytes(config: ModelConfig) -> float:
-    """Logits of a decode step, each request: in fp32, and 16 bytes for each 512 of them."""
+    """A request's logits in a decode step: in fp32, and 16 bytes for each 512 of them."""
     return config.vocab_size * (4 + 16 / 512)
 
 
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
-    """What a layer keeps of a token for backward (A), on average."""
+    """The bytes that a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
     adapters = len(config.adapters.targets) * config.adapters.rank if config.adapters else 0
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
@@ -137,7 +137,7 @@ def activation_bytes(
 def _head_backward_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
     """Gradients in fp32 of the states and of one vocabulary chunk of the head, and logits in fp32.
 
-    The chunk's gradient is made when the logits are gone, and that of the logits is in the head's dtype.
+    The chunk's gradient is computed after the logits are freed; the gradient of the logits is in the head's dtype.
     """
     width = chunk_width(tokens, config.vocab_size)
     states = 4 * tokens * config.hidden_size
@@ -161,7 +161,7 @@ def forward_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int) -> fl
 
 
 def _rule_bytes(config: ModelConfig, *, is_backward: bool) -> float:
-    """The most that convolution and gated delta rule of a layer take of a token; measured, in fp32."""
+    """The peak of a layer's convolution and gated delta rule for each token; measured, in fp32."""
     delta = config.delta_net
     if delta is None:
         return 0.0
@@ -172,7 +172,7 @@ def _rule_bytes(config: ModelConfig, *, is_backward: bool) -> float:
 
 
 def rope_channels(config: ModelConfig) -> int:
-    """The channels of a head that all different ropes of the model turn."""
+    """The channels of a head that the model's different ropes turn, summed over the ropes."""
     return sum(2 * len(rope.frequencies) for rope in config.ropes)
 
 

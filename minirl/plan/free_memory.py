@@ -1,4 +1,4 @@
-"""The memory of this machine that is free, and bytes as a reader wants them."""
+"""The free memory of this machine, and bytes in readable form."""
 
 import os
 import re
@@ -11,20 +11,20 @@ from minirl.ranks.process_group import local_world_size
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory that this rank can take now: of its GPU, or its share of the host's. Not collective."""
+    """The free memory of this rank's GPU, or its share of the host's. Not collective."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_host_bytes() // local_world_size()
 
 
 def free_host_bytes() -> int:
-    """The host's free memory, or what is left of the control group's limit if that is less."""
+    """The host's free memory, or the rest of the control group's limit if that is less."""
     found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     available = 1024 * int(found[1]) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip().isdecimal():
-        # Pages of files that were read are given up when memory is short.
+        # The kernel drops pages of files that were read when memory is short.
         inactive = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         used = int((group / "memory.current").read_text()) - int(inactive[1] if inactive else 0)
         available = min(available, int(limit.read_text()) - used)
@@ -32,17 +32,17 @@ def free_host_bytes() -> int:
 
 
 def sum_of(parts: Mapping[str, float]) -> str:
-    """The sum of bytes, and its parts, for a reader."""
+    """The sum of bytes, and its parts, as text."""
     return f"{gb(sum(parts.values()))}: {listed(parts)}"
 
 
 def listed(parts: Mapping[str, float]) -> str:
-    """Bytes by name, for a reader."""
+    """Bytes by name, as text."""
     return ", ".join(f"{name} {gb(num_bytes)}" for name, num_bytes in parts.items())
 
 
 def gb(num_bytes: float) -> str:
-    """So many bytes for a reader, in GB (1e9) or MB (1e6)."""
+    """A number of bytes as text, in GB (1e9) or MB (1e6)."""
     if num_bytes < 1e8:
         return f"{num_bytes / 1e6:.3g} MB"
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 1e12 else f"{num_bytes / 1e9:,.0f} GB"

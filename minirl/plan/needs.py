@@ -19,13 +19,13 @@ from minirl.plan.formulas import (
 )
 from minirl.plan.workload import Sizes, Workload
 
-# Activations and logits on the CPU over those on CUDA, in fp32: measured 0.5 to 1.8 with sequences of up to 1,024
+# Activations and logits on the CPU relative to CUDA, in fp32: measured 0.5 to 1.8 with sequences of up to 1,024
 # tokens, 3.2 with 4,096.
 CPU_FACTOR = 2.0
 
 
 def always_bytes(work: Workload) -> dict[str, float]:
-    """What a rank holds in every phase, by name. On the CPU also a checkpoint's copies, written meanwhile."""
+    """The bytes that a rank holds in every phase, by name. On the CPU they include a checkpoint's copies."""
     held = {"weights": work.dtype.itemsize * _num_held(work)}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
@@ -38,14 +38,14 @@ def always_bytes(work: Workload) -> dict[str, float]:
 
 
 def num_trained(work: Workload) -> int:
-    """Parameters that are trained, of all models."""
+    """The trained parameters of all models."""
     return sum(map(num_trained_parameters, work.trained))
 
 
 def _num_held(work: Workload) -> float:
-    """Parameters that a rank holds in the compute dtype: those that the policy decodes from, and of value models.
+    """Parameters that a rank holds in the compute dtype: those that the policy decodes from, and the value models'.
 
-    Where weights are sharded these have masters only, and below their adapters shards that nothing trains.
+    With sharded weights, value models have only masters, and if they have adapters, frozen shards of their base.
     """
     if not work.shards_weights:
         own = num_trained_parameters if work.shares_base else num_parameters
@@ -56,24 +56,24 @@ def _num_held(work: Workload) -> float:
 
 
 def _frozen_bytes(work: Workload) -> dict[str, float]:
-    """Of each frozen model: whole, or this rank's shards of it."""
+    """The bytes of each frozen model: whole, or this rank's shards of it."""
     whole = {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
     return {name: size / _num_holders(work, name) for name, size in whole.items()}
 
 
 def _num_holders(work: Workload, name: str) -> int:
-    """The ranks that hold a frozen model together; reward models are whole."""
+    """The number of ranks that hold a frozen model together; reward models are whole."""
     return work.decode_group if name in ("reference", "teacher") else 1
 
 
 def _is_on_host(work: Workload, name: str) -> bool:
-    """Whether a frozen model is on the host: whole between its uses, or its shards beside the optimizer's state."""
+    """Return whether a frozen model is on the host: whole between uses, or as shards beside the optimizer's state."""
     is_parked = work.is_cuda and work.parks_frozen
     return work.offloads_optimizer if _num_holders(work, name) > 1 else is_parked
 
 
 def _gathered(work: Workload, *configs: ModelConfig) -> dict[str, float]:
-    """What a rank gathers of sharded weights: those outside of the layers, a layer's and the next one's."""
+    """The sharded weights that a rank gathers: those outside of the layers, one layer's and the next one's."""
     if not work.shards_weights:
         return {}
     most = max(num_parameters(c) - (c.num_hidden_layers - 2) * layer_parameters(c) for c in configs)
@@ -81,9 +81,9 @@ def _gathered(work: Workload, *configs: ModelConfig) -> dict[str, float]:
 
 
 def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> dict[str, dict[str, float]]:
-    """What a rank needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one.
+    """A rank's needs in each phase besides `always_bytes`, by phase and name. Parts that peak apart are one.
 
-    keeps_cache: the cache, and the logits that CUDA graphs keep with it, are there in every phase.
+    keeps_cache: the cache, and the logits that CUDA graphs keep with it, stay in every phase.
     """
     cache = cached_bytes(
         work.policy, work.dtype, tokens=sizes.cache_tokens, requests=sizes.max_running_requests
@@ -122,12 +122,12 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
 
 
 def _teacher_state_bytes(work: Workload) -> float:
-    """The states of the teacher that a step keeps, from scoring to the end of the update."""
+    """The teacher's states, which a step keeps from scoring to the end of the update."""
     return work.dtype.itemsize * work.taught_tokens * work.frozen["teacher"].hidden_size
 
 
 def _teacher_head_bytes(work: Workload) -> float:
-    """The teacher's head on the device, unless it is always there, and a second gradient of the policy's head."""
+    """The teacher's head on the device, unless it stays there, and a second gradient of the policy's head."""
     is_copied = work.shards_weights or (work.is_cuda and work.parks_frozen)
     channels = work.policy.hidden_size + is_copied * work.frozen["teacher"].hidden_size
     return work.dtype.itemsize * work.policy.vocab_size * channels
@@ -139,7 +139,7 @@ def _gradient_bytes(work: Workload, sizes: Sizes) -> float:
         return 4.0 * num_trained(work)
     if work.offloads_optimizer and work.num_shards == work.num_ranks:
         return 0.0
-    # Of several nodes each keeps its sums on the device, until they are added up in the last microbatch.
+    # With several nodes, each keeps its sums on the device until the last microbatch adds them up.
     return 4.0 * num_trained(work) / work.num_shards
 
 
@@ -154,8 +154,8 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
     )
     if not _sums_every_microbatch(work, sizes):
         return activations
-    # A layer's gradients are summed over the ranks while the layer before it is in backward; those of embedding and
-    # head at the end, when no activations are left.
+    # The ranks sum a layer's gradients during backward of the layer before it, and those of embedding and head at the
+    # end, when no activations are left.
     layer = layer_parameters(config)
     others = num_parameters(config) - config.num_hidden_layers * layer
     if config.adapters:
@@ -166,7 +166,7 @@ def _backward_bytes(work: Workload, sizes: Sizes, config: ModelConfig, tokens: i
 
 
 def decoding_bytes(work: Workload, max_running_requests: int) -> dict[str, float]:
-    """What prefills and decode steps take, by name. CUDA graphs keep the memory of a step's logits."""
+    """The needs of prefills and decode steps, by name. CUDA graphs keep the memory of a step's logits."""
     requests = min(max_running_requests, work.requests)
     # A preempted sequence is prefilled with nearly all its tokens.
     prefill_tokens = min(max(PREFILL_TOKENS, work.longest), requests * work.longest)
@@ -187,11 +187,11 @@ def _cpu_factor(work: Workload) -> float:
 
 
 def save_bytes(work: Workload) -> float:
-    """Copies on the host that a checkpoint is written from, on rank 0, which also has the weights'."""
+    """Copies on rank 0's host from which it writes a checkpoint: its shards, and the weights."""
     if not work.trains:
         return 0.0
     shards = 12 / work.num_shards
-    # Of adapters the masters are copied whole.
+    # The masters of adapters are copied whole.
     whole = [4 if config.adapters else work.dtype.itemsize for config in work.trained]
     return sum(
         (shards + size) * num_trained_parameters(config)

@@ -36,19 +36,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """The models of a run and the most that a step asks of a rank: what the bytes depend on, besides `Sizes`.
+    """The inputs of the plan besides `Sizes`: the models of a run, and the most that a step asks of a rank.
 
     trains: false in an evaluation, where the policy has neither masters nor an update.
     trained: policy, then value models; frozen: reference, teacher and reward models, by name.
     shares_base: value models have adapters on the policy's own weights.
     longest_prompt, longest: tokens of the longest prompt, and of it with the longest completion.
     num_shards: ranks that hold a model's shards together, of all `num_ranks` or of a node.
-    decode_group: the same ranks, where they decode together from their shards; 1: each decodes from whole weights.
+    decode_group: the same ranks if they decode together from their shards; 1: each decodes from whole weights.
     parks_frozen, offloads_optimizer: frozen models between their uses, and the optimizer's state, are in the host's
     memory beside a GPU. On the CPU there is nothing to offload.
-    requests: completions that an engine decodes in one phase. in_flight: those that decode in rounds, so that the cache
-    should hold all of them. update_tokens: tokens that it trains on in one update.
-    enough_tokens: see the function of that name. taught_tokens: those of a step whose states of the teacher are kept.
+    requests: completions that an engine decodes in one phase. in_flight: completions that decode in rounds, which the
+    cache should all hold. update_tokens: tokens that a rank trains on in one update.
+    enough_tokens: see the function of that name. taught_tokens: a step's tokens whose teacher's states are kept.
     """
 
     trained: tuple[ModelConfig, ...]
@@ -77,20 +77,20 @@ class Workload:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the models are computed on a GPU, which frozen ones leave between their uses."""
+        """True if the models run on a GPU, which frozen ones may leave between their uses."""
         return self.device_type == "cuda"
 
     @property
     def shards_weights(self) -> bool:
-        """Whether no rank holds whole weights, but those that it gathers for a while."""
+        """True if no rank holds whole weights, except those that it has just gathered."""
         return self.decode_group > 1
 
     @property
     def can_shard_gradients(self) -> bool:
-        """Whether gradients that are summed in each microbatch have another place: on other ranks, or the host."""
+        """True if gradients summed in each microbatch can go elsewhere: to other ranks, or the host."""
         return self.num_shards > 1 or self.offloads_optimizer
 
 
 def enough_tokens(max_new_tokens: int) -> int:
-    """Tokens of a microbatch from which on more of them are not worth the recomputation of layers."""
+    """The size of a microbatch above which more tokens are not worth recomputing layers."""
     return max(8192, 2 * max_new_tokens)

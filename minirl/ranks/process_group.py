@@ -22,19 +22,19 @@ from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 
 # In seconds.
-JOIN_S = 1800.0  # between the first rank and the last that joins the process group: they have read the data by then
-GONE_S = 20.0  # without a sign of life, after which a rank that has not joined is not waited for
+JOIN_S = 1800.0  # from the first rank to join the process group to the last: all have read the data by then
+GONE_S = 20.0  # without a sign of life, after which the others stop waiting for a rank that has not joined
 # Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
 # torch's varlen kernel runs there.
 OLDEST_CAPABILITY = (8, 0)
-# Where the user may have set torch's CUDA allocator: by the name of today, or the older one.
+# Variables with which the user may have set torch's CUDA allocator: the present name, and the older one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    device: as for `device_type`. threads: CPU threads of one operation on this rank; with more than one, CPU matrix
+    device: see `device_type`. threads: CPU threads of one operation on this rank; with more than one, CPU matrix
     products are not batch-invariant (`minirl.model.batch_invariance`).
 
     hang_timeout: seconds without progress on any rank after which the watchdog ends the run; 0: never. None:
@@ -44,8 +44,8 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
 
-    Raises InputError for a device that cannot be used and for ranks on unlike devices, and torch's DistStoreError if
-    another rank dies before it comes (with a watchdog), or does not come within JOIN_S.
+    Raises InputError for an unusable device and for ranks on unlike devices, and torch's DistStoreError if another rank
+    dies before it joins (with a watchdog), or does not join within JOIN_S.
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
@@ -54,7 +54,7 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     torch.set_num_threads(threads)
     if use_cuda:
         torch.cuda.set_device(local_rank())
-        # Else products that are summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 for 3e-5.
+        # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     watchdog.this_process.hang_timeout = hang_timeout or 0.0
     if not dist.is_initialized():
@@ -73,12 +73,12 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
 
 
 def _wait_for_all(store: Any, kind: str) -> None:
-    """Wait until all ranks have come, each with its kind of device (collective). Raises InputError if they differ."""
+    """Wait until all ranks have joined, with their kinds of device (collective). Raises InputError if these differ."""
     # init_process_group would wait for a rank that has died as long as collectives do.
     store.set(f"joins/{rank()}", kind)
     names = [f"joins/{other}" for other in range(world_size())]
     began = time.monotonic()
-    while not store.check(names):  # store.wait prints a warning each time that it has waited in vain
+    while not store.check(names):  # store.wait prints a warning whenever it has waited in vain
         waited = time.monotonic() - began
         if waited > JOIN_S or watchdog.is_a_rank_gone(GONE_S):
             raise dist.DistStoreError(f"not all {world_size()} ranks have joined in {waited:.0f} s")
@@ -176,7 +176,7 @@ def world_size() -> int:
 
 
 def launcher() -> str:
-    """A name of the torchrun that started this process, which no other has; "" without torchrun. Not collective.
+    """A unique name of the torchrun that started this process; "" without torchrun. Not collective.
 
     It stays the same when torchrun restarts its ranks (--max-restarts): run id, host, process and its start.
     """
@@ -190,7 +190,7 @@ def launcher() -> str:
 
 
 def print0(*parts: Any) -> None:
-    """Print on rank 0, as `print_here`. Not collective."""
+    """Print on rank 0, like `print_here`. Not collective."""
     if rank() == 0:
         print_here(*parts)
 
@@ -226,7 +226,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 class Arrival:
-    """That this rank has come to a point, without waiting for the others: all ranks make one there (collective)."""
+    """Announces that this rank has reached a point, without waiting: all ranks make one there (collective)."""
 
     def __init__(self) -> None:
         self._work = dist.all_reduce(torch.zeros(1), async_op=True) if has_joined() else None

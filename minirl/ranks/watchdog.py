@@ -57,7 +57,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Times in seconds.
 START_S = 50.0  # between the starts of two ranks
 TORCHRUN_START_S = 300.0  # the same under torchrun, which ends the others when one of them dies
-POLL_S = 0.25  # between two looks at the store
+POLL_S = 0.25  # between two reads of the store
 GONE_S = 2.0  # age of a rank's status above which its process counts as dead or stopped
 BROKEN_CONNECTION_S = 3.0  # from a broken connection to its claim, see `_Watchdog.report_failure`
 FOLLOW_S = 5.0  # at most, until all live ranks have seen a claim
@@ -81,7 +81,7 @@ this_process = _ProcessState()
 
 
 def heartbeat(user_function: str | None = None, *, phase: str | None = None) -> None:
-    """Record that the main thread makes progress. Optionally set what a hang report says about it.
+    """Record that the main thread makes progress. Optionally set the activity that a hang report shows.
 
     phase: the step and phase that begin now.
     user_function: the user's function that is called now, or "" after it returned.
@@ -102,7 +102,7 @@ def rendezvous() -> Any:
     """The key-value store shared by all ranks: torchrun's, or one that rank 0 hosts.
 
     Without the environment variables of a rank the process gets its own store. Raises torch's DistError if it is not
-    there in time, or not all ranks come to it.
+    reachable in time, or not all ranks reach it.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -192,7 +192,7 @@ def _leave_if_torchrun_is_gone() -> None:
 
 
 def _leave_without_all_ranks() -> NoReturn:
-    """End the process when some rank has not come to the rendezvous store: nobody can say which."""
+    """End the process because some unknown rank has not reached the rendezvous store."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     _print_error(
         f"rank {_rank()}: after {_start_s():g} s not all {os.environ['WORLD_SIZE']} ranks have come to {address}: one "
@@ -219,7 +219,7 @@ def _exit_code_and_message(error: BaseException) -> tuple[int, str]:
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Return whether this is the error that a collective raises after another rank died."""
+    """Return whether this is the error of a collective after another rank died."""
     if isinstance(error, dist.DistError):
         return True
     # gloo has no error type for this.

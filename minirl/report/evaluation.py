@@ -28,7 +28,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
-    """The share of correct samples among those with the most frequent answer, or answers; None is no answer."""
+    """The share of correct samples among those with the most frequent answer, or answers; None does not count."""
     votes = Counter(answers)
     del votes[None]
     most = max(votes.values(), default=None)
@@ -41,7 +41,7 @@ def values_by_prompt(
 ) -> dict[str, list[float]]:
     """For each metric its values, one for each prompt that has one. Not collective.
 
-    records: of all ranks' completions. weights: of the rewards in `reward`. of_samples: also those of `sample_numbers`.
+    records: all ranks' completions. weights: those of the rewards in `reward`. of_samples: include `sample_numbers`.
     """
     values: dict[str, list[float]] = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])

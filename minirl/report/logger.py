@@ -168,7 +168,7 @@ class Logger:
             )
 
     def _write_metrics(self) -> bool:
-        """Add the lines that metrics.jsonl lacks; whether that succeeded."""
+        """Add the lines that metrics.jsonl lacks; returns whether that succeeded."""
         try:
             durable.append_whole(self._metrics_file, self._unwritten)
         except OSError as error:
@@ -179,7 +179,7 @@ class Logger:
         return True
 
     def _write_rollouts(self, step: int, text: str) -> None:
-        """Write a step's rollouts and delete those that are not to be kept; half a file does not stay."""
+        """Write a step's rollouts and delete those too old to keep; a partly written file does not stay."""
         path = self._rollouts_file(step)
         try:
             path.write_text(text)
@@ -363,7 +363,7 @@ def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
             aside = path.with_name(f"metrics-damaged-{secrets.token_hex(2)}.jsonl")
             shutil.copyfile(path, aside)
             places = ", ".join(f"{path}:{number}" for number in damaged[:5])
-            print0(f"warning: {places}: no whole line, left out; the file as it was is {aside.name}")
+            print0(f"warning: {places}: not a whole line, left out; the file as it was is {aside.name}")
     steps = [step for step in steps if step["step"] <= last_step]
     durable.replace_file(path, json_lines(steps))
     return steps

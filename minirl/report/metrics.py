@@ -78,9 +78,8 @@ class StepMetrics:
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before ends when the device has finished it.
 
-        The account of time counts what follows under this name, or for "generate" as the host's, except blocks of
-        `time_account.spent_on`.
-        The watchdog reports the phase if the rank hangs.
+        From now on the account of time counts seconds under this name (for "generate" under "host"), except in blocks
+        of `time_account.spent_on`. The watchdog reports the phase if the rank hangs.
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
@@ -128,7 +127,7 @@ class StepMetrics:
         self._unread = []
 
     def _merge(self, kind: str, name: str, number: float) -> None:
-        """Raise a maximum to a number, or add the number. A maximum of NaN stays NaN; one of nothing (-inf) is none."""
+        """Raise a maximum to a number, or add the number. A maximum of NaN stays NaN; -inf (no values) is dropped."""
         numbers = self._numbers[kind]
         if kind != "maximum":
             numbers[name] = numbers.get(name, 0.0) + number
@@ -199,9 +198,9 @@ def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
-    """Add how many tokens this rank sampled in a step, the share computed to no effect, and how full batches were.
+    """Add how many tokens this rank sampled in a step, the wasted share, and how full batches were.
 
-    And how many requests the cache gave up, if any.
+    Also add how many requests lost their place in the cache, if any.
     """
     metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
@@ -218,7 +217,7 @@ def add_staleness(
 ) -> None:
     """Add how old the weights are that sampled the tokens of this rank's rollouts, in steps.
 
-    version: of the present weights, which grows by `updates_per_step` in a step.
+    version: that of the present weights, which grows by `updates_per_step` in a step.
     """
     sampled = [branch.weight_version[branch.loss_mask] for branch in all_branches(rollouts)]
     ages = (version - torch.cat([torch.arange(0), *sampled])).double() / updates_per_step
@@ -230,7 +229,7 @@ def add_staleness(
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [N]: of all ranks' branches, the same on every rank. rank_of: `UpdatePlan.rank_of`.
+    num_loss_tokens int64 [N]: for all ranks' branches, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
     is_skipped = torch.tensor([rank is None for rank in rank_of])
     num_skipped = num_loss_tokens[is_skipped].sum()
@@ -344,7 +343,7 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
-    and of the whole step on each rank, where there were such. Replaces counts of finish reasons by shares; that of
+    and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares; that of
     turns by their mean, or by nothing where each rollout is one answer; ages of weights by nothing where all are the
     present ones; the seconds of the MFU by their share of the update's; and the moments of the importance weights rho
     by chi2 = E[rho^2] - 1 and by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
@@ -360,7 +359,7 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics.pop("env/tokens", None)
     if not metrics.get("stale/age_max"):
         all_metrics = {name: value for name, value in all_metrics.items() if not name.startswith("stale/")}
-    found = defaultdict(float, metrics)  # what no rank has counted or spent time on is not there
+    found = defaultdict(float, metrics)  # names that no rank has counted are missing
     idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])

@@ -405,7 +405,7 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
     refuse(
         len(given) > 1,
         f"{' and '.join(flag_of(kind) for kind, _ in given)}: each of them writes the rollouts; leave out all but one "
-        "(what an --environment or a --rollout needs of the others it may call itself)",
+        "(an --environment or a --rollout may call the others itself)",
     )
     names_file = any(spec.rpartition(":")[0] not in ("", EPISODE) for spec in config.reward)
     of_files = (names_file, "a --reward FILE.py:FUNCTION")

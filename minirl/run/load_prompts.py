@@ -69,7 +69,7 @@ def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig)
     first = min((i for i, _ in own.items() ^ other.items()), default=0)
     refuse(
         own != other,
-        f"--teacher {folder}: its tokenizer is another one: token {first} is {other.get(first)!r}, and "
+        f"--teacher {folder}: its tokenizer differs: token {first} is {other.get(first)!r}, and "
         f"{own.get(first)!r} in {tokenizer.folder}; take a teacher with the same ids",
     )
     known = min(max(own) + 1, model_config.vocab_size)

@@ -394,7 +394,7 @@ def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
 
 
 def _join(branches: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
-    """One stream of the branches, end to end; there may be no branches."""
+    """One stream of the branches, end to end; empty without branches."""
     empty = torch.empty(0, dtype=dtype)
     return torch.cat([empty, *(getattr(branch, name) for branch in branches)])
 

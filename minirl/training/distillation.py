@@ -1,6 +1,7 @@
 """The KL divergence between the policy and a teacher over the whole vocabulary, with gradient for the policy.
 
-Logits [T, V] exist of neither as a whole: forward makes those of a few tokens, backward those of a vocabulary chunk.
+Neither's logits [T, V] ever exist as a whole: forward makes those of a few tokens, backward those of a vocabulary
+chunk.
 """
 
 from typing import Any
@@ -28,9 +29,9 @@ def teacher_states(model: Transformer, batch: Batch) -> tuple[Tensor]:
 def score_with_teacher(
     model: Transformer, batch: Batch, teacher: Transformer, *, temperature: float, is_forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs and entropies [T] as of `score_batch`, and the KL divergence [T], all in fp32; 0 elsewhere.
+    """Logprobs and entropies [T] by `score_batch`, and the KL divergence [T], all in fp32; 0 elsewhere.
 
-    The batch has `teacher_states`; of the teacher only the head is used, on whatever device it is. is_forward: see
+    The batch has `teacher_states`; only the teacher's head is used, on whatever device it is. is_forward: see
     `Divergence`. Differentiable in the model's parameters. Not collective. Raises InputError if tokens were sampled
     from truncated distributions.
     """

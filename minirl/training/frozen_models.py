@@ -25,7 +25,7 @@ Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 @contextmanager
 def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterator[None]:
-    """Have a frozen model's weights on `device` for the block; with `park`, afterwards only in host memory.
+    """Put a frozen model's weights on `device` for the block; with `park`, only in host memory after it.
 
     Nothing writes to them, so the host keeps its tensors, and parking drops the device's. For CUDA the host's tensors
     are pinned at the first use, at up to twice their bytes (torch rounds each one up to a power of two): copies of
@@ -165,7 +165,7 @@ class FrozenModel:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Have the weights on the device for the block; those of the head stay gathered for hidden states' users."""
+        """Put the weights on the device for the block; the head's stay gathered for users of hidden states."""
         if self._gathered is None:
             with unparked(self.model, self._device, park=self._park):
                 yield

@@ -305,7 +305,7 @@ class ShardedModel:
             where = self._describe_nonfinite(self.masters)
             raise GuardError(
                 f"after this update the norm of the weights is {weight_norm}: {where}. They are not saved, the last "
-                "checkpoint is as it was; try a lower --lr"
+                "checkpoint is unchanged; try a lower --lr"
             )
         self.refresh()
         return norm
@@ -348,7 +348,7 @@ class ShardedModel:
         names = {key: key.partition(".")[2] for key in stored}
         unmatched = set(names.values()) ^ self.masters.keys()
         if unmatched:
-            raise InputError(f"{place}: is of another model: {sorted(unmatched)[:5]} (first five)")
+            raise InputError(f"{place}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
         for key, source in stored.items():
             kind = kinds[key]
             master = self.masters[names[key]]
