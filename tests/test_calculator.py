@@ -56,7 +56,7 @@ def train(pool, runs: Path, name: str, *flags: str, script: str = "train_grpo.py
 
 
 def results_of(folder: Path) -> tuple[list[dict], dict[str, str]]:
-    """What a second run must give again: the numbers of each step, and the bits of checkpoints and rollouts.
+    """The results that a second run must repeat: the numbers of each step, and the bits of checkpoints and rollouts.
 
     How full decode steps are depends on when replies come.
     """
@@ -81,7 +81,7 @@ def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
 
 
 def make_fork(folder: Path) -> str:
-    """A copy of train_grpo.py with the example's function in place of its own."""
+    """A copy of train_grpo.py with the example's function."""
     shutil.copy(EXAMPLE, folder / "calculator.py")
     source = (ROOT / "train_grpo.py").read_text()
     assert source.count("        rollout,\n") == 1
@@ -100,7 +100,7 @@ def on_two_ranks(two_ranks, calling) -> Path:
 
 
 def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
-    """Completions of one turn and of more; the gap is 0 in every step; what is appended is no part of the loss."""
+    """Completions of one turn and of more; the gap is 0 in every step; appended tokens are not in the loss."""
     rollouts = [line for step in (1, 2, 3) for line in read_rollouts(on_two_ranks, step)]
     answered = [line for line in rollouts if "</calc>" in line["completion"][:-7]]
     assert 0 < len(answered) < len(rollouts)

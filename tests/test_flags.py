@@ -25,7 +25,7 @@ PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 class ForkConfig(train_grpo.Config):
     """Fork"""
 
-    bonus: float = 1.0  # what this fork adds
+    bonus: float = 1.0  # an addition of this fork
     lr: float | None = 0.5  # a shared flag with another default
     penalty: float = 0.0
     """a comment
@@ -105,7 +105,7 @@ def test_a_config_may_have_the_name_and_title_of_the_one_that_it_extends(capsys)
 
 
 def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
-    """However it is spelt, unless a fork has it; each leads to a flag that there is."""
+    """However it is spelt, unless a fork has it; each leads to an existing flag."""
     own = {flag_of(name) for name in train_grpo.Config.__dataclass_fields__}
     for name, hint in OTHER_NAMES.items():
         assert set(re.findall(r"--[a-z-]+", hint)) <= own
@@ -118,7 +118,7 @@ def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
 
 
 def test_the_reader_of_help_may_go(monkeypatch):
-    """As `head` does: no traceback."""
+    """A reader like `head`: no traceback."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     stdout = os.fdopen(write_end, "w", buffering=1)
@@ -238,7 +238,7 @@ JSONL = "--data of --task jsonl"
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused(monkeypatch, options, needed, cure):
-    """With what it needs it is taken: on two ranks, for --shard-over and the like. Fault 43."""
+    """With the flags that it needs it is accepted: on two ranks, for --shard-over and the like. Fault 43."""
     flag = flag_of(next(iter(options)))
     with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(needed)}$"):
         train_grpo.check(train_grpo.Config(**options))

@@ -1,4 +1,4 @@
-"""Forks of train_grpo.py of at most ten changed lines: what is asked for most is a small change of the script."""
+"""Forks of train_grpo.py of at most ten changed lines: the commonest wishes are small changes of the script."""
 
 import re
 
@@ -66,7 +66,7 @@ def test_a_rollout_with_appended_text_between_two_turns(two_ranks, one_rank, run
 
 
 def test_a_length_penalty_on_sampled_tokens(one_rank, runs, tmp_path):
-    """Of two turns: what is appended costs nothing."""
+    """Two turns: appended tokens are not penalised."""
     fork = changed_fork(tmp_path, "penalty", TWO_TURNS, LENGTH_PENALTY)
     run_in_pool(one_rank, fork, FLAGS, "--run-name penalty", runs=runs)
     for line in read_metrics(runs / "penalty"):

@@ -1,4 +1,4 @@
-"""Accounting of the block pools: who holds which block, what a fork shares, what a window keeps."""
+"""Accounting of the block pools: the blocks of each sequence, of forks and of windows."""
 
 import itertools
 import random
@@ -71,7 +71,7 @@ def check_accounting(cache: KVCache, sequences: list[int]) -> None:
 
 
 def can_add(cache: KVCache, length: int) -> bool:
-    """Each pool has room for what it would keep."""
+    """Each pool has room for the blocks that it would keep."""
     end = (length - 1) // BLOCK + 1
     needed = [end - first_visible_block(pool.window, length) for pool in cache.pools]
     return all(len(blocks.free) >= n for blocks, n in zip(cache.free_lists, needed, strict=True))
@@ -82,7 +82,7 @@ def can_fork(cache: KVCache, sequence: int) -> bool:
 
 
 def can_extend(cache: KVCache, sequence: int) -> bool:
-    """Not at the border of a block, or each pool has a free one, counting what has left the window."""
+    """Not at the border of a block, or each pool has a free one, counting blocks that have left the window."""
     length = length_of(cache, sequence)
     parts = zip(cache.pools, cache.free_lists, tables_of(cache, sequence), strict=True)
     spare = []
@@ -146,7 +146,7 @@ def test_blocks_are_handed_out_lowest_first():
 @pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED], ids=str)
 @pytest.mark.parametrize("length", [100, 129, 256, 300])
 def test_a_fork_shares_full_blocks_and_takes_one_for_a_partial_one(windows, length):
-    """At a border there is nothing to copy, so a full pool is no reason to refuse."""
+    """At a border there is nothing to copy, so even a full pool can fork."""
     cache = make_cache(windows, num_blocks=length // BLOCK + (2 if length % BLOCK else 0))
     parent = cache.add(length)
     child = cache.fork(parent)
@@ -200,7 +200,7 @@ def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
 @pytest.mark.parametrize("windows", [FULL, WINDOWED, MIXED, (1,)], ids=str)
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_every_sequence_reads_back_its_own_tokens(windows, seed):
-    """After any operations in any order, block tables lead to what each sequence wrote itself, by a plan that equals
+    """After any operations in any order, block tables lead to each sequence's own keys, by a plan that equals
     one made now, and is made again only where a table has changed."""
     rng, numbers = random.Random(seed), map(float, itertools.count(1))
     cache = make_cache(windows, num_blocks=16)

@@ -242,7 +242,7 @@ HOSTILE = {
 }
 # Short for those that use up their time; the others must not, however busy the machine is.
 TIMEOUT_S = dict.fromkeys(HOSTILE, 20.0) | dict.fromkeys(("hangs", "hangs_async", "blocks_async"), 0.5)
-# Each way to fail among other episodes, the refusal of the engine's process, and what is refused at the end.
+# Each way to fail among other episodes, the refusal of the engine's process, and refusals at the end.
 FORGIVEN = ("raises", "dies_async", "hangs", "foreign_ids", "returns", "gives_nan")
 
 

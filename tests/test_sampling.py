@@ -105,7 +105,7 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
 
 @pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
 def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
-    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are what they were."""
+    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are unchanged."""
     rows, head = mixed_rows(torch.float32), torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4))
     tokens, logprobs, _ = sample(head=head, **rows, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan

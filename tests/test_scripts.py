@@ -1,4 +1,4 @@
-"""The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
+"""The scripts as users run them: torchrun on two ranks, forks, real input, and a run's files."""
 
 import importlib
 import itertools
@@ -227,7 +227,7 @@ def replies(episode):
 def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     one_rank, runs, tmp_path, flag, function
 ):
-    """A run that goes on begins its account after what it loads."""
+    """A resumed run begins its account after loading."""
     (tmp_path / "mine.py").write_text(SLOW)
     flags = f"{flag} {tmp_path}/mine.py:{function} --run-name slow-{function}"
     flags += " --eval-rows 4 --prompts-per-step 4 --save-every 1"
@@ -253,7 +253,7 @@ SLOW_PRESETS = [
     [*(("one_rank", name) for name in FAST_PRESETS), *itertools.starmap(slow, SLOW_PRESETS)],
 )
 def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, pool):
-    """Two steps; the run's flags are the preset's, but for the one that was given."""
+    """Two steps; the run's flags are the preset's, except the one that was given."""
     flags = f"--algorithm {name} --num-steps 2 --eval-rows 4 --prompts-per-step 4 --clip-low 0.1"
     run_in_pool(
         request.getfixturevalue(pool), "train_grpo.py", f"--run-name {name}-{pool} {flags}", runs=runs
@@ -415,7 +415,7 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
 
 @pytest.mark.slow
 def test_a_fork_with_its_own_flag_advantage_and_loss_learns(runs, tmp_path):
-    """What a researcher does on the first day: copy, change, run on two ranks. Forks that are killed: test_resume."""
+    """A researcher's first day: copy, change, run on two ranks. Forks that are killed: test_resume."""
     (tmp_path / "mine.py").write_text(THREES)
     flags = f"--reward {tmp_path}/mine.py:threes --advantage-scale 2 --num-steps 12 --eval-rows 4"
     run_script(
@@ -427,7 +427,7 @@ def test_a_fork_with_its_own_flag_advantage_and_loss_learns(runs, tmp_path):
 
 
 def train_reward_model(folder: Path) -> None:
-    """A tiny reward model that prefers completions with more threes, by Bradley-Terry, with a vocabulary of its own."""
+    """A tiny reward model that prefers completions with more threes, by Bradley-Terry, with its own vocabulary."""
     tokens = list(VOCABULARY)
     vocabulary = {token: i for i, token in enumerate([*tokens[:2], *reversed(tokens[2:])])}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}

@@ -1,4 +1,4 @@
-"""What a resumed run must give again, and runs as a kill leaves them."""
+"""The results that a resumed run must repeat, and runs as a kill leaves them."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from support.scripts import untimed
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of all that must be equal: tensor files, state, what the script remembers, rollouts, numbers that are no time."""
+    """Digests of all that must be equal: tensor files, state, the script's memory, rollouts, numbers except times."""
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
     files += (folder / "checkpoints").rglob("resume/**/*.json")
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
