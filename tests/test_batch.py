@@ -130,62 +130,25 @@ def make_rollout(prompt, sample):
     return Rollout(tokens, mask, -mask.float(), mask.int(), num_prompt, rollout_id, end, kept=kept)
 
 
-def own_rollouts(rank, first_share):
-    """This rank's of the nine, last first; rank 0 has `first_share` of them."""
+def own_branches(rank, first_share):
+    """Of the nine rollouts, those of three sampled tokens in two branches; rank 0 has so many, the last first."""
     ids = IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:]
-    return [make_rollout(*i) for i in ids]
-
-
-def own_table(rank, first_share):
-    rollouts = own_rollouts(rank, first_share)
-    rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
-    return gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
-
-
-@pytest.mark.parametrize("first_share", [0, 4, 9])
-def test_every_rank_gets_the_table_of_all_rollouts_in_order_of_their_ids(two_ranks, first_share):
-    """Lengths, ends and every reward to its last bit, whoever holds the rollouts, if any. Pitfall 53."""
-    for table in two_ranks.run(own_table, first_share):
-        assert list(zip(table.prompt_ordinal.tolist(), table.sample.tolist(), strict=True)) == IDS
-        assert table.num_tokens.tolist() == [p + 1 + s for p, s in IDS]
-        assert table.num_loss_tokens.tolist() == [1 + s for _, s in IDS]
-        assert table.is_truncated.tolist() == [s == 2 for _, s in IDS]
-        assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s in IDS]
-        dtypes = {f.name: getattr(table, f.name).dtype for f in dataclasses.fields(table)}
-        assert torch.equal(table.branch_rewards, table.rewards)
-        assert {dtypes.pop("rewards"), dtypes.pop("branch_rewards")} == {torch.float64}
-        assert dtypes.pop("is_truncated") == torch.bool
-        assert set(dtypes.values()) == {torch.int64}
-
-
-@pytest.mark.parametrize("rows", [[], [4], [8, 0, 3]])
-def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank, rows):
-    """In the order asked for; the rows of rollouts are those of the selection, not of the whole table."""
-    (table,) = one_rank.run(own_table, 9)
-    part = table.select(rows)
-    for field in dataclasses.fields(RolloutTable):
-        assert getattr(part, field.name).tolist() == [getattr(table, field.name)[i].tolist() for i in rows]
-    rollouts = [make_rollout(*IDS[row]) for row in rows]
-    assert table.indices_of(rollouts) == rows
-    assert part.indices_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
-    with pytest.raises(KeyError):
-        part.indices_of([make_rollout(5, 0)])
-
-
-def own_branches(rank):
-    """Of the nine rollouts, those of three sampled tokens in two branches; rank 0 has four, the last first."""
-    return [in_two_branches(r) if r.num_sampled == 3 else r for r in own_rollouts(rank, 4)]
+    rollouts = [make_rollout(*i) for i in ids]
+    return [in_two_branches(r) if r.num_sampled == 3 else r for r in rollouts]
 
 
 BRANCH_IDS = [(p, s, b) for p, s in IDS for b in range(1 + (s == 2))]
 
 
-def exchange_branches(rank, rank_of):
+def exchange_branches(rank, first_share, rank_of):
     """The exchange of branches, and each one's last token, sent back to its row of the table."""
-    rollouts = own_branches(rank)
-    rewards = [[float(r.rollout_id.prompt_ordinal)] for r in rollouts]
-    own_rewards = [[10.0 * r.rollout_id.prompt_ordinal + r.rollout_id.branch] for r in all_branches(rollouts)]
-    table = gather_table(rollouts, *(torch.tensor(column).view(-1, 1) for column in (rewards, own_rewards)))
+    rollouts = own_branches(rank, first_share)
+    rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
+    own_rewards = [
+        [10 * r.rollout_id.prompt_ordinal + r.rollout_id.branch] * 2 for r in all_branches(rollouts)
+    ]
+    columns = (torch.tensor(column, dtype=torch.float64).view(-1, 2) for column in (rewards, own_rewards))
+    table = gather_table(rollouts, *columns)
     batch = exchange(rollouts, table, rank_of)
     return (
         table,
@@ -199,23 +162,30 @@ def exchange_branches(rank, rank_of):
 
 
 @pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], [1] * 12])
-def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of):
+@pytest.mark.parametrize("first_share", [0, 4, 9])
+def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, first_share, rank_of):
     """In order of their ids; branches of a rollout are trained on any rank, and summed again in order of rollouts.
 
-    Every rank has the numbers per branch, none counted twice, also where a rank has none.
+    Every rank has the numbers per branch, every reward to its last bit and none counted twice, whoever holds the
+    rollouts, if any. Pitfall 53.
     """
-    rollouts = sorted([*own_branches(0), *own_branches(1)], key=lambda r: r.rollout_id)
+    rollouts = [in_two_branches(make_rollout(*i)) if i[1] == 2 else make_rollout(*i) for i in IDS]
     sampled = torch.cat([branch.tokens[branch.loss_mask] for branch in all_branches(rollouts)])
-    for rank, answer in enumerate(two_ranks.run(exchange_branches, rank_of)):
+    for rank, answer in enumerate(two_ranks.run(exchange_branches, first_share, rank_of)):
         table, table_index, prefixes, lasts, own_tokens, kept, all_tokens, places = answer
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
         assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
         assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
-        assert table.rewards[:, 0].tolist() == [p for p, _, _ in BRANCH_IDS]
+        assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s, _ in BRANCH_IDS]
         assert table.branch_rewards[:, 0].tolist() == [10 * p + b for p, _, b in BRANCH_IDS]
         by_branch = [[10 * p, 10 * p + (s == 2)] for p, s in IDS]  # without one, the only one's
         assert table.rewards_by_branch()[..., 0].tolist() == by_branch
         assert table.num_loss_tokens.tolist() == [(1, 2, (1, 2)[b])[s] for _, s, b in BRANCH_IDS]
+        assert table.num_tokens.tolist() == [p + (1, 2, (1, 3)[b])[s] for p, s, b in BRANCH_IDS]
+        dtypes = {f.name: getattr(table, f.name).dtype for f in dataclasses.fields(table)}
+        assert {dtypes.pop("rewards"), dtypes.pop("branch_rewards")} == {torch.float64}
+        assert dtypes.pop("is_truncated") == torch.bool
+        assert set(dtypes.values()) == {torch.int64}
         assert table.first_branches().ids == [RolloutId(p, s) for p, s in IDS]
         assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]
         assert table_index == [i for i, receiver in enumerate(rank_of) if receiver == rank]
@@ -229,6 +199,20 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, rank_of
         whole = [100 * p + 10 * s + p + s for p, s in IDS]
         firsts = [100 * p + 10 * s + p if s == 2 else 0 for p, s in IDS]
         assert table.sum_branches(lasts).tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]
+
+
+@pytest.mark.parametrize("rows", [[], [5], [10, 0, 4]])
+def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank, rows):
+    """In the order asked for; the rows of rollouts are those of the selection, not of the whole table."""
+    table, *_ = one_rank.run(exchange_branches, 9, [0] * 12)[0]
+    part = table.select(rows)
+    for field in dataclasses.fields(RolloutTable):
+        assert getattr(part, field.name).tolist() == [getattr(table, field.name)[i].tolist() for i in rows]
+    rollouts = [make_rollout(*BRANCH_IDS[row][:2]) for row in rows]
+    assert table.indices_of(rollouts) == rows
+    assert part.indices_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
+    with pytest.raises(KeyError):
+        part.indices_of([make_rollout(5, 0)])
 
 
 def exchange_own_prompts(rank):

@@ -18,7 +18,6 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
 from minirl.episodes.in_flight import finished_record, finished_rollout
-from minirl.errors import RolloutError
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
@@ -31,10 +30,10 @@ from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
     Prompts,
+    assert_pauses_change_nothing,
     branching,
     calculator,
     chat_prompts,
-    collected,
     end_of,
     facts,
     letter_tokenizer,
@@ -100,41 +99,7 @@ def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
     with torch.no_grad():
         logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
     assert torch.equal(logprobs, rollout.sample_logprobs)
-
-
-@pytest.mark.parametrize("attention", ["full", "mixed"])
-def test_appended_text_is_no_part_of_the_loss_and_training_scores_the_rest_as_it_was_sampled(attention):
-    collector = make_collector(rollout=calculator, attention=attention)
-    rollouts = collector.collect(6).rewarded.rollouts
-    assert any(False in r.loss_mask[r.num_prompt_tokens :].tolist() for r in rollouts)
-    for rollout in rollouts:
-        assert_scored_as_sampled(rollout, attention)
-        assert not rollout.sample_logprobs[~rollout.loss_mask].any()
-
-
-def test_an_episode_shows_its_tokens_turns_and_room():
-    seen = []
-
-    def watched(episode):
-        assert (episode.tokens, episode.room, episode.turns) == ([], MAX_NEW_TOKENS, [])
-        first = yield episode.generate(max_tokens=4)
-        seen.append((episode, first, episode.room))
-        second = yield episode.generate(after=[1, 2], max_tokens=5)
-        seen.append((episode, second, episode.room))
-
-    prompts = Prompts(lambda rollout_id: MAX_NEW_TOKENS)
-    collector = make_collector(prompts, rollout=watched, group_size=1)
-    (rollout,) = collector.collect(1, weight_version=7).rewarded.rollouts
-    (episode, first, room), (_, second, last_room) = seen
-    assert (room, last_room) == (MAX_NEW_TOKENS - 4, MAX_NEW_TOKENS - 11)
-    assert episode.row is prompts.row(0)
-    assert episode.tokens == rollout.completion == [*first.ids, 1, 2, *second.ids]
-    assert episode.loss_mask == [True] * 4 + [False] * 2 + [True] * 5
-    assert episode.versions == [7] * 4 + [0] * 2 + [7] * 5
-    assert episode.logprobs == [*first.logprobs, 0, 0, *second.logprobs]
-    assert first.text == letter_tokenizer().decode(first.ids)
-    assert episode.turns == [first, second]
-    assert (first.finish_reason, second.finish_reason) == ("length", "length")
+    assert not rollout.sample_logprobs[~rollout.loss_mask].any()
 
 
 @pytest.mark.parametrize("attention", ["full", "mixed"])
@@ -209,14 +174,6 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
             assert branch.sample_logprobs[branch.num_prompt_tokens :].tolist() == asked.logprobs
 
 
-@pytest.mark.parametrize("engine_options", [{"cache_tokens": 256}, {"max_running_requests": 2}])
-def test_branches_are_the_same_in_any_batch_and_with_a_small_cache(engine_options):
-    def branches(**options):
-        return collected(make_collector(chat_prompts(), rollout=branching, **options), 1)
-
-    assert branches(engine_options=engine_options) == branches()
-
-
 def test_row_61_a_branch_has_the_messages_that_it_began_with():
     """Its caller may go on with the list that it gave."""
     seen = []
@@ -247,23 +204,6 @@ def test_branches_of_an_episode_have_noise_of_their_own():
     assert len({tuple(branch.completion) for branch in rollout.branches}) == 3
     prompts = {tuple(branch.tokens[: branch.num_prompt_tokens].tolist()) for branch in rollout.branches}
     assert len(prompts) == 1
-
-
-@pytest.mark.parametrize(
-    ("prompt", "error"),
-    [
-        (7, "expected text or messages with role and content"),
-        ([], "expected text or messages with role and content"),
-        ([{"role": "user"}], "expected text or messages with role and content"),
-        ("a" * 100, "the prompt of its first turn leaves no room"),
-    ],
-)
-def test_the_prompt_of_a_branch_that_cannot_be_used_is_refused_with_the_row(prompt, error):
-    def strange(episode):
-        yield episode.branch(prompt).generate()
-
-    with pytest.raises(RolloutError, match=rf"strange\(episode\), for the row at f:\d+: (branch.*)?{error}"):
-        make_collector(Prompts(), rollout=strange).collect(1)
 
 
 def test_an_episode_whose_further_branch_has_no_room_ends_with_length():
@@ -308,57 +248,6 @@ def test_an_episode_ends_with_length_where_what_it_appends_leaves_no_room():
         assert (len(rollout.completion), rollout.finish_reason) == (8, "length")
 
 
-MESSAGE = {"role": "user", "content": "a"}
-
-
-def no_generator(episode):
-    return episode.generate()
-
-
-def strange(episode):
-    yield "a turn"
-
-
-def returning(episode):
-    yield episode.generate()
-    return 1.0
-
-
-def asking(*turns):
-    """Ask for turns with these options."""
-
-    def asks(episode):
-        for options in turns:
-            yield episode.generate(**options)
-
-    return asks
-
-
-@pytest.mark.parametrize(
-    ("rollout", "error"),
-    [
-        (asking({"after": 5}), r"generate\(after=5\): expected text, a list of token ids, or messages"),
-        (
-            asking({"after": b"abc"}),
-            r"generate\(after=b'abc'\): expected text, a list of token ids, or messages",
-        ),
-        (asking({"stop": True}), r"generate\(stop=True\): expected a text or several"),
-        (no_generator, "is not a generator; write `turn = yield"),
-        (asking(), "ended without a turn"),
-        (strange, "yields 'a turn'; expected `yield episode.generate"),
-        (returning, r"gives rewards \('reward'\) that the run does not have: add --reward episode"),
-        (asking({"max_tokens": 0}), r"max_tokens=0\): must be at least 1"),
-        (asking({"after": MESSAGE}), "before the first turn; see episode.branch"),
-        (asking({"max_tokens": 2}, {"after": [MESSAGE]}), "messages after a text prompt; see --chat"),
-        (asking({"after": [VOCAB]}), f"token id {VOCAB}, and the model has {VOCAB}"),
-    ],
-)
-def test_a_function_that_writes_no_rollout_is_refused_with_its_name_and_the_fix(rollout, error):
-    """Fault 61."""
-    with pytest.raises(RolloutError, match=rf"rollout {rollout.__name__} for the row at f:\d+, .*{error}"):
-        make_collector(rollout=rollout).collect(1)
-
-
 def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch):
     """The engine returns all tokens of a branch with each turn; they are not kept once for each turn."""
     returned, num_kept = [], []
@@ -381,30 +270,21 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
     assert num_kept == [1]
 
 
-TIGHT = {"cache_tokens": 512, "max_running_requests": 5}
-
-
 @pytest.mark.parametrize(
-    ("rollout", "budget", "engine_options"),
+    ("rollout", "make_prompts", "budget"),
     [
-        slow(one_turn, 7, TIGHT),
-        (calculator, 1, {}),
-        (calculator, 7, TIGHT),
-        slow(calculator, 40, {}),
+        (one_turn, Prompts, 7),
+        (calculator, Prompts, 1),
+        slow(calculator, Prompts, 40),
+        slow(replying, chat_prompts, 6),
+        (branching, chat_prompts, 6),
     ],
-    ids=["one turn, tight", "turns, token by token", "turns, tight", "turns, roomy"],
 )
-def test_under_equal_weights_a_budget_changes_when_a_rollout_is_taken_and_nothing_in_it(
-    rollout, budget, engine_options
-):
+def test_a_budget_a_checkpoint_and_a_small_cache_change_nothing_in_a_rollout(rollout, make_prompts, budget):
     """Pitfall 40."""
-    options = {"rollout": rollout, "engine_options": engine_options}
-    partial = make_collector(round_tokens=budget, max_staleness=3, **options)
-    taken = {row[0]: row for step in collected(partial, 4, 2) for row in step}
-    num_groups = 1 + max(rollout_id.prompt_ordinal for rollout_id in taken)
-    whole = {row[0]: row for row in collected(make_collector(**options), 1, num_groups)[0]}
-    assert len(taken) == 4 * 2 * 3
-    assert taken == {rollout_id: whole[rollout_id] for rollout_id in taken}
+    make = functools.partial(make_collector, make_prompts(), rollout=rollout)
+    tight = {"cache_tokens": 512, "max_running_requests": 5}
+    assert_pauses_change_nothing(functools.partial(make, engine_options=tight), make, make, budget=budget)
 
 
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
@@ -462,49 +342,9 @@ def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_stalen
     assert sum(counts[6:]) / 8 < 49 / 3
 
 
-@pytest.mark.parametrize(
-    ("rollout", "make_prompts"),
-    [
-        (one_turn, Prompts),
-        slow(calculator, Prompts),
-        slow(replying, chat_prompts),
-        (branching, chat_prompts),
-    ],
-)
-def test_what_is_in_flight_goes_on_from_a_checkpoint_as_if_nothing_had_happened(rollout, make_prompts):
-    def make():
-        return make_collector(make_prompts(), rollout=rollout, round_tokens=6, max_staleness=3)
-
-    expected = collected(make(), 4, 2)
-    for last_step in (1, 3):
-        first, second = make(), make()
-        before = collected(first, last_step, 2)
-        ids = [record["id"] for record in rollout_records(first)]
-        assert ids, "nothing was in flight"
-        assert ids == sorted(ids), "the order of replies is in the checkpoint"
-        after = collected(resumed(first, second), 4 - last_step, 2, first_step=last_step)
-        assert before + after == expected
-
-
 def long_if_odd(rollout_id: RolloutId) -> int:
     """Of every second prompt."""
     return 20 if rollout_id.prompt_ordinal % 2 else 2
-
-
-def test_rewards_that_do_not_apply_and_failures_come_back_from_a_checkpoint():
-    def sometimes(completions):
-        return [None if i % 2 else 1.0 for i in range(len(completions))]
-
-    options = {"group_size": 2, "round_tokens": 6, "max_staleness": 4, "functions": {"sometimes": sometimes}}
-    first, second = (make_collector(Prompts(long_if_odd), **options) for _ in range(2))
-    for step in range(2):
-        first.collect(4, weight_version=step)
-    rewards = first._rewarded.rewards
-    assert rewards.isnan().any(), "all rewards in flight apply"
-    assert not rewards.isnan().all()
-    second.restore(first.state(), first.records())
-    assert torch.equal(second._rewarded.rewards.nan_to_num(-1), rewards.nan_to_num(-1))
-    assert second._rewarded.texts == first._rewarded.texts
 
 
 def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_counted(capsys):
@@ -553,14 +393,30 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
     )
 
 
-def test_the_first_groups_are_selected_whatever_their_rewards():
-    pool = make_rewarded({3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
-    selection = select_step(pool, 2, 2)
-    assert selection.groups.table.prompt_ordinal.tolist() == [3, 3, 7, 7]
-    assert selection.groups.rewards[:, :, 0].tolist() == [[1, 1], [0, 1]]
-    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [9, 9, 12, 12]
-    assert (selection.num_selected, selection.num_missing) == (2, 0)
-    assert selection.ended == {3, 7}
+@pytest.mark.parametrize(
+    ("num_groups", "replaces_equal", "taken", "left", "num_missing"),
+    [
+        (2, False, [3, 7], [9, 12], 0),
+        (5, False, [3, 7, 9, 12], [], 1),
+        # Groups without signal are replaced, fill up what is missing, or are given up.
+        (2, True, [7, 12], [], 0),
+        (3, True, [3, 7, 12], [], 1),
+        (5, True, [3, 7, 9, 12], [], 3),
+    ],
+)
+def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, num_missing):
+    rewards = {3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]}
+    selection = select_step(make_rewarded(rewards), num_groups, 2, replaces_equal=replaces_equal)
+    assert selection.num_missing == num_missing
+    assert selection.num_selected == len(taken)
+    assert selection.groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
+    assert selection.groups.rewards[:, :, 0].tolist() == [rewards[i] for i in taken]
+    assert [r.rollout_id.prompt_ordinal for r in selection.left.rollouts] == [
+        i for i in left for _ in range(2)
+    ]
+    assert selection.ended == rewards.keys() - {*left}
+    empty = select_step(make_rewarded({}), num_groups, 2, replaces_equal=replaces_equal)
+    assert (empty.num_selected, empty.num_missing) == (0, num_groups)
 
 
 def test_groups_count_rollouts_and_have_all_their_branches():
@@ -597,23 +453,6 @@ def test_a_record_has_all_branches(tmp_path):
     (saved,) = read_values(tmp_path / "records")["in_flight"]
     assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
     assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
-
-
-def test_groups_without_signal_are_replaced_fill_up_what_is_missing_or_are_given_up():
-    pool = make_rewarded({3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]})
-    selection = select_step(pool, 3, 2, replaces_equal=True)
-    assert selection.groups.table.prompt_ordinal.tolist() == [3, 3, 7, 7, 12, 12]
-    assert (selection.num_selected, selection.num_missing) == (3, 1)
-    assert selection.ended == {3, 7, 9, 12}
-    assert selection.left.rollouts == []
-
-
-@pytest.mark.parametrize("replaces_equal", [False, True])
-def test_groups_that_are_not_there_are_missing(replaces_equal):
-    selection = select_step(make_rewarded({4: [0, 1]}), 3, 2, replaces_equal=replaces_equal)
-    assert (selection.num_selected, selection.num_missing) == (1, 2)
-    empty = select_step(make_rewarded({}), 3, 2, replaces_equal=replaces_equal)
-    assert (empty.num_selected, empty.num_missing) == (0, 3)
 
 
 def test_refills_come_from_new_prompts_and_end():

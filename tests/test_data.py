@@ -101,32 +101,27 @@ def test_a_request_is_its_row_its_key_and_the_limits():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
-    """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group."""
-    wanted = dict(first=5, count=6, group_size=3, num_greedy=1)
-    whole = letter_prompts(WORDS).requests(**wanted)
+    """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group.
+
+    Prompts that are begun one at a time go to the ranks in turn.
+    """
+    wanted = dict(count=6, group_size=3, num_greedy=1)
+    whole = letter_prompts(WORDS).requests(5, **wanted)
     assert len(whole) == 24
     prompts = letter_prompts(WORDS)
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
-    shares = []
+    shares, num_alone = [], []
     for rank in range(world_size):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
-        shares.append(prompts.requests(**wanted))
+        shares.append(prompts.requests(5, **wanted))
+        num_alone.append(sum(len(prompts.requests(i, 1, group_size=2)) for i in range(4 * world_size)))
     assert sorted(itertools.chain(*shares), key=lambda request: request.rollout_id) == whole
     groups = [{request.rollout_id.prompt_ordinal for request in share} for share in shares]
     assert sum(map(len, groups)) == 6, "a group is split"
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
+    assert num_alone == [8] * world_size
     notes = prompts.notes(per_step=6)
     assert any("--prompts-per-step" in note for note in notes) == (world_size > 6)
-
-
-def test_prompts_that_are_begun_one_at_a_time_go_to_all_ranks(monkeypatch):
-    prompts = letter_prompts(WORDS)
-    monkeypatch.setattr("minirl.data.prompts.world_size", lambda: 3)
-    num_requests = []
-    for rank in range(3):
-        monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
-        num_requests.append(sum(len(prompts.requests(first, 1, group_size=2)) for first in range(12)))
-    assert num_requests == [8, 8, 8]
 
 
 def test_greedy_requests_come_after_the_group():
@@ -306,32 +301,41 @@ def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize("template", [7, [], [1], {"a": 1}, [{"name": "a"}]], ids=str)
-def test_a_chat_template_that_is_no_text_is_refused_by_its_folder(spoilt_folder, template):
-    """In tokenizer_config.json anything may stand. Fault 36."""
+EMPTY = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}, "added_tokens": []}
+NO_TEMPLATES = (7, [], [1], {"a": 1}, [{"name": "a"}])
+LOADED = "FOLDER: its tokenizer cannot be loaded: "
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        *(("tokenizer", text, LOADED) for text in ("", "{", "{}", "[]", "7", "null", '{"version": 1}')),
+        ("tokenizer", EMPTY, r"f:1: the text cannot be tokenized: 'hello': .*UNK"),
+        *(("tokenizer_config", {"chat_template": it}, "FOLDER") for it in NO_TEMPLATES),
+        ("generation_config", "{", "generation_config.json: not JSON"),
+        ("generation_config", "[1]", "generation_config.json: expected a JSON object"),
+        ("generation_config", {"eos_token_id": "2"}, "config.json: eos_token_id is '2'; expected a token id"),
+        ("generation_config", {"eos_token_id": -1}, "eos_token_id is -1; expected a token id"),
+        ("generation_config", {"eos_token_id": True}, "eos_token_id is True; expected a token id"),
+        ("generation_config", {"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]; expected a token id"),
+        ("generation_config", {"eos_token_id": {"a": 1}}, "expected a token id"),
+        (
+            "generation_config",
+            {"eos_token_id": [1, None, 2.0]},
+            "eos_token_id is .1, None, 2.0.; expected a token id",
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, said):
+    """By its folder, its file and value, or the row. content: the whole file, or fields to change. Faults 33 and 36."""
+    path = spoilt_folder / f"{name}.json"
+    if not isinstance(content, str):
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        content = json.dumps(fields | content)
+    path.write_text(content)
     (spoilt_folder / "chat_template.jinja").unlink()
-    config = json.loads((spoilt_folder / "tokenizer_config.json").read_text())
-    (spoilt_folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    with pytest.raises(InputError, match=str(spoilt_folder)):
-        Tokenizer(spoilt_folder, chat=True).encode(Row("hello", {}, "f:1"))
-
-
-def test_a_tokenizer_that_loads_and_cannot_tokenize_is_refused_by_row(spoilt_folder):
-    """Here its vocabulary is empty."""
-    content = json.loads((spoilt_folder / "tokenizer.json").read_text())
-    content["model"]["vocab"] = {}
-    content["added_tokens"] = []
-    (spoilt_folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"f:1: the text cannot be tokenized: 'hello': .*UNK"):
-        Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
-
-
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "7", "null", '{"version": 1}'])
-def test_a_tokenizer_that_is_cut_off_or_no_object_is_refused(spoilt_folder, content):
-    """By an error that names the folder. Fault 36."""
-    (spoilt_folder / "tokenizer.json").write_text(content)
-    with pytest.raises(InputError, match=f"{spoilt_folder}: its tokenizer cannot be loaded: "):
-        Tokenizer(spoilt_folder)
+    with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
+        Tokenizer(spoilt_folder, chat="chat_template" in content).encode(Row("hello", {}, "f:1"))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", '{"version": 1}'])
@@ -359,24 +363,21 @@ def test_an_answered_text_ends_with_one_end_token(tmp_path, options, expected):
     assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids(expected)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "expected"),
-    [
-        (CHAT, "bye", "<bos><turn>system:be kind<turn>user:hello<turn>assistant:bye"),
-        ("hello", "bye", "<bos><turn>user:hello<turn>assistant:bye"),
-        (CONTINUED, "wo", "<bos><turn>user:hello<turn>assistant:one, two"),
-    ],
-)
-def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_folder, prompt, answer, expected):
+@pytest.mark.parametrize("prompt", ["hello", CHAT, CONTINUED], ids=["text", "chat", "continued"])
+def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_folder, prompt):
     """Messages, or a text with `chat`, then the answer: one BOS, no generation prompt, nothing after it.
 
     An answer that continues a message is under one header with it.
     """
     before = copy.deepcopy(prompt)
-    assert Tokenizer(chat_folder, chat=True).encode_answered(prompt, answer) == ids(expected)
+    tokenizer = Tokenizer(chat_folder, chat=True)
+    assert tokenizer.encode_answered(prompt, "bye") == [
+        *tokenizer.encode(Row(prompt, {}, "f:1")),
+        *ids("bye"),
+    ]
     assert prompt == before, "the row's own messages were changed"
     with pytest.raises(ValueError, match=r"reward model.*no chat template"):
-        Tokenizer(text_folder, chat=True).encode_answered(prompt, answer)
+        Tokenizer(text_folder, chat=True).encode_answered(prompt, "bye")
 
 
 @pytest.mark.parametrize("share_unknown", [0.0, 0.05, 0.5, 1.0])
@@ -416,26 +417,6 @@ def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder, config, generatio
         if content is not None:
             (spoilt_folder / name).write_text(json.dumps({"model_type": "llama", **content}))
     assert Tokenizer(spoilt_folder).stop_ids == frozenset(expected)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "generation_config.json: not JSON"),
-        ('{"eos_token_id": "2"}', "generation_config.json: eos_token_id is '2'; expected a token id"),
-        ("[1]", "generation_config.json: expected a JSON object"),
-        ('{"eos_token_id": -1}', "eos_token_id is -1; expected a token id"),
-        ('{"eos_token_id": true}', "eos_token_id is True; expected a token id"),
-        ('{"eos_token_id": [[1]]}', r"eos_token_id is \[\[1\]\]; expected a token id"),
-        ('{"eos_token_id": {"a": 1}}', "expected a token id"),
-        ('{"eos_token_id": [1, null, 2.0]}', "eos_token_id is .1, None, 2.0.; expected a token id"),
-    ],
-)
-def test_stop_ids_that_cannot_be_read_are_named(spoilt_folder, content, message):
-    """The file and its value, before a model is loaded. Fault 33."""
-    (spoilt_folder / "generation_config.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        Tokenizer(spoilt_folder)
 
 
 # Stop strings.

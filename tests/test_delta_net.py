@@ -19,16 +19,23 @@ from transformers import (
 )
 
 from minirl.errors import InputError
-from minirl.generation.kv_cache import KVCache
 from minirl.model import delta_rule, device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
-from minirl.plan.formulas import cached_bytes, state_bytes
-from minirl.training.scoring import score
 from support import stub_fla
-from support.engines import CPU, cached_model, finish, make_engine, make_prompt, make_request, mixed_requests
+from support.engines import (
+    CPU,
+    cached_model,
+    finish,
+    hidden_states,
+    make_engine,
+    make_prompt,
+    make_request,
+    mixed_requests,
+    scores_of,
+)
 from support.families import DELTA_NET
 from support.marks import slow
 
@@ -147,11 +154,6 @@ def test_the_rule_runs_twice_in_a_step_whether_or_not_its_layer_is_recomputed(re
     assert all(map(torch.equal, *gradients))
 
 
-def hidden_states(model, sequence):
-    layout = PackedLayout((len(sequence),), CPU)
-    return model(sequence, layout.positions, layout)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     """Slots without a sequence are always NaN: a prefill must write its whole slot. Logprobs equal those of training.
@@ -175,10 +177,8 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     for rollout in expected:
         sampled = rollouts[rollout.rollout_id].sample_logprobs
         assert torch.equal(sampled, rollout.sample_logprobs)
-        layout = PackedLayout((len(rollout.tokens),), CPU)
         temperature = (1.0, 0.7)[rollout.rollout_id.prompt_ordinal % 2]
-        how = {"select": rollout.loss_mask, "temperature": temperature}
-        assert torch.equal(score(model, rollout.tokens, layout, **how)[0], sampled)
+        assert torch.equal(scores_of(model, [rollout], temperature), sampled)
 
 
 def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_run():
@@ -189,36 +189,13 @@ def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_ru
     ]
     requests[:2] = [replace(request, holds=True) for request in requests[:2]]
     engine.submit(requests)
-    assert len(finish_all(engine, 2)) == 2
+    finish(engine, 2)
     assert len(engine._held) == 2
-    assert len(finish_all(engine, 2)) == 2
+    finish(engine, 2)
     assert engine.stats.drops >= 1
     for request in requests[:2]:
         engine.resume(request.rollout_id, [1, 2], max_new_tokens=2)
-    finish_all(engine, 2)
-
-
-def finish_all(engine, count):
-    rollouts = []
-    for _ in range(50):
-        rollouts += engine.step()
-        if len(rollouts) >= count:
-            return rollouts
-    raise AssertionError("no progress")
-
-
-def test_the_plan_has_the_bytes_of_the_cache_and_its_states():
-    config = cached_model("states", torch.float32).config
-    shape = {"num_kv_heads": 2, "head_dim": 32, "num_query_groups": 2, "num_tokens": 1024, "max_sequences": 5}
-    cache = KVCache(
-        config.attention_windows, delta_net=config.delta_net, dtype=torch.bfloat16, device=CPU, **shape
-    )
-    assert state_bytes(config, torch.bfloat16, requests=5) == sum(
-        pool.nbytes for states in cache.states.values() for pool in vars(states).values()
-    )
-    assert cached_bytes(config, torch.bfloat16, tokens=1024, requests=5) == sum(
-        pool.keys.nbytes + pool.values.nbytes for pool in cache.pools
-    )
+    finish(engine, 2)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import re
 import resource
@@ -20,20 +18,19 @@ from minirl.agents import loopback
 from minirl.agents.endpoint import Endpoint, run_program, serve
 from minirl.agents.loopback import Answer, HttpError, of_this_loop
 from minirl.agents.openai_format import read_request
-from minirl.data.task import Row, as_messages
+from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
+from minirl.truncation import Truncation
 from support.collecting import (
-    CHAT,
     chat_prompts,
     collected,
     facts,
     in_workers,
-    letter_tokenizer,
     make_collector,
 )
 from support.jobs import SLACK
@@ -63,50 +60,6 @@ def of_ids(episode):
     yield episode.generate(max_tokens=4)
     yield episode.generate(after=[7, 8], max_tokens=4)
     yield episode.generate(after=[7, 9], max_tokens=4)
-
-
-def with_tools(episode):
-    """The requests of the program of the same name."""
-    own = episode.branch(as_messages(episode.row.prompt), tools=[TOOL])
-    turn = yield own.generate(max_tokens=5)
-    yield own.generate(after={"role": "user", "content": "go on"}, max_tokens=5)
-    begin = [*as_messages(episode.row.prompt), turn.message]
-    yield episode.branch([*begin, {"role": "user", "content": "so"}]).generate(max_tokens=5)
-
-
-# It shows the names of tools, and begins answers otherwise where there are any.
-WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT.replace(
-    "<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:"
-)
-
-
-def test_the_prompt_tells_of_the_tools_that_a_program_sends(load):
-    def made_by(rollout):
-        prompts = chat_prompts(120, WITH_TOOLS, tool_format="hermes")
-        return collected(make_collector(prompts, rollout=rollout), 1, 3)
-
-    made = made_by(load("with_tools"))
-    assert made == made_by(with_tools)
-    for rollout in made[0]:
-        *_, (earlier,), _ = rollout
-        text = letter_tokenizer().decode(earlier[2], skip_special_tokens=False)
-        assert text.startswith("add <turn>u:")
-        assert text.count("<turn>may call:") == 2
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (CHAT, "the chat template of .* does not show add"),
-        (WITH_TOOLS, "/.*: its tokenizer has no response template .*; see --tool-format"),
-    ],
-)
-def test_tools_that_the_model_cannot_be_told_of_or_whose_calls_cannot_be_read_are_refused(
-    load, template, said
-):
-    rollout = load("with_tools")
-    with pytest.raises(RolloutError, match=rf"rollout with_tools for the row at f:\d+, before .*: {said}"):
-        collected(make_collector(chat_prompts(120, template), rollout=rollout), 1, 1)
 
 
 def unseen(episode):
@@ -193,24 +146,6 @@ print(len(messages))
 '''
 
 @serve
-def client_truncated(url, episode):
-    client = openai.OpenAI(base_url=url, api_key="-")
-    messages = [{"role": "user", "content": episode.row.prompt}]
-    fields = [
-        {"extra_body": {"top_k": 5}},
-        {"top_p": 1},
-        {"top_p": 0.7, "extra_body": {"top_k": 9, "min_p": 0.05}},
-    ]
-    for number in range(3):
-        asked = {"model": "m", "messages": messages, "max_tokens": 5 + number, "stop": "e"}
-        try:
-            client.chat.completions.create(**asked, top_p=0.9)
-        except openai.BadRequestError as error:
-            assert "top_p 0.9: needs top_k" in error.body["message"]
-        message = client.chat.completions.create(**asked, **fields[number]).choices[0].message
-        messages += [message, {"role": "user", "content": message.content[:3] + " go on"}]
-
-@serve
 async def client_program(url, episode):
     import sys
     printed = await run_program(url, sys.executable, "-c", AGENT, text=episode.row.prompt)
@@ -226,29 +161,6 @@ def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path
     assert rollouts_of(rollout, num_groups=1, group_size=2) == rollouts_of(
         in_turns, num_groups=1, group_size=2
     )
-
-
-def test_values_of_the_openai_package_truncate_the_distributions_of_their_turn_alone(load, tmp_path):
-    """As those of a function of this process; an answer says why others are refused, and the episode goes on."""
-    pytest.importorskip("openai")
-
-    def truncated(episode):
-        turns = in_turns(episode)
-        asked = turns.send(None)
-        for truncation in ({"top_k": 5}, {}, {"top_k": 9, "top_p": 0.7, "min_p": 0.05}):
-            turn = yield dataclasses.replace(asked, truncation=truncation)
-            with contextlib.suppress(StopIteration):
-                asked = turns.send(turn)
-
-    (tmp_path / "mine.py").write_text(OPENAI)
-    expected = rollouts_of(truncated, num_groups=1, group_size=2)
-    assert rollouts_of(load("client_truncated", timeout_s=60), num_groups=1, group_size=2) == expected
-    for _, _, _, loss_mask, _, counts, *_ in expected[0]:
-        parts = itertools.groupby(zip(loss_mask, counts, strict=True), lambda pair: pair[0])
-        first, second, third = ({count for _, count in part} for is_sampled, part in parts if is_sampled)
-        assert first == {5}
-        assert second == {0}
-        assert 1 <= min(third) <= max(third) <= 9
 
 
 SHARED = """
@@ -708,7 +620,8 @@ def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode
     [
         # The stop string and the rest of its token are left out.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
-        # A program that wants no calls gets the text of a call.
+        ({"top_k": 9, "top_p": 0.7, "min_p": 0.05}, {}, {"content": "yes"}, "stop"),
+        # A program that wants no calls gets what was written as text.
         ({"tool_choice": "none"}, {"text": "<c>", "tool_calls": [CALL]}, {"content": "<c>"}, "stop"),
         # Nobody can read it.
         ({}, {"message": None, "finish_reason": "length"}, {"content": "yes"}, "length"),
@@ -734,6 +647,8 @@ def test_an_answer_is_continued_as_a_program_sends_it_back(asked, turn, said, fi
 
     first, second = drive(program, turn, {})
     assert first.stop == tuple(asked.get("stop", ()))
+    assert first.truncation == {name: asked[name] for name in asked if name in Truncation._fields}
+    assert second.truncation == {}
     assert (first.branch, second.branch, second.after) == (0, 0, [HI])
 
 

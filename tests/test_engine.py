@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,15 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from minirl.generation.kv_cache import BlockTables, KVCache
 from minirl.model import batch_invariance, padding
-from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId
-from minirl.training.scoring import score
 from support.cuda_rules import pad_as_on_cuda
 from support.engines import (
     CPU,
@@ -27,12 +25,14 @@ from support.engines import (
     WINDOWS,
     cached_model,
     finish,
+    hidden_states,
     make_engine,
     make_model,
     make_prompt,
     make_request,
     mixed_requests,
     run,
+    scores_of,
 )
 from support.marks import slow
 
@@ -55,9 +55,6 @@ def on_every_model(name: str, *, fast: Sequence[Any], dear: Sequence[Any], elsew
     return pytest.mark.parametrize(
         ("attention", "dtype", name), cases, ids=lambda x: str(x).removeprefix("torch.")
     )
-
-
-for_both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @functools.cache
@@ -99,19 +96,6 @@ def assert_same(
         assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= allowed
 
 
-def scores_of(model: Transformer, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
-    """The scoring path's logprobs of the rollouts, packed end to end."""
-    layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
-    tokens, select = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "loss_mask"))
-    return score(model, tokens, layout, select=select, temperature=temperature)[0]
-
-
-def assert_scored_as_sampled(model: Transformer, rollouts: Sequence[Rollout], temperature: float) -> None:
-    sampled = torch.cat([r.sample_logprobs for r in rollouts])
-    gap = scores_of(model, rollouts, temperature) - sampled
-    assert gap.abs().max().item() <= tolerance(model)
-
-
 # Sampled logprobs equal scoring logprobs.
 
 
@@ -124,25 +108,11 @@ def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype, temperature):
     rollouts = make_engine(model).generate(requests)
     sampled = torch.cat([r.sample_logprobs for r in rollouts])
     assert sampled.std() > 0.5, "the model is too certain, or too uncertain, for the comparison to mean much"
-    assert_scored_as_sampled(model, rollouts, temperature)
     scored = scores_of(model, rollouts, temperature)
+    assert (scored - sampled).abs().max() <= tolerance(model)
     assert scored.requires_grad
     with torch.no_grad():
         assert torch.equal(scores_of(model, rollouts, temperature), scored)
-
-
-@for_both_dtypes
-def test_scoring_does_not_depend_on_packing_or_chunks(dtype, monkeypatch):
-    """Alone, in reverse order, or in chunks of any size, also where 1, 2 or 3 rows are left for the last."""
-    model = cached_model("mixed", dtype)
-    rollouts = make_engine(model).generate([r for r in mixed_requests() if r.temperature == 1.0])
-    for packed in (rollouts[::-1], *([r] for r in rollouts)):
-        assert_scored_as_sampled(model, packed, 1.0)
-    count = sum(len(r.completion) for r in rollouts)
-    leaving = [next(chunk for chunk in range(20, count) if count % chunk == rest) for rest in (1, 2, 3)]
-    for chunk in (1, 2, 3, *leaving, count - 3, count - 1, count, count + 9):
-        monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", chunk)
-        assert_scored_as_sampled(model, rollouts, 1.0)
 
 
 @for_every_model
@@ -154,11 +124,12 @@ def test_greedy_cached_decode_equals_the_full_forward(attention, dtype):
         for n in (1, 120, 128, 230)
     ]
     rollouts = run(make_engine(model), requests)
-    assert_scored_as_sampled(model, rollouts, 1.0)
+    sampled = torch.cat([r.sample_logprobs for r in rollouts])
+    assert (scores_of(model, rollouts, 1.0) - sampled).abs().max() <= tolerance(model)
     for rollout in rollouts:
-        layout = PackedLayout((len(rollout.tokens),), CPU)
-        hidden = model(rollout.tokens, layout.positions, layout)
-        likeliest = batch_invariance.head_logits(hidden, model.lm_head.weight).argmax(-1)
+        likeliest = batch_invariance.head_logits(
+            hidden_states(model, rollout.tokens), model.lm_head.weight
+        ).argmax(-1)
         assert rollout.completion == likeliest[rollout.num_prompt_tokens - 1 : -1].tolist()
         assert len(set(rollout.completion)) > 5
 
@@ -299,17 +270,6 @@ def test_rollouts_do_not_depend_on_compaction(attention, dtype):
         assert_same(rollouts, run(make_engine(model), requests), model)
 
 
-def test_an_asynchronous_engine_computes_no_row_past_its_limit():
-    """Limits are known before the tokens are: without stop ids nothing is computed for nothing."""
-    requests = [
-        replace(r, stop_ids=frozenset(), max_new_tokens=1 + i % 5) for i, r in enumerate(mixed_requests())
-    ]
-    engine = make_engine(cached_model("mixed", torch.float32), async_decoding=True, max_running_requests=7)
-    rollouts = run(engine, requests)
-    assert engine.stats.discarded_tokens == 0
-    assert engine.stats.decode_tokens == sum(len(r.completion) - 1 for r in rollouts)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_rollouts_without_the_cpus_padding_differ_by_rounding_only(late):
     """CUDA pads nothing outside its graphs; in fp64 on the CPU that leaves every token as it is."""
@@ -421,7 +381,7 @@ def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_
         assert ends == stop_ids or len(stop_ids) > 3
 
 
-@for_both_dtypes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_request_keeps_its_own_temperature_limit_stops_and_greediness(dtype):
     """Members of one group that differ in everything but the prompt give the same rollouts as alone."""
     model = cached_model("full", dtype)
@@ -478,24 +438,20 @@ def test_the_streams_of_a_rollout_are_aligned():
     ids=["empty prompt", "no new tokens", "turn", "positions", "cache"],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_behind(request_, message):
-    """ValueError with the number and the limit; its companions are not queued either, and no cache is kept."""
+    """ValueError with the number and the limit; its companions are not queued either, and no cache is kept.
+
+    With one token less it is served to its end.
+    """
     cache_tokens = 256 if "cache" in message else 8192
     engine = make_engine(cached_model("full", torch.float32), cache_tokens=cache_tokens)
     with pytest.raises(ValueError, match=message):
         engine.submit([make_request([5]), request_])
     assert engine.abort() == engine.step() == engine.generate([]) == []
     assert engine._cache is None
-
-
-@pytest.mark.parametrize(
-    ("length", "limit", "cache_tokens"), [(500, 12, 8192), (200, 56, 256)], ids=["positions", "cache"]
-)
-def test_a_request_of_exactly_the_limit_is_served(length, limit, cache_tokens):
-    """The largest request that is not refused runs to its end."""
-    request = make_request(make_prompt(length), max_new_tokens=limit, stop_ids=frozenset())
-    engine = make_engine(cached_model("full", torch.float32), cache_tokens=cache_tokens)
-    (rollout,) = run(engine, [request])
-    assert len(rollout.tokens) == length + limit
+    if found := re.match(r"(\d+) tokens", message):
+        limit = request_.max_new_tokens - 1
+        (rollout,) = run(engine, [replace(request_, max_new_tokens=limit, stop_ids=frozenset())])
+        assert len(rollout.tokens) == int(found[1]) - 1
 
 
 # Weights and cache.

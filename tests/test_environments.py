@@ -35,7 +35,7 @@ from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended, Failed
 from minirl.episodes.rollout_workers import load_rollout
 from minirl.episodes.turn import Turn
-from minirl.errors import InputError
+from minirl.errors import InputError, RolloutError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_adapter import call_reward
@@ -45,7 +45,7 @@ from minirl.run.load_task import load_task, rollout_workers
 from support.collecting import (
     CHAT,
     Prompts,
-    assert_resumes,
+    assert_pauses_change_nothing,
     chat_prompts,
     collected,
     in_workers,
@@ -355,16 +355,17 @@ def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, m
     """
     monkeypatch.setattr("minirl.data.answers.parsed_answer", letter_message)
     functions = {"sums": sums, "reward": EpisodeReward(), "seen": num_letters}
-    options = {"functions": functions, "round_tokens": 7, "max_staleness": 3}
     one, two = (load("environment", "Letters", num_workers=n) for n in (1, 2))
 
-    def after_a_kill():
+    def make(rollout=one, **options):
+        return make_collector(chat_prompts(), rollout=rollout, functions=functions, **options)
+
+    def after_a_kill(**options):
         for worker in two.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
-        return make_collector(chat_prompts(), rollout=two, **options)
+        return make(two, **options)
 
-    steps = assert_resumes(lambda: make_collector(chat_prompts(), rollout=one, **options), after_a_kill)
-    rows = [row for step in steps for row in step]
+    rows = assert_pauses_change_nothing(make, after_a_kill, budget=7).values()
     assert len({tuple(row[2][: row[3].index(True)]) for row in rows}) > 4  # of so few prompts
     assert any(row[3].count(False) > row[3].index(True) for row in rows)  # tools were called
     assert all(given == seen for *_, (_, given, seen) in rows)
@@ -911,19 +912,43 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
             function.close()
 
 
-def test_calls_of_a_branch_with_tools_of_its_own_are_structures(monkeypatch):
-    """As those of an agent at a URL are, whose requests have tools."""
-    schema = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+# It shows the names of tools, and begins answers otherwise where there are any.
+WITH_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT.replace(
+    "<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:"
+)
+LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+
+
+def in_a_branch(episode):
+    branch = episode.branch(episode.messages, tools=[LOOK])
+    yield branch.generate(max_tokens=3)
+    yield branch.generate(after={"role": "user", "content": "go on"}, max_tokens=3)
+
+
+def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
+    """As that of an agent at a URL, whose requests have tools."""
     asks = said("", ("look", {"at": "b"}))
     monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda *_: asks)
-
-    def agent(episode):
-        yield episode.branch(episode.messages, tools=[schema]).generate(max_tokens=3)
-
-    names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-    prompts = chat_prompts(200, names + CHAT, tool_format="hermes")
-    for rollout in make_collector(prompts, rollout=agent).collect(1).rewarded.rollouts:
+    prompts = chat_prompts(200, WITH_NAMES, tool_format="hermes")
+    for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
         assert prompts.messages(rollout)[-1] == asks
+        text = prompts.tokenizer.decode(rollout.tokens, skip_special_tokens=False)
+        assert text.startswith("look <turn>u:")
+        assert text.count("<turn>may call:") == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (CHAT, "the chat template of .* does not show look"),
+        (WITH_NAMES, "/.*: its tokenizer has no response template .*; see --tool-format"),
+    ],
+)
+def test_tools_that_a_branch_cannot_show_or_whose_calls_cannot_be_read_are_refused(template, error):
+    with pytest.raises(
+        RolloutError, match=rf"rollout in_a_branch for the row at f:\d+, before .*: .*{error}"
+    ):
+        make_collector(chat_prompts(120, template), rollout=in_a_branch).collect(1)
 
 
 def test_tasks_of_reasoning_gym_are_rows_with_their_scoring():

@@ -1,6 +1,6 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
-import copy
+import functools
 import inspect
 import itertools
 import math
@@ -25,7 +25,7 @@ from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
 from support.collecting import (
     Prompts,
-    assert_resumes,
+    assert_pauses_change_nothing,
     chat_prompts,
     in_workers,
     make_collector,
@@ -197,15 +197,20 @@ def test_a_reward_that_is_returned_as_none_does_not_apply():
     assert not turn_rewards(groups.rewarded.rollouts, {"early": 1.0}).any()
 
 
+def if_odd(completion_ids):
+    return [1.0 if len(ids) % 2 else None for ids in completion_ids]
+
+
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
-    """With groups judged whole."""
+    """With groups judged whole, and rewards that do not apply to all."""
     rollout = giving if where == "here" else load("giving", num_workers=2)
-    functions = {**OF_EPISODE, "last": of_last_turn}
-    paused = collector_of(functions, rollout, round_tokens=12, max_staleness=3)
+    make = functools.partial(collector_of, {**OF_EPISODE, "last": of_last_turn, "if_odd": if_odd}, rollout)
+    paused = make(round_tokens=12, max_staleness=3)
     paused.collect(2)
     assert {record["finish_reason"] is None for record in rollout_records(paused)} == {True, False}
-    assert_resumes(lambda: collector_of(functions, rollout, round_tokens=12, max_staleness=3))
+    assert {*paused._rewarded.rewards[:, 3].isnan().tolist()} == {True, False}
+    assert_pauses_change_nothing(make, budget=12)
 
 
 def test_turn_rewards_are_at_the_last_tokens_of_turns_and_the_rest_at_the_end():
@@ -268,23 +273,6 @@ def dies_once(episode):
     assert torch.equal(groups.branch_rewards.view(12, 2, 2), groups.table.branch_rewards.view(12, 2, 2))
     assert groups.rewards[..., 0].abs().max() == 0
     torch.testing.assert_close(groups.rewards[..., 1].flatten(), expected[:, 0, 1], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("branch", "message"),
-    [
-        (lambda episode: episode.branch("b"), "branch 1 has had no turn that could be given one"),
-        (lambda episode: 3, "branch=3; expected a branch of the episode, or 'all'"),
-        (copy.copy, "expected a branch of the episode"),
-    ],
-)
-def test_what_is_no_branch_with_a_turn_is_given_no_reward(branch, message):
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
-        episode.reward(1.0, branch=branch(episode))
-
-    with pytest.raises(RolloutError, match=rf"episode.reward, for the row at f:\d+: .*{message}"):
-        collector_of({}, mine).collect(1)
 
 
 def advantages_of_players(rank):

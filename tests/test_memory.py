@@ -28,10 +28,10 @@ from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support import models
-from support.engines import make_engine, make_request
+from support.engines import cached_model, make_engine, make_request
 from support.families import PUBLISHED
 from support.marks import slow
-from support.memory import PAGE, allocated_bytes, formula, saved_bytes
+from support.memory import PAGE, allocated_bytes, formula, make_workload, saved_bytes
 from support.models import make_folder
 from support.rank_pool import RankPool
 
@@ -111,13 +111,6 @@ def saved_by_a_layer(monkeypatch):
     return count
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_layer_on_cuda_saves_what_the_table_says(shape, saved_by_a_layer):
-    config = config_from_dict(raw_config(shape))
-    expected = formula("a layer's activations of a token, A", **sizes_of(config))
-    assert saved_by_a_layer(config, shape[-1]) == pytest.approx(shape[-1] * expected, rel=0.02)
-
-
 def test_a_layer_of_each_family_saves_what_the_plan_says(saved_by_a_layer):
     """On average over the layers with attention and those with a gated delta net."""
     for name, (raw, _) in PUBLISHED.items():
@@ -157,26 +150,6 @@ def test_the_example_follows_from_the_table():
 
 QWEN_1_5B, QWEN_7B, QWEN_14B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_14B))
 AUTO = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
-
-
-def make_workload(config: ModelConfig, **changes: Any) -> Workload:
-    """Of GRPO on the CPU in fp32, with a reference model."""
-    work = Workload(
-        trained=(config,),
-        frozen={"reference": config},
-        dtype=torch.float32,
-        device_type="cpu",
-        num_ranks=1,
-        num_shards=changes.get("num_ranks", 1),
-        parks_frozen=True,
-        offloads_optimizer=False,
-        longest_prompt=300,
-        longest=812,
-        requests=128,
-        update_tokens=128 * 812,
-        enough_tokens=8192,
-    )
-    return dataclasses.replace(work, **changes)
 
 
 def test_a_value_model_on_the_policys_base_holds_its_adapters_and_head():
@@ -314,30 +287,47 @@ def one_of_eight() -> Iterator[RankPool]:
     pool.stop()
 
 
-def bytes_of_backward(
-    rank: int, folder: Path, num_tokens: int, recompute: bool, offload: bool
-) -> tuple[int, int, int]:
-    """A microbatch's bytes besides gradients; with sharded ones, those that the first of two leaves, and the peak."""
+def bytes_of_shards(
+    rank: int, folder: Path, num_tokens: int, recompute: bool, sharding: dict[str, bool]
+) -> dict[str, int]:
+    """Of a model with this sharding what is held, what the first of two microbatches leaves, and both's peak.
+
+    And what a microbatch of a whole model takes besides gradients; with sharded weights what a reference holds, and the
+    peak of scoring with it.
+    """
     config, batch = read_config(folder), make_batch(num_tokens)
     options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
-    model = ShardedModel(config, folder, **options)
-    backward(model, batch, is_last=False)
-    activations, _ = allocated_bytes(lambda: backward(model, batch, is_last=False))
-    del model
-    gc.collect()  # now, not while the next one is measured
-    model = ShardedModel(config, folder, **options, offload_optimizer=offload, shard_gradients=True)
+    models = {"whole": ShardedModel(config, folder, **options)}
+
+    def load(name: str, **more: Any) -> int:
+        return allocated_bytes(
+            lambda: models.setdefault(name, ShardedModel(config, folder, **options, **sharding, **more))
+        )[1]
+
+    def score(name: str) -> None:
+        with torch.no_grad():
+            score_batch(models[name].module, batch, temperature=1.0)
+        models[name].reshard()
 
     def two_microbatches() -> None:
-        backward(model, batch, is_last=False)
-        backward(model, batch, is_last=True)
+        backward(models["policy"], batch, is_last=False)
+        backward(models["policy"], batch, is_last=True)
 
-    with torch.no_grad():
-        score_batch(model.module, batch, temperature=1.0)  # makes the rope table, which stays
-    _, left = allocated_bytes(lambda: backward(model, batch, is_last=False))
-    for master in model.masters.values():
+    backward(models["whole"], batch, is_last=False)
+    found = {"activations": allocated_bytes(lambda: backward(models["whole"], batch, is_last=False))[0]}
+    del models["whole"]
+    gc.collect()  # now, not while the next one is measured
+    found["policy"] = load("policy")
+    score("policy")  # makes the rope table, which stays
+    _, found["left"] = allocated_bytes(lambda: backward(models["policy"], batch, is_last=False))
+    for master in models["policy"].masters.values():
         master.grad = None
-    peak, _ = allocated_bytes(two_microbatches)
-    return activations, left, peak
+    found["update"] = allocated_bytes(two_microbatches)[0]
+    if "shard_weights" in sharding:
+        found["reference"] = load("reference", is_frozen=lambda name: True)
+        score("reference")
+        found["score"] = allocated_bytes(lambda: score("reference"))[0]
+    return found
 
 
 @pytest.mark.parametrize("on_host", [slow(False), True])
@@ -359,8 +349,9 @@ def test_sharded_gradients_take_what_the_code_says(
     folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
     config, num_tokens = read_config(folder), shape[-1]
     pool = one_rank if on_host else one_of_eight
-    ((activations, left, peak),) = pool.run(bytes_of_backward, folder, num_tokens, recompute, on_host)
-    monkeypatch.setattr(needs, "activation_bytes", lambda *args, **kwargs: activations)
+    sharding = {"offload_optimizer": on_host, "shard_gradients": True}
+    (found,) = pool.run(bytes_of_shards, folder, num_tokens, recompute, sharding)
+    monkeypatch.setattr(needs, "activation_bytes", lambda *args, **kwargs: found["activations"])
     monkeypatch.setattr(needs, "CPU_FACTOR", 1)
     num_ranks = 1 if on_host else 8
     lengths = {"longest": num_tokens, "update_tokens": num_tokens}
@@ -368,46 +359,9 @@ def test_sharded_gradients_take_what_the_code_says(
     sizes = Sizes(4, 8 * num_tokens, num_tokens, recompute_layers=recompute, shard_gradients=True)
     update = needs.phase_bytes(work, sizes)["update"]
     sums = 4 * formulas.num_parameters(config) / num_ranks
-    assert left == pytest.approx(sums, rel=0.02)
+    assert found["left"] == pytest.approx(sums, rel=0.02)
     assert update["gradients"] == pytest.approx(0 if on_host else sums)
-    assert peak - left * on_host == pytest.approx(sum(update.values()), rel=0.1)
-
-
-def bytes_from_shards(rank: int, folder: Path, num_tokens: int) -> dict[str, int]:
-    """A rank's bytes for a policy and a reference, and the peaks of scoring and of two microbatches."""
-    config, batch = read_config(folder), make_batch(num_tokens)
-    options = {"dtype": torch.float32, "device": CPU}
-    models: dict[str, ShardedModel] = {}
-
-    def load(name: str, **more: Any) -> int:
-        return allocated_bytes(
-            lambda: models.setdefault(
-                name, ShardedModel(config, folder, **options, shard_weights=True, **more)
-            )
-        )[1]
-
-    def score() -> None:
-        with torch.no_grad():
-            score_batch(models["reference"].module, batch, temperature=1.0)
-        models["reference"].reshard()
-
-    def two_microbatches() -> None:
-        backward(models["policy"], batch, is_last=False)
-        backward(models["policy"], batch, is_last=True)
-
-    models["whole"] = ShardedModel(config, folder, **options, recompute_layers=True)
-    backward(models["whole"], batch, is_last=False)
-    found = {"activations": allocated_bytes(lambda: backward(models["whole"], batch, is_last=False))[0]}
-    del models["whole"]
-    gc.collect()  # now, not while the next one is measured
-    found["reference"] = load("reference", is_frozen=lambda name: True)
-    found["policy"] = load("policy", recompute_layers=True)
-    score()  # makes the rope table, which stays
-    found["score"] = allocated_bytes(score)[0]
-    backward(models["policy"], batch, is_last=True)
-    for master in models["policy"].masters.values():
-        master.grad = None
-    return found | {"update": allocated_bytes(two_microbatches)[0]}
+    assert found["update"] - found["left"] * on_host == pytest.approx(sum(update.values()), rel=0.1)
 
 
 @pytest.mark.slow
@@ -415,7 +369,7 @@ def test_sharded_weights_take_what_the_code_says(one_of_eight, tmp_path, monkeyp
     """Masters, rows and reference to 2 %; gathered weights and gradients to 10 %, with the activations measured."""
     folder = make_folder(tmp_path / "model", raw_config(SHAPES[3]))
     config, num_tokens = read_config(folder), SHAPES[3][-1]
-    (found,) = one_of_eight.run(bytes_from_shards, folder, num_tokens)
+    (found,) = one_of_eight.run(bytes_of_shards, folder, num_tokens, True, {"shard_weights": True})
     monkeypatch.setattr(needs, "activation_bytes", lambda *args, **kwargs: found["activations"])
     monkeypatch.setattr(needs, "CPU_FACTOR", 1)
     work = make_workload(config, num_ranks=8, decode_group=8, longest=num_tokens, update_tokens=num_tokens)
@@ -632,11 +586,14 @@ def test_a_step_that_fits_whole_takes_the_full_budget_with_any_memory():
         assert (sizes.max_tokens_per_microbatch, sizes.recompute_layers) == (8192, False)
 
 
-@pytest.mark.parametrize("windows", [(None, None), (None, 100)])
-def test_the_cache_takes_what_the_code_says(windows):
-    """A window bounds it."""
-    config = dataclasses.replace(config_from_dict(raw_config(SHAPES[1])), layer_windows=windows)
-    shape = {"num_kv_heads": 2, "head_dim": 64, "num_query_groups": 2, "num_tokens": 4096}
-    cache = KVCache(dict(enumerate(windows)), **shape, max_sequences=3, dtype=torch.bfloat16, device=CPU)
+@pytest.mark.parametrize("attention", ["full", "mixed", "states"])
+def test_the_cache_takes_what_the_code_says(attention):
+    """A window bounds it; gated delta nets have states."""
+    config = cached_model(attention, torch.float32).config
+    shape = {"num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "num_query_groups": 2}
+    options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
+    cache = KVCache(config.attention_windows, delta_net=config.delta_net, **shape, **options)
     num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
     assert formulas.cached_bytes(config, torch.bfloat16, tokens=4096, requests=3) == num_bytes
+    of_states = sum(pool.nbytes for states in cache.states.values() for pool in vars(states).values())
+    assert formulas.state_bytes(config, torch.bfloat16, requests=3) == of_states

@@ -13,6 +13,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import scalar_outputs, score
+from support.engines import hidden_states
 from support.families import CASES, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -49,13 +50,8 @@ def random_tokens(model, lengths, seed=0):
     return torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)
 
 
-def hidden_states(model, tokens, lengths):
-    layout = PackedLayout(tuple(lengths), CPU)
-    return model(tokens, layout.positions, layout)
-
-
 def logits(model, tokens, lengths):
-    return batch_invariance.head_logits(hidden_states(model, tokens, lengths), model.lm_head.weight)
+    return batch_invariance.head_logits(hidden_states(model, *tokens.split(lengths)), model.lm_head.weight)
 
 
 def relative_error(got, expected):
@@ -81,32 +77,24 @@ def assert_equal_gradients(model, got, oracle, expected):
 
 
 @pytest.mark.parametrize("name", CASES)
-@torch.no_grad()
-def test_logits_equal_transformers(name, checkpoints):
-    """Every feature of every family computes the same as in transformers, in a packed stream of sequences."""
+def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
+    """Every feature of every family means what it means in transformers, in a packed stream of sequences: the logits,
+    the logprobs of the next tokens, and the gradient of each parameter."""
     oracle, folder = checkpoints(name)
-    model = load(folder)
+    model, lengths = load(folder), (1, 129, 30, 300)
     assert model.config.layer_windows == CASES[name][2]
-    tokens = random_tokens(model, LENGTHS)
-    packed = logits(model, tokens, LENGTHS)
-    assert packed.dtype == torch.float32
-    for got, part in zip(packed.split(LENGTHS), tokens.split(LENGTHS), strict=True):
-        expected = oracle(part[None]).logits[0]
-        assert expected.std() >= 0.8
-        assert relative_error(got, expected) <= 1e-5
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
-    """Packed logprobs of the next tokens, and the gradient of each parameter, are those of the padded-free oracle."""
-    oracle, folder = checkpoints(name)
-    model, lengths = load(folder), (1, 150, 30)
     tokens = random_tokens(model, lengths, seed=1)
     layout = PackedLayout(lengths, CPU)
     got, _ = score(model, tokens, layout, select=layout.positions > 0, temperature=0.7)
+    with torch.no_grad():
+        packed = logits(model, tokens, lengths)
+    assert packed.dtype == torch.float32
     expected = []
-    for part in tokens.split(lengths):
-        logprobs = (oracle(part[None]).logits[0, :-1] / 0.7).log_softmax(-1)
+    for got_logits, part in zip(packed.split(lengths), tokens.split(lengths), strict=True):
+        theirs = oracle(part[None]).logits[0]
+        assert theirs.std() >= 0.8
+        assert relative_error(got_logits, theirs) <= 1e-5
+        logprobs = (theirs[:-1] / 0.7).log_softmax(-1)
         expected += [torch.zeros(1), logprobs.gather(1, part[1:, None])[:, 0]]
     expected = torch.cat(expected)
     assert relative_error(got, expected) <= 1e-5
@@ -197,10 +185,11 @@ def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, ch
     """Bit for bit where this machine's products are batch-invariant, whatever is packed together. Pitfalls 2 and 3."""
     model, is_exact = load_exact(checkpoints(name)[1], dtype)
     tokens = random_tokens(model, LENGTHS)
-    packed = hidden_states(model, tokens, LENGTHS)
+    parts = tokens.split(LENGTHS)
+    packed = hidden_states(model, *parts)
     assert packed.dtype == dtype
-    for got, part in zip(packed.split(LENGTHS), tokens.split(LENGTHS), strict=True):
-        alone = hidden_states(model, part, [len(part)])
+    for got, part in zip(packed.split(LENGTHS), parts, strict=True):
+        alone = hidden_states(model, part)
         assert torch.equal(got, alone) if is_exact else relative_error(got, alone) <= 1e-5
 
 

@@ -201,41 +201,40 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_g
         queue.finish(flat(groups))
 
 
-def test_row_25_calls_that_are_given_up_leave_no_answer_for_later_ones(load, make_groups):
-    """After an error elsewhere, with a call under way and others waiting."""
-    prompts, groups = make_groups([("a", "bad"), ("bb", "cc"), ("dd", "ee")])
-    functions = {"hangs": load("hangs")}
-    left = add_all(functions, prompts, groups)
-    busy = functions["hangs"].pool.workers[0].pid
-    with contextlib.suppress(KeyError), left.given_up_on_error():
+def end_by_an_error_elsewhere(queue, rollouts):
+    with contextlib.suppress(KeyError), queue.given_up_on_error():
         raise KeyError("elsewhere")
-    assert reward_rollouts(functions, prompts, groups[2]).rewards.tolist() == [[2.0], [2.0]]
-    assert not is_alive(busy)
-    for act in (left.poll, lambda: left.add(groups[0])):
-        with pytest.raises(RuntimeError, match="dropped"):
-            act()
-    assert reward_rollouts(functions, prompts, groups[1]).rewards.tolist() == [[2.0], [2.0]]
 
 
-def test_row_25_a_signal_while_the_rest_is_awaited_kills_what_is_under_way(load, make_groups):
-    """Ctrl-C in `finish`: no worker stays with a stale answer, in either function."""
+def end_by_a_signal(queue, rollouts):
+    """Ctrl-C while the rest is awaited."""
 
     def interrupt(*_):
         raise TimeoutError
 
-    prompts, groups = make_groups([("bad",), ("ok",)])
-    functions = {"hangs": load("hangs", num_workers=2), "also": load("hangs")}
-    queue = add_all(functions, prompts, groups)
-    busy = [functions["hangs"].pool.workers[0].pid, functions["also"].pool.workers[0].pid]
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(TimeoutError):
-            queue.finish(flat(groups))
+            queue.finish(rollouts)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("end", [end_by_an_error_elsewhere, end_by_a_signal])
+def test_row_25_calls_that_are_given_up_are_killed_and_leave_no_answer_for_later_ones(load, make_groups, end):
+    """In either function, with calls under way and others waiting."""
+    prompts, groups = make_groups([("a", "bad"), ("bb", "cc"), ("dd", "ee")])
+    functions = {"hangs": load("hangs"), "also": load("hangs")}
+    queue = add_all(functions, prompts, groups)
+    busy = [function.pool.workers[0].pid for function in functions.values()]
+    end(queue, flat(groups))
     assert not any(map(is_alive, busy))
-    assert reward_rollouts(functions, prompts, groups[1]).rewards.tolist() == [[2.0, 2.0]]
+    for group in (groups[2], groups[1]):
+        assert reward_rollouts(functions, prompts, group).rewards.tolist() == [[2.0, 2.0]] * 2
+    for act in (queue.poll, lambda: queue.add(groups[0])):
+        with pytest.raises(RuntimeError, match="dropped"):
+            act()
 
 
 @pytest.mark.slow

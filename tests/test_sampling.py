@@ -9,14 +9,10 @@ import torch
 from minirl.generation import sampling
 from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, uniforms
 from minirl.model import batch_invariance
+from minirl.truncation import MAX_KEPT, Truncation
+from support.sampling import RULES, columns, keys_of, random_head, sample_rows, sampling_rows
 
 LARGEST_UNIFORM = 1 - 2.0**-53
-
-
-def keys_of(count: int, *, seed: int = 0) -> torch.Tensor:
-    return torch.tensor(
-        [request_key(seed, purpose="train", prompt_ordinal=i, sample=0) for i in range(count)]
-    )
 
 
 def uniform_in_python(key: int, position: int) -> float:
@@ -103,22 +99,10 @@ def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
     assert got.tolist() == torch.searchsorted(cdf, targets, right=True)[:, 0].tolist()
 
 
-@pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
-def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
-    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are unchanged."""
-    rows, head = mixed_rows(torch.float32), torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4))
-    tokens, logprobs, _ = sample(head=head, **rows, vocab_chunk=tile)
-    rows["hidden"][:2] = torch.nan
-    got_tokens, got_logprobs, _ = sample(head=head, **rows, vocab_chunk=tile)
-    assert got_logprobs[:2].isnan().all()
-    assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
-    assert torch.equal(got_tokens[2:], tokens[2:])
-    assert torch.equal(got_logprobs[2:], logprobs[2:])
-
-
-@pytest.mark.parametrize("vocab", [7, 512, 513, 1024, 1300, 5000])
+@pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1024, 1300, 5000])
 def test_inverse_cdf_never_returns_a_token_without_probability(vocab):
-    """The smallest and the largest uniform, and those between, land on tokens that the row can give."""
+    """The smallest and the largest uniform land on the first and the last token that the row can give, also at the ends
+    of the blocks, and those between on others that it can."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(64, vocab, generator=generator) * 4
     logits[torch.rand(64, vocab, generator=generator) < 0.7] = -torch.inf
@@ -126,42 +110,43 @@ def test_inverse_cdf_never_returns_a_token_without_probability(vocab):
     logits[:32, -1] = -torch.inf  # nothing at the end: the largest uniform must not reach it
     logits[:16, : vocab // 2] = -torch.inf  # whole first-level blocks without probability
     logprobs = torch.log_softmax(logits[logits.isfinite().any(-1)], -1)
+    is_possible = logprobs.isfinite().int()
+    ends = {0.0: is_possible.argmax(1), LARGEST_UNIFORM: vocab - 1 - is_possible.flip(1).argmax(1)}
     for uniform in (0.0, 2.0**-53, 0.25, 0.5, 1 - 2.0**-20, LARGEST_UNIFORM):
         token = inverse_cdf(logprobs, torch.full((len(logprobs),), uniform, dtype=torch.float64))
-        assert logprobs.gather(1, token[:, None]).isfinite().all(), uniform
+        assert is_possible.gather(1, token[:, None]).all(), uniform
+        assert torch.equal(token, ends.get(uniform, token))
 
 
-def test_extreme_uniforms_give_the_first_and_last_possible_token():
-    """A uniform of 0 is the first token with probability, 1 - 2^-53 the last one, also at the ends of the blocks."""
-    for vocab, first, last in ((1, 0, 0), (5, 1, 3), (1024, 511, 512), (1300, 0, 1299), (1300, 512, 1023)):
-        logprobs = torch.full((1, vocab), -torch.inf)
-        logprobs[0, first] = logprobs[0, last] = 0.0 if first == last else -math.log(2)
-        assert inverse_cdf(logprobs, torch.tensor([0.0], dtype=torch.float64)).item() == first
-        assert inverse_cdf(logprobs, torch.tensor([LARGEST_UNIFORM], dtype=torch.float64)).item() == last
-
-
-def test_sampled_frequencies_match_the_probabilities():
-    """Forty thousand draws over distinct keys pass a chi-square test against the softmax at temperature 0.8.
-
-    Pitfall 5.
+@pytest.mark.parametrize(
+    ("vocab", "temperature", "rule"), [(12, 0.8, Truncation()), (30, 1.5, Truncation(12, 0.95, 0.02))]
+)
+def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
+    """Forty thousand draws over distinct keys pass a chi-square test against the softmax, over the kept tokens alone
+    where it is truncated. Pitfall 5.
     """
-    draws, vocab = 40_000, 12
+    draws = 40_000
     generator = torch.Generator().manual_seed(3)
     hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
-    tokens, _, _ = sample(
+    tokens, logprobs, kept = sample(
         hidden.expand(draws, -1),
         head,
         keys=torch.arange(draws),
         positions=torch.full((draws,), 77),
-        temperature=torch.full((draws,), 0.8),
+        temperature=torch.full((draws,), temperature),
+        truncation=columns([rule] * draws),
     )
-    counts = torch.bincount(tokens, minlength=vocab)
-    expected = torch.softmax((hidden.double() @ head.double().T)[0] / 0.8, -1) * draws
+    allowed = kept[0][kept[0] >= 0].tolist() or list(range(vocab))
+    assert len(allowed) < vocab or rule.top_k == 0
+    expected = torch.softmax((hidden.double() @ head.double().T)[0, allowed] / temperature, -1) * draws
+    counts = torch.bincount(tokens, minlength=vocab)[allowed]
+    assert counts.sum() == draws
     frequent = expected > 10
-    assert int(frequent.sum()) >= 6
+    assert 6 <= frequent.sum() <= 12
     chi_square = ((counts - expected) ** 2 / expected)[frequent].sum().item()
-    assert chi_square < 35  # 11 degrees of freedom: one in four thousand is above
+    assert chi_square < 33  # at most 11 degrees of freedom: one in two thousand is above
     assert chi_square > 1  # and the draws are not stratified
+    assert (logprobs[tokens == allowed[0]][0].exp() * draws - expected[0]).abs() < 1
 
 
 @pytest.mark.parametrize(
@@ -189,31 +174,45 @@ def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logp
     torch.testing.assert_close(got, expected[tokens], atol=1e-6, rtol=0)
 
 
-def mixed_rows(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return {
-        "hidden": torch.randn(24, 64, generator=generator).to(dtype),
-        "keys": keys_of(24),
-        "positions": torch.randint(0, 1000, (24,), generator=generator),
-        "temperature": torch.tensor([1.0, 0.7, 0.0, 1.3, 0.25, 1.0] * 4),
-    }
+with_and_without_rules = pytest.mark.parametrize("rules", [[], RULES], ids=["whole", "truncated"])
+EVERYONE = torch.arange(24)
 
 
+@with_and_without_rules
+@pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
+def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile, rules):
+    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are what they were."""
+    rows, head = sampling_rows(torch.float32), random_head(vocab)
+    tokens, logprobs, _ = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
+    rows["hidden"][:2] = torch.nan
+    got_tokens, got_logprobs, _ = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
+    assert got_logprobs[:2].isnan().all()
+    assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
+    assert torch.equal(got_tokens[2:], tokens[2:])
+    assert torch.equal(got_logprobs[2:], logprobs[2:])
+
+
+@with_and_without_rules
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [48, 1000, 2049])
-def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab):
-    """Mixed temperatures in one batch, rows alone, in reverse and in pairs: the same token and logprob bit for bit.
-
-    Pitfall 51.
+def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab, rules):
+    """Mixed temperatures and rules in one batch, rows alone, in reverse, in pairs and threes: the same token, logprob
+    and kept tokens bit for bit. Greedy rows and those without a rule are sampled from the whole vocabulary. Pitfall 51.
     """
-    rows = mixed_rows(dtype)
-    head = torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4)).div(4).to(dtype)
-    tokens, logprobs, _ = sample(head=head, **rows)
+    rows, head = sampling_rows(dtype), random_head(vocab, dtype)
+    expected = sample_rows(rows, head, rules, EVERYONE)
+    counts = (expected[2] >= 0).sum(1)
+    if rules:
+        is_whole = (rows["temperature"] == 0) | (columns(rules)[0] == 0)
+        assert torch.equal(counts == 0, is_whole)
+        assert counts.max() == min(vocab, MAX_KEPT)
+        for got, whole in zip(expected[:2], sample(head=head, **rows), strict=False):
+            assert torch.equal(got[is_whole], whole[is_whole])
     exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)
     if not exact:
         print("1e-5 instead of equal bits: a row's bits depend on the batch in this machine's matrix library")
-    everyone = torch.arange(24)
-    for chosen in (everyone.flip(0), *everyone.split(1), *everyone.split(2)):
-        got = sample(head=head, **{name: x[chosen] for name, x in rows.items()})
-        assert torch.equal(got[0], tokens[chosen])
-        assert (got[1] - logprobs[chosen]).abs().max() <= (0 if exact else 1e-5)
+    for chosen in (EVERYONE.flip(0), *EVERYONE.split(1), *EVERYONE.split(2), *EVERYONE.split(3)):
+        tokens, logprobs, kept = sample_rows(rows, head, rules, chosen)
+        assert torch.equal(tokens, expected[0][chosen])
+        assert torch.equal(kept, expected[2][chosen])
+        assert (logprobs - expected[1][chosen]).abs().max() <= (0 if exact else 1e-5)

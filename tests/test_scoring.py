@@ -1,27 +1,31 @@
 """Logprobs, entropies and values: against full logits, against autograd, over any cut of the work."""
 
 import dataclasses
+import itertools
 import math
-import random
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.generation.sampling import sample
+from minirl.kernels.fused_head import FusedLogprobs
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig, Rope
 from minirl.model.transformer import Transformer
-from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, unparked, values_of
 from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
 from support.cuda_rules import pad_as_on_cuda
+from support.interpreter import mend_interpreter, needs_interpreter
+from support.layouts import shuffled_members
 from support.marks import slow
 from support.memory import allocated_bytes
+from support.sampling import GRID, columns
 
 CPU = torch.device("cpu")
 VOCAB = 37
@@ -126,53 +130,71 @@ def assert_equal_gradients(model, results, *, atol, rtol):
         torch.testing.assert_close(gradients[0][name], gradient, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"scalar_head": True}], ids=str)
-def test_results_and_gradients_equal_the_head_position_by_position(options, monkeypatch):
-    """Token t belongs to the state at t - 1, in several sequences, the first completion token too; scores to the last.
-
-    Logprobs, entropies, values and scores, and the gradients of every parameter. Pitfalls 1 and 13.
-    """
-    model, batch = make_model(**options), make_batch()
-    monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", 7)
-    got = (predict_batch if model.config.scalar_head else score_batch)(model, batch)
-    expected = (reference_values if model.config.scalar_head else reference_scores)(model, batch)
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-10)
-    assert torch.equal(got[0] != 0, batch.loss_mask)
-    assert_equal_gradients(model, (got, expected), atol=1e-10, rtol=1e-8)
-
-
-@pytest.mark.parametrize("scalar_head", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_are_fp32_and_close_to_fp64(dtype, scalar_head):
-    """Both heads, the softmax and the results are fp32 whatever the weights' dtype."""
-    model, batch = make_model(dtype, scalar_head=scalar_head), make_batch()
-    got = function_of(model)(model, batch)
-    expected = (reference_values if scalar_head else reference_scores)(model.double(), batch)
-    allowed = 1e-5 if dtype == torch.float32 else 0.15  # the layers' rounding; the head's own is tested below
-    for x, y in zip(got, expected, strict=True):
-        assert x.dtype == torch.float32
-        assert not torch.equal(x, x.bfloat16().float())
-        torch.testing.assert_close(x.double(), y, atol=allowed, rtol=0)
+# The layers' rounding; the head's own is tested below.
+ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.15}
 
 
 @pytest.mark.parametrize(
-    ("chunk", "tile"), [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)]
+    ("dtype", "options"),
+    [(torch.float64, {"tied": True}), *itertools.product(ROUNDING, [{}, {"scalar_head": True}])],
+    ids=str,
+)
+def test_results_and_gradients_equal_the_head_position_by_position(dtype, options, monkeypatch):
+    """Token t is of the state at t - 1, in several sequences, the first completion token too; scores are of the last.
+
+    Logprobs, entropies, values and scores, and the gradients of every parameter. Both heads, the softmax and the
+    results are fp32 where weights are narrower. Pitfalls 1 and 13.
+    """
+    model, batch = make_model(dtype, **options), make_batch()
+    monkeypatch.setattr("minirl.training.scoring.TOKEN_CHUNK", 7)
+    got = function_of(model)(model, batch)
+    expected = (reference_values if model.config.scalar_head else reference_scores)(model.double(), batch)
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == batch_invariance.at_least_fp32(dtype)
+        assert not torch.equal(x, x.bfloat16().to(x.dtype))
+        torch.testing.assert_close(x.double(), y, atol=ROUNDING[dtype], rtol=0)
+    assert torch.equal(got[0] != 0, batch.loss_mask)
+    if dtype == torch.float64:
+        assert_equal_gradients(model, (got, expected), atol=1e-10, rtol=1e-8)
+
+
+CHUNKS_AND_TILES = [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)]
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        *((ChunkedLogprobs, sizes) for sizes in CHUNKS_AND_TILES),
+        pytest.param(FusedLogprobs, (16,), marks=needs_interpreter),
+    ],
 )
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_head_gradients_equal_autograd_through_full_logits(chunk, tile, used, temperature):
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_head_gradients_equal_autograd_through_full_logits(
+    function, sizes, used, temperature, is_truncated, monkeypatch
+):
     """Values and gradients are the full head's, for any chunk and tile, border and last rest.
 
+    Where truncation keeps 1 to 10 tokens of a row, or all of the last row, they are of a softmax over these.
     Pitfalls 12 and 41.
     """
+    if function is FusedLogprobs:
+        mend_interpreter(monkeypatch)
     generator = torch.Generator().manual_seed(2)
     hidden, head = (torch.randn(n, 6, generator=generator).double().requires_grad_() for n in (11, 19))
     targets = torch.randint(0, 19, (11,), generator=generator)
     weights = torch.randn(2, 11, generator=generator)
-    got = ChunkedLogprobs.apply(hidden, head, targets, temperature, chunk, tile)
-    all_logprobs = torch.log_softmax(hidden @ head.T / temperature, -1)
-    expected = all_logprobs.gather(1, targets[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
+    kept, kept_ids = torch.ones(11, 19).bool(), None
+    if is_truncated:
+        ids = torch.rand(11, 19, generator=generator).scatter(1, targets[:, None], -1.0).argsort(1)
+        count = torch.arange(1, 12)[:, None]
+        kept = (ids.argsort(1) < count) | (count == 11)
+        kept_ids = torch.where((torch.arange(10) < count) & (count < 11), ids[:, :10], -1)
+    got = function.apply(hidden, head, targets, temperature, *sizes, kept_ids)
+    all_logprobs = (hidden @ head.T / temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(~kept, 0.0)).sum(-1)
+    expected = all_logprobs.gather(1, targets[:, None])[:, 0], entropies
     gradients = []
     for outputs in (got, expected):
         objective = sum((outputs[i] * weights[i]).sum() for i in used)
@@ -209,11 +231,13 @@ def test_results_and_gradients_of_the_head_have_the_error_of_their_dtype(dtype, 
         assert error < (1e-6 if dtype == torch.float32 else 2**-8)
 
 
+@pytest.mark.parametrize("rules", [[], GRID], ids=["whole", "truncated"])
 @pytest.mark.parametrize(("vocab", "tile"), [(37, 2048), (37, 16), (700, 512), (2049, 2048), (4500, 2048)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype):
-    """One tile or several with an uneven last one, few rows or many: bit for bit what training computes."""
+def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype, rules):
+    """One tile or several with an uneven last one, few rows or many, beside rows that keep more tokens or all: bit for
+    bit what training computes."""
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(300, 64, generator=generator).to(dtype)
     head = torch.randn(vocab, 64, generator=generator).div(4).to(dtype)
@@ -221,10 +245,15 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
         heat = torch.full((rows,), temperature)
-        tokens, sampled, _ = sample(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
+        truncation = columns([rules[i % len(rules)] for i in range(rows)]) if rules else ()
+        tokens, sampled, kept = sample(
+            hidden[:rows], head, **noise, temperature=heat, truncation=truncation, vocab_chunk=tile
+        )
         everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
-        for chunk in (1000, 37):
-            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, temperature, chunk, tile)
+        kept_ids = F.pad(kept.long(), (0, 0, 0, 300 - rows), value=-1) if rules else None
+        # Also where 1, 2 or 3 rows are left for the last chunk.
+        for chunk in (1000, 299, 298, 297, 37, 7, 1) if rows == 300 else (1000, 37):
+            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, temperature, chunk, tile, kept_ids)
             assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
@@ -297,24 +326,26 @@ def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scala
 # Groups, whose prompt is computed once.
 
 
+GROUPS = [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1, 0), (129, 40, 2, 1, 7, 7), (5, 30)]
+
+
 def make_groups(seed=0):
-    """A batch of shuffled groups with prompts around a block's border, and a pair of equal rollouts among them."""
+    """A batch of shuffled groups with prompts around a block's border, and a pair of equal rollouts among them.
+
+    One rollout is nothing but its prompt.
+    """
     generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for ordinal, (prompt, *owns) in enumerate(
-        [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1), (129, 40, 2, 1, 7, 7), (5, 30)]
-    ):
-        opening = torch.randint(0, VOCAB, (prompt,), generator=generator)
-        for n in owns:
-            own = torch.randint(0, VOCAB, (n,), generator=generator)
-            parts.append((PromptPrefix(ordinal, prompt), torch.cat([opening, own])))
-    parts[10] = parts[11]
-    prefixes, sequences = zip(*random.Random(seed).sample(parts, len(parts)), strict=True)
-    lengths, tokens = tuple(map(len, sequences)), torch.cat(sequences)
-    mask = [torch.arange(n) >= p.num_tokens for n, p in zip(lengths, prefixes, strict=True)]
-    index = torch.arange(len(lengths))
-    zeros = torch.zeros(len(tokens))
-    return Batch(lengths, tokens, torch.cat(mask), zeros, table_index=index, prefixes=prefixes)
+    members = shuffled_members(GROUPS, seed)
+    openings = [torch.randint(0, VOCAB, (prompt,), generator=generator) for prompt, *_ in GROUPS]
+    # By the member, so that the two of 7 tokens are equal.
+    own = {(prefix, n): torch.randint(0, VOCAB, (n,), generator=generator) for prefix, n in members}
+    tokens = torch.cat([torch.cat([openings[member[0].ordinal], own[member]]) for member in members])
+    mask = torch.cat([torch.arange(prefix.num_tokens + n) >= prefix.num_tokens for prefix, n in members])
+    lengths = tuple(prefix.num_tokens + n for prefix, n in members)
+    index, zeros = torch.arange(len(lengths)), torch.zeros(len(tokens))
+    return Batch(
+        lengths, tokens, mask, zeros, table_index=index, prefixes=tuple(prefix for prefix, _ in members)
+    )
 
 
 def without_prompts(batch):
@@ -384,24 +415,6 @@ def test_gradients_do_not_depend_on_sharing_prompts(scalar_head):
     assert num_computed[0] < num_computed[1] - 700
     results = [function_of(model)(model, b) for b in (batch, without_prompts(batch))]
     assert_equal_gradients(model, results, atol=1e-12, rtol=1e-11)
-
-
-@pytest.mark.parametrize("own", [4, 0])
-@torch.no_grad()
-def test_equal_rollouts_of_a_group_have_equal_results(own):
-    """Two rollouts equal to their last token, or that are nothing but their prompt, are scored alike."""
-    tokens = torch.arange(30).repeat(2)
-    mask = tokens >= 30 - own
-    batch = Batch((30, 30), tokens, mask, torch.zeros(60), prefixes=(PromptPrefix(7, 30 - own),) * 2)
-    assert len(batch.layout().computed_tokens) == 30 + own
-    model = make_model(torch.float32, scalar_head=True)
-    logprobs, _ = score_batch(make_model(torch.float32), batch)
-    values, after = predict_batch(model, batch)
-    for stream in (logprobs, values):
-        assert torch.equal(stream[:30], stream[30:])
-        assert torch.equal(stream != 0, mask)
-    assert after[0] == after[1] != 0
-    assert (after - predict_batch(model, without_prompts(batch))[1]).abs().max() <= tolerance(model)
 
 
 @pytest.mark.parametrize("count", [17, 18, 31, 33])

@@ -18,7 +18,7 @@ from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.run.config import RunConfig
 from minirl.run.planning import possible_decode_groups
-from support import models
+from support import memory, models
 from support.families import PUBLISHED
 from support.memory import formula
 
@@ -32,23 +32,16 @@ GB = 1e9
 
 def make_workload(policy: ModelConfig, *, num_ranks: int, kl: bool = False, **changes: Any) -> Workload:
     """Of GRPO on GPUs of one node that decode together: 16 x 8 completions of 4,096 tokens, prompts of 300."""
-    work = Workload(
-        trained=(policy,),
-        frozen={"reference": policy} if kl and policy.adapters is None else {},
-        dtype=torch.bfloat16,
-        device_type="cuda",
-        num_ranks=num_ranks,
-        num_shards=num_ranks,
-        decode_group=num_ranks,
-        parks_frozen=True,
-        offloads_optimizer=False,
-        longest_prompt=300,
-        longest=4396,
-        requests=144,
-        update_tokens=128 // num_ranks * 4396,
-        enough_tokens=8192,
-    )
-    return dataclasses.replace(work, **changes)
+    on_node = {
+        "frozen": {"reference": policy} if kl and policy.adapters is None else {},
+        "dtype": torch.bfloat16,
+        "device_type": "cuda",
+        "decode_group": num_ranks,
+        "longest": 4396,
+        "requests": 144,
+        "update_tokens": 128 // num_ranks * 4396,
+    }
+    return memory.make_workload(policy, num_ranks=num_ranks, **on_node | changes)
 
 
 def planned(work: Workload, free: float) -> tuple[Sizes, str | None]:

@@ -27,7 +27,6 @@ from minirl.run.embedded_model import VOCABULARY, save_tokenizer
 from minirl.run.load_task import load_task
 
 GOOD = '{"prompt": "hello", "answer": 3}'
-MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "hello"}]
 
 
 def eval_rows(task):
@@ -47,48 +46,6 @@ def write(tmp_path):
     return write_file
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"prompt": "a" "b": 1}', "not JSON: .* at column 16"),
-        ("{'prompt': 'a'}", "not JSON: .* at column 2"),
-        ('{"prompt": "a"', "not JSON"),
-        ("prompt", "not JSON: .* at column 1"),
-        ('["a"]', r"expected an object, got \[\"a\"\]"),
-        ("3", "expected an object, got 3"),
-        ("null", "expected an object, got null"),
-        (
-            '{"question": "a", "answer": 1}',
-            r"no field 'prompt', only \['answer', 'question'\]; see --prompt-field",
-        ),
-        ("{}", "no field 'prompt'"),
-        ('{"prompt": null}', "field 'prompt' is 'None'"),
-        ('{"prompt": 7}', "field 'prompt' is '7'"),
-        ('{"prompt": ""}', "field 'prompt' is ''"),
-        (r'{"prompt": " \n\t"}', "field 'prompt' is "),
-        ('{"prompt": {"role": "user", "content": "a"}}', "field 'prompt'"),
-        ('{"prompt": []}', "field 'prompt'"),
-        ('{"prompt": ["a"]}', "field 'prompt'"),
-        ('{"prompt": [{"role": "user"}]}', "field 'prompt'.*messages with role and content"),
-        ('{"prompt": [{"role": "user", "content": null}]}', "field 'prompt'"),
-        ('{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}', "field 'prompt'"),
-    ],
-)
-def test_a_bad_line_is_refused_with_file_line_and_field(write, line, said):
-    """The first bad row stops the load, wherever it is, and the error leads there. Fault 15."""
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:3: {said}"):
-        read_rows(write([GOOD, "", line, GOOD]), "prompt")
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf", GOOD.encode() + b'\n{"prompt": "caf\xe9"}\n']
-)
-def test_a_file_without_rows_or_in_latin_1_is_refused_by_name(write, content):
-    """Empty, blank and BOM-only files too."""
-    with pytest.raises(ValueError, match=r"rows\.jsonl(: no rows|:2: not UTF-8)"):
-        read_rows(write(content), "prompt")
-
-
 def test_a_missing_file_is_refused_by_name(tmp_path):
     """A file that is not there, or is a folder."""
     for path in (tmp_path / "none.jsonl", tmp_path):
@@ -96,30 +53,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
             read_rows(str(path), "prompt")
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "na\u00efve \u65e5\u672c\u8a9e \U0001f600",
-        "line\u2028separator\u0085next",
-        "tab\tnew\nline\r",
-        " spaces kept ",
-        MESSAGES,
-    ],
-    ids=["unicode", "line_separators", "escapes", "spaces", "messages"],
-)
-@pytest.mark.parametrize("ensure_ascii", [True, False])
-def test_text_and_messages_arrive_as_they_were_written(write, prompt, ensure_ascii):
-    """BOM, CRLF, blank lines, a missing last newline and every character survive; empty messages too. Fault 19.
-
-    Places count every line of the file; the prompt is not a column.
-    """
-    line = json.dumps({"prompt": prompt, "answer": 3}, ensure_ascii=ensure_ascii).encode()
-    path = write(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line)
-    rows = list(read_rows(path, "prompt"))
-    assert rows == [Row(prompt, {"answer": 3}, f"{path}:{number}") for number in (1, 3)]
-
-
-# Numbers that both read, that only the flexible one reads, and that neither does.
+# What both read, what the flexible one reads alone, and what neither does.
 STRICT = {
     "#### 18": 18,
     "####18": 18,

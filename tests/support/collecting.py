@@ -1,6 +1,7 @@
 """Collectors over a tiny model, whose prompts and texts are letters."""
 
 import functools
+import math
 import random
 import tempfile
 from contextlib import contextmanager
@@ -193,11 +194,11 @@ def resumed(first: Collector, second: Collector) -> Collector:
 def collected(
     collector: Collector, num_steps: int, num_groups: int = 4, *, first_step: int = 0
 ) -> list[list[tuple]]:
-    """The rollouts and rewards of some steps."""
+    """The rollouts and rewards of some steps; a reward that does not apply is infinite, as NaN equals nothing."""
     steps = []
     for step in range(first_step, first_step + num_steps):
         groups = collector.collect(num_groups, weight_version=step)
-        rewards = groups.rewarded.rewards.tolist()
+        rewards = groups.rewarded.rewards.nan_to_num(math.inf).tolist()
         steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
         assert [r.rollout_id for r in all_branches(groups.rewarded.rollouts)] == [
             RolloutId(*ids)
@@ -213,15 +214,25 @@ def rollout_records(collector):
     return [record for group in collector.records() for record in group["rollouts"]]
 
 
-def assert_resumes(make, make_again=None, *, num_groups: int = 2) -> list[list[tuple]]:
-    """Four steps of a collector, which those of two are that stop after the first and go on. Returns the four.
+def assert_pauses_change_nothing(
+    make, make_again=None, make_whole=None, *, budget=6
+) -> dict[RolloutId, tuple]:
+    """Rollouts that pause between rounds, also over a checkpoint, are those of one whole step. Returns them.
 
-    make_again: makes the one that goes on from the checkpoint, if it is another one.
+    make: makes a collector with further options. make_again: the one that goes on from the checkpoint, if it is another
+    one; make_whole: that of the whole step.
     """
-    expected = collected(make(), 4, num_groups)
-    first = make()
-    assert collected(first, 1, num_groups) == expected[:1]
-    assert first.records(), "nothing is in flight"
-    second = resumed(first, (make_again or make)())
-    assert collected(second, 3, num_groups, first_step=1) == expected[1:]
-    return expected
+    pausing = {"round_tokens": budget, "max_staleness": 3}
+    expected = collected(make(**pausing), 3, 2)
+    found = {row[0]: row for step in expected for row in step}
+    num_groups = 1 + max(rollout_id.prompt_ordinal for rollout_id in found)
+    (whole,) = collected((make_whole or make)(), 1, num_groups)
+    assert found == {row[0]: row for row in whole if row[0] in found}
+    first = make(**pausing)
+    assert collected(first, 1, 2) == expected[:1]
+    ids = [record["id"] for record in rollout_records(first)]
+    assert ids, "nothing is in flight"
+    assert ids == sorted(ids), "the order of replies is in the checkpoint"
+    second = resumed(first, (make_again or make)(**pausing))
+    assert collected(second, 2, 2, first_step=1) == expected[1:]
+    return found

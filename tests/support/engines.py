@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
+from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.training.scoring import score
 from support.models import RAW_CONFIG
 
 CPU = torch.device("cpu")
@@ -121,3 +124,17 @@ def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0)
     """`Engine.generate`, but a run that makes no progress fails instead of hanging."""
     engine.submit(requests, weight_version=weight_version)
     return finish(engine, len(requests))
+
+
+def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
+    """The states [T, D] of sequences that are packed end to end."""
+    layout = PackedLayout(tuple(map(len, sequences)), CPU)
+    return model(torch.cat(sequences), layout.positions, layout)
+
+
+def scores_of(model: Transformer, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+    """The scoring path's logprobs of rollouts that are packed end to end."""
+    layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
+    tokens, select = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "loss_mask"))
+    kept = KeptIds.join([r.kept for r in rollouts])
+    return score(model, tokens, layout, select=select, temperature=temperature, kept=kept)[0]

@@ -1,13 +1,18 @@
 """How many bytes of tensors a piece of code has at once, and how many docs/memory.md says."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+
+from minirl.model.config import ModelConfig
+from minirl.plan.workload import Workload
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "memory.md").read_text()
 
@@ -52,3 +57,23 @@ def saved_bytes(model: nn.Module, function: Callable[[], Any]) -> int:
     own = [tensor for storage, tensor in saved.items() if storage not in parameters]
     del result
     return sum(tensor.untyped_storage().nbytes() for tensor in own)
+
+
+def make_workload(config: ModelConfig, **changes: Any) -> Workload:
+    """Of GRPO on the CPU in fp32, with a reference model."""
+    work = Workload(
+        trained=(config,),
+        frozen={"reference": config},
+        dtype=torch.float32,
+        device_type="cpu",
+        num_ranks=1,
+        num_shards=changes.get("num_ranks", 1),
+        parks_frozen=True,
+        offloads_optimizer=False,
+        longest_prompt=300,
+        longest=812,
+        requests=128,
+        update_tokens=128 * 812,
+        enough_tokens=8192,
+    )
+    return dataclasses.replace(work, **changes)

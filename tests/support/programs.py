@@ -5,8 +5,6 @@ AT_A_URL = """
 import asyncio, json, random, sys, time, urllib.error, urllib.request
 from minirl.agents.endpoint import run_program, serve
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
 def post(url, fields, path="chat/completions"):
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     try:
@@ -74,14 +72,6 @@ def by_completion(url, episode):
         assert choice["logprobs"]["token_logprobs"] == episode.turns[-1].logprobs
         assert answer["usage"]["prompt_tokens"] == len(ids)
         ids = [*ids, *choice["token_ids"], 7, 8 + number]
-
-@serve
-def with_tools(url, episode):
-    fields = {"messages": first_messages(episode), "tools": [TOOL], "max_tokens": 5}
-    answer = post(url, fields)["choices"][0]["message"]
-    said = [*first_messages(episode), answer]
-    post(url, {**fields, "messages": [*said, user("go on")], "tool_choice": "none"})
-    post(url, {"messages": [*said, user("so")], "max_tokens": 5})
 
 @serve
 async def two_at_a_time(url, episode):

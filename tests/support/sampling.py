@@ -1,0 +1,48 @@
+"""Rows to sample tokens of, and the rules by which their distributions are truncated."""
+
+import torch
+from torch import Tensor
+
+from minirl.generation.sampling import request_key, sample
+from minirl.truncation import Truncation
+
+GRID = [Truncation(k, p, m) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0) for m in (0.0, 0.1)]
+# For `sampling_rows`: each row has its own rule, the first none.
+RULES = [Truncation(), *GRID[1:]]
+
+
+def keys_of(count: int, *, seed: int = 0) -> Tensor:
+    return torch.tensor(
+        [request_key(seed, purpose="train", prompt_ordinal=i, sample=0) for i in range(count)]
+    )
+
+
+def columns(truncations: list[Truncation]) -> tuple[Tensor, ...]:
+    """The argument of `sample` for these requests."""
+    top_k, top_p, min_p = zip(*truncations, strict=True)
+    doubles = (torch.tensor(column, dtype=torch.float64) for column in (top_p, min_p))
+    return torch.tensor(top_k), *doubles
+
+
+def sampling_rows(dtype: torch.dtype) -> dict[str, Tensor]:
+    """24 rows of mixed temperatures, four of them greedy."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "hidden": torch.randn(24, 64, generator=generator).to(dtype),
+        "keys": keys_of(24),
+        "positions": torch.randint(0, 1000, (24,), generator=generator),
+        "temperature": torch.tensor([1.0, 0.7, 0.0, 1.3, 0.25, 1.0] * 4),
+    }
+
+
+def random_head(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4)).div(4).to(dtype)
+
+
+def sample_rows(
+    rows: dict[str, Tensor], head: Tensor, rules: list[Truncation], chosen: Tensor, **options: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample the chosen rows; without rules as where no request has any."""
+    part = {name: x[chosen] for name, x in rows.items()}
+    truncation = columns([rules[i] for i in chosen]) if rules else ()
+    return sample(head=head, **part, truncation=truncation, **options)
