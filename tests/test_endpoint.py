@@ -621,7 +621,7 @@ def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode
         # The stop string and the rest of its token are left out.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
         ({"top_k": 9, "top_p": 0.7, "min_p": 0.05}, {}, {"content": "yes"}, "stop"),
-        # A program that wants no calls gets what was written as text.
+        # A program that wants no calls gets the text of a call.
         ({"tool_choice": "none"}, {"text": "<c>", "tool_calls": [CALL]}, {"content": "<c>"}, "stop"),
         # Nobody can read it.
         ({}, {"message": None, "finish_reason": "length"}, {"content": "yes"}, "length"),

@@ -121,7 +121,7 @@ def leaves_it_at_two(episode: Episode):
     ],
 )
 def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else(function, limit, ends):
-    """It cuts the turn in which it is reached, and is the reason also where the function ends by itself then."""
+    """It cuts the turn that reaches it, and is the finish reason even if the function then returns."""
     for rollout in rollouts_of(function, limits=EpisodeLimits(max_sampled_tokens=limit)):
         assert (num_sampled(rollout), rollout.finish_reason) == ends
         assert len(rollout.completion) > num_sampled(rollout)

@@ -25,7 +25,7 @@ PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 class ForkConfig(train_grpo.Config):
     """Fork"""
 
-    bonus: float = 1.0  # an addition of this fork
+    bonus: float = 1.0  # what this fork adds
     lr: float | None = 0.5  # a shared flag with another default
     penalty: float = 0.0
     """a comment

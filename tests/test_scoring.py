@@ -140,7 +140,7 @@ ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.15}
     ids=str,
 )
 def test_results_and_gradients_equal_the_head_position_by_position(dtype, options, monkeypatch):
-    """Token t is of the state at t - 1, in several sequences, the first completion token too; scores are of the last.
+    """Token t belongs to the state at t - 1, in several sequences, the first completion token too; scores to the last.
 
     Logprobs, entropies, values and scores, and the gradients of every parameter. Both heads, the softmax and the
     results are fp32 where weights are narrower. Pitfalls 1 and 13.

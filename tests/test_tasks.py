@@ -53,7 +53,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
             read_rows(str(path), "prompt")
 
 
-# What both read, what the flexible one reads alone, and what neither does.
+# Numbers that both read, that only the flexible one reads, and that neither does.
 STRICT = {
     "#### 18": 18,
     "####18": 18,
