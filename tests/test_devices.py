@@ -65,7 +65,7 @@ ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
     ("attention", "adapters", "has_fla"),
     [
         ("mixed", None, False),
-        ("mixed", ADAPTERS, False),
+        slow("mixed", ADAPTERS, False),
         slow("states", None, False),
         slow("states", None, True),
     ],
@@ -114,7 +114,7 @@ OBJECTIVES = {
         (OBJECTIVES["sequence"], None, None),
         (OBJECTIVES["token"], ADAPTERS, None),
         slow(OBJECTIVES["token"], None, False),
-        (OBJECTIVES["token"], None, True),
+        slow(OBJECTIVES["token"], None, True),
     ],
     ids=["token", "sequence", "adapters", "states", "fla"],
 )
@@ -221,7 +221,7 @@ def updated_on_a_device(
 
 
 @pytest.mark.parametrize("gather_bytes", [32 * 2**20, 2000], ids=["at once", "in pieces"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pool", [slow("one_rank"), "two_ranks"])
 def test_masters_in_host_memory_are_updated_there_and_copied_to_the_weights_of_the_device(
     request, tmp_path, pool, dtype, gather_bytes

@@ -232,7 +232,9 @@ def test_results_and_gradients_of_the_head_have_the_error_of_their_dtype(dtype, 
 
 
 @pytest.mark.parametrize("rules", [[], GRID], ids=["whole", "truncated"])
-@pytest.mark.parametrize(("vocab", "tile"), [(37, 2048), (37, 16), (700, 512), (2049, 2048), (4500, 2048)])
+@pytest.mark.parametrize(
+    ("vocab", "tile"), [(37, 2048), (37, 16), (700, 512), slow(2049, 2048), slow(4500, 2048)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype, rules):

@@ -131,9 +131,9 @@ def all_of(rollout):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_running_requests": 3},
+        slow({"max_running_requests": 3}),
         {"cache_tokens": 600},
-        {"async_decoding": True},
+        slow({"async_decoding": True}),
         {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
     ],
     ids=str,
@@ -226,7 +226,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [name if name == "asked" else slow(name) for name in CASES])
+@pytest.mark.parametrize("case", [name if name == "partial" else slow(name) for name in CASES])
 def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bits(
     two_ranks, runs, tmp_path, case
 ):
