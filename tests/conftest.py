@@ -29,7 +29,7 @@ def data_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[RankPool]:
-    """A process group of one, in a process of its own."""
+    """A process group of one, in a separate process."""
     pool = RankPool(1)
     yield pool
     pool.stop()

@@ -79,7 +79,7 @@ def on_two_ranks(two_ranks, calling) -> Path:
 
 
 def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
-    """Completions of one turn and of more; the gap is 0 in every step; what is appended is no part of the loss."""
+    """Completions of one turn and of more; the gap is 0 in every step; appended tokens are not in the loss."""
     rollouts = [line for step in (1, 2, 3) for line in read_rollouts(on_two_ranks, step)]
     answered = [line for line in rollouts if "</calc>" in line["completion"][:-7]]
     assert 0 < len(answered) < len(rollouts)

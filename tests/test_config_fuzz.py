@@ -1,4 +1,4 @@
-"""config.json with one or two changes: it is refused by name, or means what it means in transformers."""
+"""config.json with one or two changes: it is refused by name, or means the same as in transformers."""
 
 import functools
 import itertools
@@ -156,7 +156,7 @@ def outputs_there(folder, scalar_head, num_tokens):
 
 
 def verdict(folder, raw, changes):
-    """What becomes of the folder: "refused", "equal" to transformers, "unchanged" or what is wrong.
+    """The fate of the folder: "refused", "equal" to transformers, "unchanged" or an error.
 
     Where transformers refuses it for one of the changes, that change may have no part in the model
     (`use_cache: 0.5`): then it is the model without it.

@@ -34,7 +34,7 @@ def few(completion_ids):
     return [None if len(ids) % 2 else -float(len(ids)) for ids in completion_ids]
 """
 
-# What an agent in another language does.
+# An agent as in another language.
 PROGRAM = """
 import json, os, sys, urllib.request
 body = {"model": "any", "messages": [{"role": "user", "content": sys.stdin.read()}]}
@@ -155,7 +155,7 @@ def block_with(text, page):
 
 
 def names_of(text, page, **names):
-    """What the block of a page with this text defines, given these names."""
+    """The names that the page's block with this text defines, given these names."""
     exec(block_with(text, page), names)
     return names
 
@@ -219,7 +219,7 @@ def test_a_reward_of_groups_on_a_page_runs():
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(line, name, before)`: the block of a page with this line, behind what it leaves out, in its processes."""
+    """`load(line, name, before)`: the page's block with this line, after `before`, in its processes."""
 
     def load_block(line, name, before="", kind="rollout"):
         (tmp_path / "mine.py").write_text(
@@ -242,7 +242,7 @@ def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):
     [("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
 )
 def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path, line, name, package):
-    """The program is one of Python in place of node, put in its place by a path."""
+    """The program is Python's instead of node's, which the path finds first."""
     pytest.importorskip(package)
     program = tmp_path / "node"
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")

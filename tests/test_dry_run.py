@@ -51,7 +51,7 @@ def flags(tmp_path):
 
 
 def dry_run(module, **fields):
-    """What the script prints, and its exit code."""
+    """The script's output and exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(module.Config(**fields))
     return printed.getvalue(), code

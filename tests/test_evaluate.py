@@ -50,14 +50,14 @@ def slow(prompts, completions, answer):
 
 
 def refused(*flags):
-    """What the command line is refused with, before anything is loaded."""
+    """The refusal of a command line, before anything is loaded."""
     with pytest.raises(InputError) as error:
         main(parse(Config, description="", arguments=words(flags), groups=EVALUATION_FLAGS))
     return str(error.value)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
-    """By enumeration of all subsets of k samples; and for numbers of samples whose binomials are no floats."""
+    """By enumeration of all subsets of k samples; and for numbers of samples whose binomials exceed floats."""
     assert [pass_at_k(8, 2, k) for k in (1, 2, 4)] == pytest.approx([0.25, 0.464286, 0.785714], abs=1e-6)
     for n in range(1, 8):
         for c, k in itertools.product(range(n + 1), range(1, n + 1)):
@@ -350,7 +350,7 @@ def test_an_evaluation_needs_the_weights_once_and_room_for_the_reward_model_besi
     assert sum(always_bytes(work).values()) < 16e9
     trained = dataclasses.replace(work, trains=True)
     assert too_large(trained, choose_sizes(trained, 80e9, given), 80e9)
-    # What an evaluation advises, it has flags for.
+    # An evaluation has flags for its advice.
     shown = {flag_of(name) for group in EVALUATION_FLAGS for name in group.__dataclass_fields__}
     for free in (10e9, 17.5e9, 20e9):
         sizes = choose_sizes(work, free, given)

@@ -58,7 +58,7 @@ def test_row_32_weights_that_are_not_finite_are_named(folder, value):
 
 @pytest.mark.parametrize("length", [0, 7, 1000, -1])
 def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
-    """Whether in the header or in the data."""
+    """In the header or in the data."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(
@@ -284,7 +284,7 @@ def quick_toy(monkeypatch):
 
 
 def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch, tmp_path):
-    """Killed when all is written but its name: the next run makes it anew."""
+    """Killed when everything but its name is written: the next run makes it again."""
     if (pid := os.fork()) == 0:
         monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         embedded_model.embedded_model_folder(tmp_path)
@@ -321,7 +321,7 @@ def test_row_49_an_embedded_model_that_is_damaged_is_refused(quick_toy, tmp_path
 
 
 def test_row_50_two_first_runs_at_once_make_one_embedded_model(quick_toy, monkeypatch, tmp_path):
-    """The one that is late takes the other's, and leaves nothing behind."""
+    """The late one takes the other's folder, and leaves no files."""
     other = embedded_model.warm_start
 
     def while_another_is_made(task):

@@ -110,7 +110,7 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path, body, last_s
 
 @pytest.mark.parametrize("killed", [slow(0), 1])
 def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_ever(tmp_path, killed):
-    """Without torchrun, and whether it would have kept the store or not: the other says in a minute what is missing."""
+    """Without torchrun, and whether or not it would have kept the store: the other reports within a minute."""
     assert process_group.GONE_S < watchdog.START_S < 60
     codes = [1, 1]
     codes[killed] = -signal.SIGKILL
@@ -340,7 +340,7 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
 
 
 def test_row_31_the_metric_that_is_not_finite_is_named():
-    """A loss, ratio or logprob; what is not of the update may be anything."""
+    """A loss, ratio or logprob; numbers outside of the update may be anything."""
     metrics = StepMetrics(4)
     metrics.add("importance/max", float("inf"))
     metrics.add_total("policy/loss", 1.0)
@@ -469,7 +469,7 @@ def test_on_cuda_freed_memory_can_be_joined_unless_the_user_set_it_and_bf16_sums
 ):
     """The allocator's settings are there before CUDA starts, which reads them; and a device is set up."""
     for name in process_group.ALLOCATOR_SETTINGS:
-        monkeypatch.setenv(name, "")  # what is set below is taken back
+        monkeypatch.setenv(name, "")  # undoes the settings below
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Faults of what is sampled and rewarded: steps without a signal stay finite, change nothing, and say what to do."""
+"""Faults of samples and rewards: steps without a signal stay finite, change nothing, and advise."""
 
 import contextlib
 from pathlib import Path

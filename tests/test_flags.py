@@ -106,7 +106,7 @@ def test_a_config_may_have_the_name_and_title_of_the_one_that_it_extends(capsys)
 
 
 def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
-    """However it is spelt, unless a fork has it; each leads to a flag that there is."""
+    """However it is spelt, unless a fork has it; each leads to an existing flag."""
     own = {flag_of(name) for name in train_grpo.Config.__dataclass_fields__}
     for name, hint in OTHER_NAMES.items():
         assert set(re.findall(r"--[a-z-]+", hint)) <= own
@@ -119,7 +119,7 @@ def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
 
 
 def test_the_reader_of_help_may_go(monkeypatch):
-    """As `head` does: no traceback."""
+    """A reader like `head`: no traceback."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     stdout = os.fdopen(write_end, "w", buffering=1)

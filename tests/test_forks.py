@@ -1,4 +1,4 @@
-"""Forks of train_grpo.py of at most ten changed lines: what is asked for most is a small change of the script."""
+"""Forks of train_grpo.py of at most ten changed lines: the commonest wishes are small changes of the script."""
 
 import re
 

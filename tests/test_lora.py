@@ -132,7 +132,7 @@ def train_one_update(rank, folder, options):
         assert is_shared == (name not in value.masters), name
     masters = model.full_masters()
     assert all(torch.equal(masters[name], after[name]) for name in masters)
-    # What a checkpoint's thread writes does not change with the next update.
+    # The next update does not change the tensors that a checkpoint's thread writes.
     model.masters["model.layers.0.mlp.up_proj.lora_A"].detach().to_local().fill_(7.0)
     assert all(torch.equal(masters[name], after[name]) for name in masters)
     return before, after

@@ -73,7 +73,7 @@ def assert_equal_gradients(model, got, oracle, expected):
     for key, param in named_parameters(model).items():
         bound = 1e-4 * oracle_params[key].grad.norm()
         if key.endswith("k_proj.bias") and not model.config.qk_norm:
-            # The softmax does not see a constant shift of the keys but for rope: a small sum of large terms.
+            # Without rope the softmax would not see a constant shift of the keys: a small sum of large terms.
             bound += 1e-3
         assert (param.grad - oracle_params[key].grad).norm() <= bound, key
 

@@ -174,7 +174,7 @@ CASES = {
 
 
 def grpo_gradients(rank, max_tokens, folder, dtype, case, options):
-    """Full gradients of one GRPO minibatch, by the script's own functions. options: of the `ShardedModel`."""
+    """Full gradients of one GRPO minibatch, by the script's own functions. options: for `ShardedModel`."""
     config = case.config
     model = sharded(folder, dtype, **options)
     table, batch, microbatches = shared_out(rank, max_tokens, case)
@@ -600,10 +600,10 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folder, name
 
 
 def waiting_for_a_late_rank(rank, folder, shard_gradients):
-    """What a rank spends a training step on; rank 1 comes late to the sum of gradients and to an exchange."""
+    """A rank's time account of a training step; rank 1 comes late to the sum of gradients and to an exchange."""
     model = sharded(folder, shard_gradients=shard_gradients)
     optimizer = adamw(model)
-    model.backward(loss_of_one_sequence(model), is_last=True)  # what a first time takes
+    model.backward(loss_of_one_sequence(model), is_last=True)  # the cost of a first time
     account = time_account.this_process
     account.begin()
     account.switch("update")
@@ -779,7 +779,7 @@ def exchanged(rank):
 def test_exchange_brings_rollouts_whole_to_their_ranks_in_order(two_ranks):
     """Whoever made a rollout and in whatever order, its rank gets all its streams, a fork's own too. Pitfall 53.
 
-    Rollouts of no rank are left behind.
+    Rollouts assigned to no rank are left out.
     """
     rollouts = make_rollouts(5, 2)
     first, second = two_ranks.run(exchanged)

@@ -35,7 +35,7 @@ CASES = {
 }
 RUN = '    run = Run(setup, {"policy": (policy, optimizer)}, collector'
 REPORT = '        metrics.begin("report")  # before'
-# What a fork changes in train_grpo.py: a keyword of `Run`, and lines before the report.
+# A fork's changes in train_grpo.py: a keyword of `Run`, and lines before the report.
 FORKS = {
     "replay": {
         RUN: f"{RUN}, records={{'replay': []}}",
@@ -80,7 +80,7 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
 def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks, splits):
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
-    Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
+    Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is dropped.
     Faults 1 and 40. Pitfalls 57 and 61.
     """
     pool = request.getfixturevalue(POOLS[num_ranks])
@@ -179,7 +179,7 @@ def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks,
 
 @pytest.mark.parametrize("name", [slow("replay"), "curriculum"])
 def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
-    """Both ways: nothing that was saved is dropped, and nothing begins anew, unless --resume force says so."""
+    """Both ways: no saved value is dropped, and none starts over, unless --resume force says so."""
     fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
     flags = f"{COMMON} --run-name {name}-new"
     run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 1", runs=runs)

@@ -88,7 +88,7 @@ def ordinals(steps):
 
 
 def here(episode):
-    """What the function in the file does, at once."""
+    """The same as the function in the file, at once."""
     yield episode.generate(max_tokens=3)
     yield episode.generate(after="ab", max_tokens=3)
 

@@ -1,4 +1,4 @@
-"""What stands around the loop: folders, what a run keeps of its inputs, held-out files, rewards that do not apply."""
+"""Everything around the loop: folders, copies of a run's inputs, held-out files, rewards that do not apply."""
 
 import gc
 import json
@@ -52,7 +52,7 @@ def test_no_collection_looks_again_through_what_is_there_before_the_first_step()
         gc.unfreeze()
 
 
-# Runs a script, and names what it has loaded of the library when it ends (by `os._exit`).
+# Runs a script, and lists the library's loaded modules when it ends (by `os._exit`).
 NAMING = """
 import os, runpy, sys
 exit_now = os._exit
@@ -211,7 +211,7 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
 
 
 def test_the_script_is_kept_and_a_later_version_beside_it(tmp_path, monkeypatch):
-    """The first copy is never overwritten; the same version is not kept twice; a name that is no script is none."""
+    """The first copy is never overwritten; the same version is not kept twice; other names do not count as scripts."""
     script = tmp_path / "my_grpo.py"
     folder = tmp_path / "run"
     folder.mkdir()
@@ -227,7 +227,7 @@ def test_the_script_is_kept_and_a_later_version_beside_it(tmp_path, monkeypatch)
 
 
 def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
-    """Script, data and reward files; not one that is new or gone, and nothing where there is no earlier start."""
+    """Script, data and reward files; not a new or missing one, and nothing at the first start."""
     files = {name: tmp_path / name for name in ("my.py", "train.jsonl", "held.jsonl", "reward.py")}
     for path in files.values():
         path.write_text("before")

@@ -1,4 +1,4 @@
-"""The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
+"""The scripts as users run them: torchrun on two ranks, forks, real input, and a run's files."""
 
 import json
 import random
@@ -196,7 +196,7 @@ def replies(episode):
 def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     one_rank, runs, tmp_path, flag, function
 ):
-    """A run that goes on begins its account after what it loads."""
+    """A resumed run begins its account after loading."""
     (tmp_path / "mine.py").write_text(SLOW)
     flags = f"{flag} {tmp_path}/mine.py:{function} --run-name slow-{function}"
     flags += " --eval-rows 4 --prompts-per-step 4 --save-every 1"

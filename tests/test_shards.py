@@ -256,7 +256,7 @@ def test_followers_do_as_a_leader_whose_replies_come_at_any_time(two_ranks):
 
 
 def with_a_wrong_follower(rank):
-    """What the follower says whose random numbers are others."""
+    """The error of a follower with other random numbers."""
     model = sliced(cached_model("full", torch.float32), Slices(rank, 2, WORLD))
     options = {"max_running_requests": 4, "cache_tokens": 512, "dtype": torch.float32, "device": CPU}
     engine = GroupEngine(model, group=new_groups(2), make_stop_test=Endings, **options)

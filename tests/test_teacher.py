@@ -188,7 +188,7 @@ def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits)
 
 
 def test_no_logits_of_all_tokens_exist():
-    """Four tiles at most beside what is returned: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
+    """At most four tiles besides the results: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
     states, head = torch.randn(1024, 8).requires_grad_(), torch.randn(4096, 8).requires_grad_()
     others = states.detach().clone(), head.detach().clone()
     tile_logits = 1024 * 64

@@ -1,4 +1,4 @@
-"""Truncated sampling: the logprob is of the distribution that was sampled from, in the engine and in training."""
+"""Truncated sampling: the logprob comes from the sampled distribution, in the engine and in training."""
 
 import dataclasses
 import itertools

@@ -30,7 +30,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(rank, *args)` on every rank at once; its results in rank order. Raises what a rank raised."""
+        """`function(rank, *args)` on every rank at once; its results in rank order. Raises a rank's error."""
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = []

@@ -1,4 +1,4 @@
-"""What a resumed run must give again, and runs as a kill leaves them."""
+"""The results that a resumed run must repeat, and runs as a kill leaves them."""
 
 import hashlib
 import json

@@ -65,7 +65,7 @@ def branching_fork(folder: Path, script: str) -> Path:
 
 
 def changed_fork(folder: Path, name: str, *changes: dict[str, str], most: int = 10) -> str:
-    """A copy of train_grpo.py with these lines in place of others; at most this many are new and not blank."""
+    """A copy of train_grpo.py with these lines replaced; at most this many are new and not blank."""
     original = (ROOT / "train_grpo.py").read_text()
     changed = original
     for old, new in itertools.chain(*(change.items() for change in changes)):
@@ -122,7 +122,7 @@ def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
 
 
 def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) -> str:
-    """Run a script to its end as users start it, on two ranks on one node or one on each; what the first printed."""
+    """Run a script to its end as users start it, on two ranks on one node or one on each; returns one's output."""
     meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
     commands = [
         torchrun(
@@ -225,7 +225,7 @@ def _run_main(
 
 
 def evaluated(pool: RankPool, *flags: str, runs: Path, **variables: str) -> dict[str, Any]:
-    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: of the environment."""
+    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: environment variables."""
     first, *others = pool.run(_evaluate, str(runs), flags, variables)
     assert not any(others), "only rank 0 prints"
     return json.loads(first)
@@ -280,5 +280,5 @@ def read_rollouts(folder: Path, step: int) -> list[dict]:
 
 
 def untimed(line: dict) -> dict:
-    """The numbers of a step that a second run must give again: all but seconds and what is computed from them."""
+    """The numbers of a step that a second run must repeat: all but seconds and numbers computed from them."""
     return {k: v for k, v in line.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}
