@@ -291,7 +291,7 @@ JSONL = "--data of --task jsonl"
     ],
 )
 def test_a_flag_that_has_no_effect_is_refused(monkeypatch, flags, needed, cure):
-    """With what it needs it is taken: on two ranks, for --shard-over and the like. Fault 43."""
+    """With the flags that it needs it is accepted: on two ranks, for --shard-over and the like. Fault 43."""
     flag, _ = flags.split(maxsplit=1)
     with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(needed)}$"):
         train_grpo.check(read_config(train_grpo, [flags]))

@@ -220,7 +220,7 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     ],
 )
 def test_every_preset_runs_and_sets_what_it_says(request, runs, name, pool):
-    """Two steps; the run's flags are the preset's, but for the one that was given."""
+    """Two steps; the run's flags are the preset's, except the one that was given."""
     flags = f"--algorithm {name} --num-steps 2 --eval-rows 4 --prompts-per-step 4 --clip-low 0.1"
     folder = trained(request.getfixturevalue(pool), runs / f"{name}-{pool}", "train_grpo.py", flags)
     args = json.loads((folder / "args.json").read_text())
@@ -354,7 +354,7 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
 
 
 def train_reward_model(pool: RankPool, folder: Path) -> Path:
-    """A tiny reward model that prefers completions with more threes, with a vocabulary of its own; its checkpoint."""
+    """A tiny reward model that prefers completions with more threes, with its own vocabulary; its checkpoint."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     model = make_folder(folder / "small", RECIPE["config"] | sizes)
     save_tokenizer(model)

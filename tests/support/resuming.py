@@ -10,7 +10,7 @@ from support.scripts import read_metrics, run_in_pool, untimed
 
 
 def digests(folder: Path, *, has_workers: bool = False) -> dict[str, str]:
-    """Of all that must be equal: tensor files, state, what the script remembers, rollouts, numbers that are no time.
+    """Digests of all that must be equal: tensor files, state, the script's memory, rollouts, numbers except times.
 
     has_workers: how full decode steps are depends on when the workers reply.
     """
