@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def tied(tmp_path):
-    """A tiny tied model, to be spoilt."""
+    """A tied one."""
     return make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
 
 
@@ -68,7 +68,7 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
 
 
 def write_index(folder, weight_map):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_row_33_an_index_that_promises_a_head_that_is_not_there_is_named(tied):
@@ -100,38 +100,45 @@ def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tied, cha
         load(tied)
 
 
+INDEX = "model.safetensors.index.json"
+NOT_IN_THE_FOLDER = [
+    1,
+    "../x",
+    "..",
+    "/etc/x",
+    "\ud800.safetensors",
+]  # half a surrogate pair, as JSON can hold it
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("file", "content", "message"),
     [
-        ("{", r"config\.json: not JSON: .* line 1, column 2"),
-        ("[1]", r"config\.json: expected a JSON object, got \[1\]"),
-        ("[" * 100_000, r"config\.json: cannot be read"),
-        ('{"vocab_size": 5, "vocab_size": 6}', "cannot be read: key 'vocab_size' is there twice"),
+        ("config.json", "{", "not JSON: .* line 1, column 2"),
+        ("config.json", "[1]", r"expected a JSON object, got \[1\]"),
+        ("config.json", "[" * 100_000, "cannot be read"),
+        (
+            "config.json",
+            '{"vocab_size": 5, "vocab_size": 6}',
+            "cannot be read: key 'vocab_size' is there twice",
+        ),
+        (INDEX, "no", "not JSON"),
+        (INDEX, "{}", "has no weight_map"),
+        *(
+            (
+                INDEX,
+                json.dumps({"weight_map": {"a": name}}),
+                re.escape(f"weight_map names {name!r}; expected a file"),
+            )
+            for name in NOT_IN_THE_FOLDER
+        ),
     ],
 )
-def test_row_33_a_config_that_cannot_be_read_is_named_with_its_fault(folder, content, message):
-    """No traceback."""
-    (folder / "config.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        load(folder)
-
-
-@pytest.mark.parametrize("file", [1, "../x", "..", "/etc/x", "\ud800.safetensors"])
-def test_row_33_an_index_that_names_what_is_no_file_of_the_folder_is_refused(folder, file):
-    """No other file is opened; half a surrogate pair cannot be a name, though JSON can hold it."""
-    (folder / "model.safetensors").unlink()
-    write_index(folder, {"a": file})
-    with pytest.raises(
-        InputError, match=re.escape(f"weight_map names {file!r}; expected a file in the same")
-    ):
-        load(folder)
-
-
-@pytest.mark.parametrize(("content", "message"), [("no", "not JSON"), ("{}", "has no weight_map")])
-def test_row_33_an_index_that_cannot_be_used_is_named_with_its_fault(folder, content, message):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(InputError, match=rf"index\.json: {message}"):
+def test_row_33_a_file_that_cannot_be_used_is_named_with_its_fault(folder, file, content, message):
+    """No traceback, and no file outside of the folder is opened."""
+    if file == INDEX:
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_text(content)
+    with pytest.raises(InputError, match=f"{file}: {message}"):
         load(folder)
 
 

@@ -21,6 +21,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, is_fake: bool = False):
+        self.num_ranks = world_size
         rendezvous = tempfile.mkdtemp()
         self._pipes, self._processes = [], []
         for rank in range(1 if is_fake else world_size):
