@@ -176,7 +176,7 @@ def test_head_gradients_equal_autograd_through_full_logits(
 ):
     """Values and gradients are the full head's, for any chunk and tile, border and last rest.
 
-    Where truncation keeps 1 to 10 tokens of a row, or all of the last row, they are of a softmax over these.
+    Where truncation keeps 1 to 10 tokens of a row, or all of the last row, a softmax over these gives them.
     Pitfalls 12 and 41.
     """
     if function is FusedLogprobs:
