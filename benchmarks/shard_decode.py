@@ -5,7 +5,7 @@
 
 A kernel takes its launch, or its bytes or flops if they take longer. A gather takes `--gather-us` and its bytes. The
 second table has the steps of `rounds.py`, each engine on a group of ranks. Not in either: what is not in `rounds.py`,
-and the gathers of training, which hide behind its products. No GPU has checked them.
+and the gathers of training, which overlap with its products. No GPU has checked them.
 """
 
 import argparse

@@ -34,7 +34,7 @@ from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
 
 @pytest.fixture
 def device(monkeypatch):
-    """Without Triton's kernels, which have tests of their own (test_fused, test_paged): their twins in torch run."""
+    """Without Triton's kernels, which other files test (test_fused, test_paged): their twins in torch run."""
     monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
     rope_table.cache_clear()
     with PretendedCuda():
@@ -72,7 +72,7 @@ ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
     ids=["", "adapters", "states", "fla"],
 )
 def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
-    """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
+    """Asynchronously, in the graphs' buffers, with a plain kernel instead of the decode kernel."""
     monkeypatch.setattr(paged_attention, "decode", plain_decode)
     model = make_model(attention, torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]

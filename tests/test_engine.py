@@ -59,7 +59,7 @@ def on_every_model(name: str, *, fast: Sequence[Any], dear: Sequence[Any], elsew
 
 @functools.cache
 def expected_rollouts(attention: str, dtype: torch.dtype) -> list[Rollout]:
-    """What an engine with room for all gives for `mixed_requests`."""
+    """The rollouts of `mixed_requests` from an engine with room for all."""
     rollouts = make_engine(cached_model(attention, dtype)).generate(mixed_requests())
     assert len({len(r.completion) for r in rollouts}) > 8, "lengths do not vary"
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
@@ -102,7 +102,7 @@ def assert_same(
 @for_every_model
 @pytest.mark.parametrize("temperature", [0.7, slow(1.0)])
 def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype, temperature):
-    """What the engine recorded, training recomputes bit for bit, at any temperature and prompt. Pitfalls 4 and 38."""
+    """Training recomputes the engine's logprobs bit for bit, at any temperature and prompt. Pitfalls 4 and 38."""
     model = cached_model(attention, dtype)
     requests = [replace(request, temperature=temperature) for request in mixed_requests()]
     rollouts = make_engine(model).generate(requests)
@@ -222,7 +222,7 @@ def test_rollouts_do_not_depend_on_the_order_and_moment_of_submission(cache_toke
     elsewhere=[(True, False, 384)],
 )
 def test_aborted_rollouts_go_on_as_if_nothing_had_happened(attention, dtype, how):
-    """Again and again, on one of two engines at equal weights: what was launched and not read is sampled again, and
+    """Again and again, on one of two engines at equal weights: launched but unread tokens are sampled again, and
     each token carries the version of the phase that sampled it. Pitfall 40."""
     model = cached_model(attention, dtype)
     late, cuda_graphs, cache_tokens = how
@@ -304,7 +304,7 @@ def test_a_padded_step_counts_its_padding():
 @for_every_model
 @pytest.mark.parametrize("length", [slow(5), slow(128), 300])
 def test_a_group_prefills_its_prompt_once_and_its_members_equal_separate_requests(attention, dtype, length):
-    """Forks of one prefilled prompt, over several blocks or exactly at a border, equal prefills of their own."""
+    """Forks of one prefilled prompt, over several blocks or exactly at a border, equal separate prefills."""
     model = cached_model(attention, dtype)
     group = [make_request(make_prompt(length), number=1, member=i, max_new_tokens=12) for i in range(3)]
     engine = make_engine(model)
@@ -383,7 +383,7 @@ def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 def test_each_request_keeps_its_own_temperature_limit_stops_and_greediness(dtype):
-    """Members of one group that differ in everything but the prompt are each what they are alone."""
+    """Members of one group that differ in everything but the prompt give the same rollouts as alone."""
     model = cached_model("full", dtype)
     settings = [
         (1.0, 30, STOP_IDS),
@@ -473,7 +473,7 @@ def change_weights(model: Transformer) -> None:
     elsewhere=["keeps_cache async_decoding cuda_graphs"],
 )
 def test_new_weights_never_meet_an_old_cache(attention, dtype, how, is_aborted):
-    """After weights change in place, an engine that has served gives what a fresh one does, also if it keeps the memory
+    """After weights change in place, a used engine gives the rollouts of a fresh one, even if it keeps the memory
     of its cache and the graphs that read it. Pitfalls 10 and 11."""
     model = make_model(attention, dtype)
     engine = make_engine(model, cache_tokens=4096, **dict.fromkeys(how.split(), True))

@@ -1,4 +1,4 @@
-"""Each Triton kernel that takes the place of operations of torch, under the interpreter: it computes what they do."""
+"""Each Triton kernel that replaces operations of torch, under the interpreter: it computes the same."""
 
 import pytest
 import torch

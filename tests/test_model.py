@@ -73,14 +73,14 @@ def assert_equal_gradients(model, got, oracle, expected):
     for key, param in named_parameters(model).items():
         bound = 1e-4 * oracle_params[key].grad.norm()
         if key.endswith("k_proj.bias") and not model.config.qk_norm:
-            # The softmax does not see a constant shift of the keys but for rope: a small sum of large terms.
+            # Without rope the softmax would not see a constant shift of the keys: a small sum of large terms.
             bound += 1e-3
         assert (param.grad - oracle_params[key].grad).norm() <= bound, key
 
 
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
-    """Every feature of every family means what it means in transformers, in a packed stream of sequences: the logits,
+    """Every feature of every family computes the same as in transformers, in a packed stream of sequences: the logits,
     the logprobs of the next tokens, and the gradient of each parameter."""
     oracle, folder = checkpoints(name)
     model, lengths = load(folder), (1, 129, 30, 300)

@@ -53,7 +53,7 @@ def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name,
 
 
 def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():
-    """Each of a group in turn: there is no block for a stem beside it."""
+    """Each of a group in turn: no block is left for a stem."""
     load = Load(4, 1024, 2, 3, 1000, 1000, max_new_tokens=24)
     with stub_engine(load) as engine:
         assert len(engine.generate(requests_of(load))) == load.num_requests

@@ -140,7 +140,7 @@ ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.15}
     ids=str,
 )
 def test_results_and_gradients_equal_the_head_position_by_position(dtype, options, monkeypatch):
-    """Token t is of the state at t - 1, in several sequences, the first completion token too; scores are of the last.
+    """Token t belongs to the state at t - 1, in several sequences, the first completion token too; scores to the last.
 
     Logprobs, entropies, values and scores, and the gradients of every parameter. Both heads, the softmax and the
     results are fp32 where weights are narrower. Pitfalls 1 and 13.
@@ -175,7 +175,7 @@ def test_head_gradients_equal_autograd_through_full_logits(
 ):
     """Values and gradients are the full head's, for any chunk and tile, border and last rest.
 
-    Where truncation keeps 1 to 10 tokens of a row, or all of the last row, they are of a softmax over these.
+    Where truncation keeps 1 to 10 tokens of a row, or all of the last row, a softmax over these gives them.
     Pitfalls 12 and 41.
     """
     if function is FusedLogprobs:
@@ -378,7 +378,7 @@ def tolerance(model):
 def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, make):
     """Groups whole, torn apart, in any order or one by one, with empty parts: each result is back in its place.
 
-    Each completion, its first token too, has the logprobs, entropies, values and score that it has by itself, in bits.
+    Each completion, its first token too, has the same bits of logprobs, entropies, values and score as alone.
     Pitfall 38.
     """
     language, scalar = make_model(dtype), make_model(dtype, scalar_head=True)
@@ -431,7 +431,7 @@ def test_equal_sequences_have_equal_scores(count):
 
 
 def record_copies(monkeypatch):
-    """Copies on the CPU in place of pinned and device memory, by their addresses, so that no other tensor gets one."""
+    """Copies on the CPU that stand for pinned and device memory, by address, so that no other tensor gets one."""
     made = {"pinned": {}, "device": {}}
 
     def copy(tensor, place):

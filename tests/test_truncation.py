@@ -1,4 +1,4 @@
-"""Truncated sampling: the logprob is of the distribution that was sampled from, in the engine and in training."""
+"""Truncated sampling: the logprob comes from the sampled distribution, in the engine and in training."""
 
 import dataclasses
 import itertools
@@ -232,7 +232,7 @@ def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bit
 ):
     """Two ranks. The first update's ratio is exactly 1, and the KL to a reference with the same weights exactly 0.
 
-    By the run's flags, by what each turn asks for, or both.
+    By the run's flags, by each turn's request, or both.
     """
     script, flags = CASES[case]
     if "mine.py" in flags:

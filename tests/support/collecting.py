@@ -44,7 +44,7 @@ def letter_tokenizer(template=None, *, chat=False, tool_format=None) -> Tokenize
 
 
 class Prompts(PromptStream):
-    """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
+    """Prompts whose completions differ in length: no stop token, and one limit each."""
 
     def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
         rng = random.Random(0)
@@ -82,7 +82,7 @@ def make_collector(
 
 
 def calculator(episode: Episode):
-    """Three turns at most, with a reply after each; it depends on what was sampled."""
+    """Up to three turns, with a reply after each that depends on the sampled text."""
     turn = yield episode.generate(stop="e", max_tokens=15)
     for _ in range(2):
         reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
@@ -95,7 +95,7 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT, *, tool_format=No
 
 
 def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """What the episode answers its first turn, and its third one."""
+    """The episode's answers to its first turn and its third one."""
     first = episode.turns[0]
     texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
     return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
@@ -110,7 +110,7 @@ def replying(episode: Episode):
 
 
 def chatting(episode: Episode):
-    """Messages that repeat what the episode says of itself; a copy of it runs in workers."""
+    """Messages that repeat the episode's facts about itself; a copy of it runs in workers."""
     turn = yield episode.generate(max_tokens=9, stop="f")
     for _ in range(2):
         said = " ".join([*(message["content"] for message in episode.messages), turn.message["content"]])
@@ -152,7 +152,7 @@ def make_frozen(max_tokens: int = 100) -> FrozenModel:
 
 
 def branching(episode: Episode):
-    """Turns in several branches; a copy of it runs in workers. One episode in three has none behind its own prompt."""
+    """Turns in several branches; a copy of it runs in workers. One episode in three has no turn in its own branch."""
     if episode.seed % 3 > 0:
         yield episode.generate(max_tokens=5)
     other = episode.branch("xyz" + "".join(turn.text[:2] for turn in episode.turns))
@@ -167,7 +167,7 @@ def branching(episode: Episode):
 
 
 def truncating(episode: Episode):
-    """Turns in two branches, most with a truncation of their own; a copy of it runs in workers."""
+    """Turns in two branches, most with their own truncation; a copy of it runs in workers."""
     turn = yield episode.generate(max_tokens=9, top_k=5)
     yield episode.generate(after=turn.text[:2], max_tokens=7)
     other = episode.branch("xyz")

@@ -43,7 +43,7 @@ def fork(target: Callable[..., Any], *args: Any) -> BaseProcess:
 
 
 class ForkedScript:
-    """A Python script in a forked process and in a session of its own; used as `subprocess.Popen` is."""
+    """A Python script in a forked process with its own session; used like `subprocess.Popen`."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], output: Path):
         """command: the script and its arguments. output: the file that takes stdout and stderr."""

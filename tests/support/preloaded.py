@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""What a run imports sooner or later; the processes of `support.forked` begin with all of it."""
+"""All that a run imports sooner or later; the processes of `support.forked` begin with it."""
 
 import gc
 

@@ -31,7 +31,7 @@ class OnDevice(Tensor):
 
 
 class ParameterOnDevice(OnDevice, nn.Parameter):
-    """What a parameter becomes when its data are set to those of the device."""
+    """The class of a parameter whose data are set to a device's tensor."""
 
 
 class PretendedCuda(TorchFunctionMode):
@@ -78,7 +78,7 @@ def _target(func: Any, args: Any, leaves: list[Any]) -> str:
 
 
 def _placed(result: Any, goes_to_device: bool, inputs: list[Tensor]) -> Any:
-    """A result on its device. What is moved is copied, so that the two share no memory."""
+    """A result on its device. Moving copies, so that the two share no memory."""
     if not isinstance(result, Tensor):
         return result
     if any(result is tensor for tensor in inputs) and isinstance(result, OnDevice) == goes_to_device:

@@ -82,7 +82,7 @@ two_at_a_time.max_episodes = 2
 
 
 def in_turns(episode):
-    """What the programs above ask for."""
+    """The requests of the programs above."""
     turn = yield episode.generate(max_tokens=5, stop="e")
     for number in (1, 2):
         said = turn.text.partition("e")[0]

@@ -21,6 +21,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, is_fake: bool = False):
+        self.num_ranks = world_size
         rendezvous = tempfile.mkdtemp()
         self._pipes, self._processes = [], []
         for rank in range(1 if is_fake else world_size):
@@ -29,7 +30,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(rank, *args)` on every rank at once; its results in rank order. Raises what a rank raised."""
+        """`function(rank, *args)` on every rank at once; its results in rank order. Raises a rank's error."""
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = []
