@@ -131,7 +131,7 @@ def make_rollout(prompt, sample):
 
 
 def own_branches(rank, first_share):
-    """Of the nine rollouts, those of three sampled tokens in two branches; rank 0 has so many, the last first."""
+    """The nine rollouts, those of three sampled tokens in two branches; rank 0 has the last `first_share`, reversed."""
     ids = IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:]
     rollouts = [make_rollout(*i) for i in ids]
     return [in_two_branches(r) if r.num_sampled == 3 else r for r in rollouts]

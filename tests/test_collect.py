@@ -398,7 +398,7 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
     [
         (2, False, [3, 7], [9, 12], 0),
         (5, False, [3, 7, 9, 12], [], 1),
-        # Groups without signal are replaced, fill up what is missing, or are given up.
+        # Groups without signal are replaced, fill up the step, or are dropped.
         (2, True, [7, 12], [], 0),
         (3, True, [3, 7, 12], [], 1),
         (5, True, [3, 7, 9, 12], [], 3),

@@ -152,8 +152,8 @@ def test_random_operations_keep_the_books_and_every_sequence_reads_back_its_own_
     """No block is both free and held, counts equal holders, nothing is lost or kept, whatever the order of calls; and a
     call is refused exactly when a pool lacks blocks, and then takes nothing.
 
-    Block tables lead to what each sequence wrote itself, by a plan that equals one made now, and is made again only
-    where a table has changed.
+    Block tables lead to each sequence's own keys, by a plan that equals one made now, and is made again only if a table
+    has changed.
     """
     rng, numbers = random.Random(seed), map(float, itertools.count(1))
     cache = make_cache(windows, num_blocks=num_blocks, max_sequences=max_sequences)

@@ -290,9 +290,9 @@ def one_of_eight() -> Iterator[RankPool]:
 def bytes_of_shards(
     rank: int, folder: Path, num_tokens: int, recompute: bool, sharding: dict[str, bool]
 ) -> dict[str, int]:
-    """Of a model with this sharding what is held, what the first of two microbatches leaves, and both's peak.
+    """A model's held bytes with this sharding, those that the first of two microbatches leaves, and both's peak.
 
-    And what a microbatch of a whole model takes besides gradients; with sharded weights what a reference holds, and the
+    Also a whole model's bytes in a microbatch besides gradients; with sharded weights a reference's held bytes, and the
     peak of scoring with it.
     """
     config, batch = read_config(folder), make_batch(num_tokens)

@@ -206,9 +206,9 @@ def clock(monkeypatch):
 
 
 def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(clock):
-    """A block within a block takes its time out of the outer one, which goes on after an error.
+    """A block within a block takes its time from the outer one, which goes on after an error.
 
-    What is under no cause is the host's, as what other threads do: a checkpoint's, or that of CUDA's backward.
+    Time without a cause is the host's, and so is that of other threads: a checkpoint's, or CUDA's backward.
     """
     clock(1)
     with spent_on("decode"):

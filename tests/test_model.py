@@ -80,7 +80,7 @@ def assert_equal_gradients(model, got, oracle, expected):
 
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
-    """Every feature of every family means what it means in transformers, in a packed stream of sequences: the logits,
+    """Every feature of every family computes the same as in transformers, in a packed stream of sequences: the logits,
     the logprobs of the next tokens, and the gradient of each parameter."""
     oracle, folder = checkpoints(name)
     model, lengths = load(folder), (1, 129, 30, 300)

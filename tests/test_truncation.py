@@ -232,7 +232,7 @@ def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bit
 ):
     """Two ranks. The first update's ratio is exactly 1, and the KL to a reference with the same weights exactly 0.
 
-    By the run's flags, by what each turn asks for, or both.
+    By the run's flags, by each turn's request, or both.
     """
     script, flags = CASES[case]
     if "mine.py" in flags:

@@ -1,6 +1,6 @@
-"""Programs that own their loop, as a file of a user's has them."""
+"""Programs that own their loop, as in a user's file."""
 
-# Each of the first three asks for what `in_turns` does.
+# Each of the first three makes the requests of `in_turns`.
 AT_A_URL = """
 import asyncio, json, random, sys, time, urllib.error, urllib.request
 from minirl.agents.endpoint import run_program, serve
