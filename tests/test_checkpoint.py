@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -31,7 +32,13 @@ from minirl.files.value_files import read_values
 from minirl.model.families import config_from_dict, read_config
 from minirl.run import checkpoint as checkpoint_module
 from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered, own_records, prune, stored_tensors
-from minirl.run.run_folder import RunFolder, checkpoints_in, open_run_folder, read_manifest
+from minirl.run.run_folder import (
+    RunFolder,
+    checkpoints_in,
+    claim_folder,
+    open_run_folder,
+    read_manifest,
+)
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
@@ -401,10 +408,19 @@ class TestWhatIsGoneOnFrom:
         fork(lambda: (open_run(), os.kill(os.getpid(), signal.SIGKILL))).join()
         open_run().lock.close()
 
-    def test_two_runs_with_one_generated_name_get_two_folders(self):
-        """Begun in the same second, for example."""
-        runs = [open_run_folder("now", FLAGS, is_name_generated=True).create() for _ in range(2)]
-        assert [run.path.name for run in runs] == ["now", "now-2"]
+    def test_runs_with_one_generated_name_get_their_own_folders(self, runs):
+        """Though all ask for it at once."""
+
+        def create(_) -> RunFolder:
+            return open_run_folder("now", FLAGS, is_name_generated=True).create()
+
+        with ThreadPoolExecutor(8) as pool:
+            created = list(pool.map(create, range(8)))
+        names = {"now", *(f"now-{number}" for number in range(2, 9))}
+        assert {run.path.name for run in created} == {path.name for path in runs.iterdir()} == names
+        (runs / "file").touch()
+        with pytest.raises(InputError, match=r"file.*see \$MINIRL_RUNS"):
+            claim_folder(runs / "file" / "now")
 
     def test_row_47_a_name_that_is_a_path_is_refused(self, tmp_path, runs, source):
         """Nothing is made outside of the runs' folder, or in it."""

@@ -36,7 +36,7 @@ from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.rollouts import in_two_branches
-from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_under_torchrun, trained
+from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_on_two_nodes, trained
 
 CPU = torch.device("cpu")
 
@@ -464,8 +464,8 @@ def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(two_r
     for pool, num_steps in ((four_ranks, 2), (two_ranks, 3)):
         more = f"{hybrid} pool --num-steps {num_steps}"
         run_in_pool(pool, "train_grpo.py", more, runs=runs, under=in_nodes_of_two)
-    expected = read_metrics(trained(four_ranks, runs / "whole", "train_grpo.py", f"{flags} --num-steps 3"))
-    run_under_torchrun(ROOT / "train_grpo.py", f"{hybrid} agents --num-steps 1", runs=runs, nodes=2)
+    expected = read_metrics(trained(two_ranks, runs / "whole", "train_grpo.py", f"{flags} --num-steps 3"))
+    run_on_two_nodes(ROOT / "train_grpo.py", f"{hybrid} agents --num-steps 1", runs=runs)
     saved = runs / "pool" / "checkpoints" / "000002" / "resume"
     states = [load_file(saved / f"policy-{rank}-of-4.safetensors") for rank in range(4)]
     assert list(map(bool, states)) == [True, True, False, False], "the ranks of the first node save the state"

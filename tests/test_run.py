@@ -6,7 +6,6 @@ import math
 import shutil
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from minirl.run import input_files, setup
 from minirl.run.config import RunConfig
 from minirl.run.input_files import changed_inputs, input_digests, keep_script
 from minirl.run.run import Progress, Run
-from minirl.run.run_folder import claim_folder, read_args, run_before_restart
+from minirl.run.run_folder import read_args, run_before_restart
 from support.jobs import SLACK, started
 from support.marks import slow
 from support.scripts import (
@@ -91,18 +90,6 @@ def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(m
         assert capsys.readouterr().out == ""
         assert setup.compute_dtype("bfloat16", "cpu") == torch.bfloat16
         assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
-
-
-def test_each_of_several_processes_gets_a_folder_of_its_own(tmp_path):
-    """Though all ask for the same name at once."""
-    with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: claim_folder(tmp_path / "runs" / "grpo-2"), range(8)))
-    names = {"grpo-2", *(f"grpo-2-{number}" for number in range(2, 9))}
-    assert {folder.name for folder in folders} == names
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == names
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file.*see \$MINIRL_RUNS"):
-        claim_folder(tmp_path / "file" / "grpo")
 
 
 def test_restarted_ranks_find_the_run_of_the_same_torchrun(tmp_path, monkeypatch):

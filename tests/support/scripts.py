@@ -121,21 +121,15 @@ def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
     return _finish(start_script(script, *flags, runs=runs, ranks=ranks))
 
 
-def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) -> str:
-    """Run a script to its end as users start it, on two ranks on one node or one on each; returns one's output."""
-    meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
-    commands = [
-        torchrun(
-            script,
-            *words(flags),
-            options=[*meeting, f"--node-rank={node}"] if nodes > 1 else ["--standalone"],
-            ranks=2 // nodes,
-        )
-        for node in range(nodes)
-    ]
-    jobs = [start(Path(tempfile.mkdtemp()), [command], MINIRL_RUNS=str(runs)) for command in commands]
-    outputs = list(map(_finish, jobs))
-    return outputs[0]
+def run_on_two_nodes(script: Path, *flags: str, runs: Path) -> str:
+    """Run a script to its end under two torchrun agents, with one rank each; what the first one printed."""
+    meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--nnodes=2"]
+    jobs = []
+    for node in range(2):
+        command = torchrun(script, *words(flags), options=[*meeting, f"--node-rank={node}"], ranks=1)
+        jobs.append(start(Path(tempfile.mkdtemp()), [command], MINIRL_RUNS=str(runs)))
+    printed, _ = map(_finish, jobs)
+    return printed
 
 
 def _finish(job: Job) -> str:
