@@ -272,15 +272,10 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
 
 @pytest.mark.parametrize(
     ("rollout", "make_prompts", "budget"),
-    [
-        (one_turn, Prompts, 7),
-        slow(calculator, Prompts, 1),
-        slow(replying, chat_prompts, 20),
-        (branching, chat_prompts, 6),
-    ],
+    [(one_turn, Prompts, 7), slow(replying, chat_prompts, 20)],
 )
 def test_a_budget_a_checkpoint_and_a_small_cache_change_nothing_in_a_rollout(rollout, make_prompts, budget):
-    """Pitfall 40."""
+    """Other programs are in test_rollout_workers. Pitfall 40."""
     make = functools.partial(make_collector, make_prompts(), rollout=rollout)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     assert_pauses_change_nothing(functools.partial(make, engine_options=tight), make, make, budget=budget)

@@ -245,19 +245,19 @@ def test_an_episode_shows_its_tokens_turns_and_room_in_both_hosts(load, tmp_path
         assert tokens[11:-1] == letter_tokenizer().encode_text(letter_tokenizer().decode(tokens[:4]), "")
 
 
-# Of each program its twin in this process.
+# Of each program its twin in this process, and the tokens of a round.
 PROGRAMS = [
-    ("truncating", truncating),
-    slow("overlapped", calculator_here),
-    slow("branching", branching),
-    slow("chatting", chatting),
-    ("in_thread", in_turns),
-    slow("in_loop", in_turns),
+    ("branching", branching, 6),
+    slow("truncating", truncating, 6),
+    slow("overlapped", calculator_here, 1),
+    slow("chatting", chatting, 6),
+    ("in_thread", in_turns, 6),
+    slow("in_loop", in_turns, 6),
 ]
 
 
-@pytest.mark.parametrize(("name", "here"), PROGRAMS)
-def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
+@pytest.mark.parametrize(("name", "here", "budget"), PROGRAMS)
+def test_a_program_makes_the_same_rollouts_anywhere(load, name, here, budget):
     """In this process, on one worker and on three, with a small cache, in parts, from a checkpoint and after a kill."""
     # Only `chatting` asks for the messages of its turns.
     make = functools.partial(
@@ -272,7 +272,8 @@ def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
         return make(rollout=three, engine_options=tight, **options)
 
     in_one = functools.partial(make, rollout=one)
-    assert_pauses_change_nothing(in_one, after_a_kill, functools.partial(make, rollout=here))
+    whole = functools.partial(make, rollout=here)
+    assert_pauses_change_nothing(in_one, after_a_kill, whole, budget=budget)
 
 
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load):
