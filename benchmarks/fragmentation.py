@@ -1,4 +1,4 @@
-"""Does each step of a real size find its memory in what the previous step left? Counted without a GPU.
+"""Does each step of a real size find its memory among the blocks that the previous step left? Counted without a GPU.
 
     python benchmarks/fragmentation.py [--shape qwen2.5-1.5b]
 
@@ -288,7 +288,7 @@ class Replay:
             parameter.requires_grad_(False)
 
     def _sum_over_ranks(self, unit: Sequence[Tensor]) -> Tensor:
-        """Make the gradients of a unit's masters, on a stream of FSDP's; returns what is sent for them."""
+        """Make the gradients of a unit's masters, on a stream of FSDP's; returns the tensors sent for them."""
         shapes = [self._shard(parameter) for parameter in unit]
         sizes = [math.prod(shape) for shape in shapes]
         sent = empty(sum(sizes) * self.work.num_shards)

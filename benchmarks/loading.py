@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/loading.py MODEL [--dtype bfloat16]
 
 MODEL is a Hugging Face folder. Each way runs in its own process. `peak` and `after` are MiB above the start, of which
-mapped files are a part; `parameters` is what the parameters have in this dtype. transformers maps the file and reads it
-on use: here every parameter is read once. `sharded` is the trainable model on one rank, with fp32 masters, and
+mapped files are a part; `parameters` is their size in this dtype. transformers maps the file and reads it on use: here
+every parameter is read once. `sharded` is the trainable model on one rank, with fp32 masters, and
 its refresh.
 """
 

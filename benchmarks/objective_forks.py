@@ -61,7 +61,7 @@ Peer = Callable[[Config, Example], Tensor]  # its loss
 
 @dataclass(frozen=True)
 class Case:
-    """A fork beside a peer. config: its flags; trl: what TRL's trainer takes in place of the fork."""
+    """A fork beside a peer. config: its flags; trl: the arguments of TRL's trainer instead of the fork."""
 
     name: str
     config: dict[str, Any]

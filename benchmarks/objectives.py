@@ -185,7 +185,7 @@ def minirl_loss(config: Config, x: Example, script: Any = train_grpo) -> Tensor:
 
 
 def make_trainer(config: Config, folder: str, **more: Any) -> Any:
-    """TRL's trainer with the settings of a preset, and more of its own."""
+    """TRL's trainer with the settings of a preset, and its own."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 

@@ -129,7 +129,7 @@ def region_of(event: Any) -> Any:
 
 
 def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter, Counter]:
-    """CPU seconds in operators by kind, and by name of those that are of no kind."""
+    """CPU seconds in operators by kind, or by name without a kind."""
     kinds: Counter[str] = Counter()
     others: Counter[str] = Counter()
     marked_sample = record_function(SAMPLE)(sample)

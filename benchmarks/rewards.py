@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/rewards.py
 
 TRL's side is its trainer's `_generate_and_score_completions`, with generation and the forward pass replaced: its code
-calls the functions and makes advantages of what they return. minirl's side loads the same functions by the names that
+calls the functions and makes advantages of their results. minirl's side loads the same functions by the names that
 `--reward` takes, each in its worker process, and makes advantages of groups. Both get the same chat prompts, with a
 column `solution`, and the same completions: answers right, wrong, unreadable and missing, some repetitive. This
 file adds an `async def` that returns None for every second completion. The advantages are compared once with all

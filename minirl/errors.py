@@ -25,7 +25,7 @@ class RewardError(RuntimeError):
 
 
 class RolloutError(RuntimeError):
-    """A rollout function asked for no turn or gave no reward that can be; or raised, hung or died in its process."""
+    """A rollout function made an impossible request or gave an invalid reward; or its process raised, hung or died."""
 
     exit_code = 4
 

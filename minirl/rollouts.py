@@ -12,12 +12,12 @@ from torch import Tensor
 from minirl.truncation import NO_TRUNCATION, Truncation
 from minirl.turn_facts import TurnFacts
 
-# The finish reasons of rollouts that a limit cut off: of all tokens, turns, sampled tokens, seconds.
+# The finish reasons of rollouts that a limit cut off: on all tokens, turns, sampled tokens, seconds.
 CUT_OFF = ("length", "max_turns", "max_tokens", "timeout")
 
 
 class RolloutId(NamedTuple):
-    """Identifies a rollout in its run; ids are in order of these numbers.
+    """Identifies a rollout in its run; ids sort by these numbers.
 
     `prompt_ordinal` numbers the prompts served since the run's start; `sample` numbers the rollouts of one
     prompt, and `branch` the branches of one rollout, in the order in which they were begun.
@@ -30,9 +30,9 @@ class RolloutId(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """The tokens that a truncated distribution kept at each of n tokens, which was sampled among them. On the host.
+    """For each of n tokens, the ids that its truncated distribution kept. On the host.
 
-    A token without any was sampled from the whole vocabulary, or not at all.
+    A token without kept ids was sampled from the whole vocabulary, or not at all.
     """
 
     counts: Tensor  # int32 [n]
@@ -40,7 +40,7 @@ class KeptIds:
 
     @staticmethod
     def none(n: int) -> "KeptIds":
-        """Return none for each of n tokens; they share one zero in memory."""
+        """Return no ids for each of n tokens; the counts share one zero in memory."""
         return KeptIds(torch.zeros(1, dtype=torch.int32).expand(n), torch.empty(0, dtype=torch.int32))
 
     @staticmethod
@@ -50,7 +50,7 @@ class KeptIds:
 
     @staticmethod
     def join(parts: Sequence["KeptIds"]) -> "KeptIds":
-        """Return those of all parts, end to end; one part or more."""
+        """Concatenate the ids of one part or more."""
         if not any(len(part.ids) for part in parts):
             return KeptIds.none(sum(map(len, parts)))
         return KeptIds(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
@@ -59,7 +59,7 @@ class KeptIds:
         return len(self.counts)
 
     def __getitem__(self, part: slice) -> "KeptIds":
-        """Return those of tokens in a row."""
+        """Return the ids of consecutive tokens."""
         counts = self.counts[part]
         before = int(self.counts[: part.start].sum()) if part.start else 0
         return KeptIds(counts, self.ids[before : before + int(counts.sum())])
@@ -113,7 +113,7 @@ def appended(tokens: Sequence[int]) -> Completion:
 
 def token_tensor(ids: Sequence[int]) -> Tensor:
     """Token ids as int64 [n], on the host."""
-    # Through an array: ten times as fast as torch.tensor of a long tuple.
+    # Through an array: ten times as fast as torch.tensor on a long tuple.
     return torch.frombuffer(array("q", ids), dtype=torch.int64) if ids else torch.arange(0)
 
 
@@ -121,21 +121,21 @@ NO_TOKENS = appended(())
 
 
 class StopTest(Protocol):
-    """Finds the turns that end with the token sampled last, as `data.stop_strings` does for texts."""
+    """Finds the turns that end with their last sampled token; `data.stop_strings` does so for texts."""
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """What another rank makes the same test from."""
+        """The strings from which another rank makes the same test."""
 
     @property
     def max_tokens(self) -> int:
-        """The number of ids that it looks at, 1 or more."""
+        """The number of ids that it examines, 1 or more."""
 
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
         """Return for each turn whether it ends with the last of its ids: the last `max_tokens` sampled in it.
 
-        The engine asks once per decode step for all turns with this test, after each of their tokens. The result must
-        depend on the ids of each turn alone.
+        The engine calls it once per decode step for all turns with this test. Each turn's result must depend on its ids
+        alone.
         """
 
 
@@ -165,11 +165,11 @@ class Request:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """The stored facts of an episode that ended, beside its tokens. Empty where no episode made the rollout.
+    """The stored facts of a finished episode, besides its tokens. Empty if no episode made the rollout.
 
-    turns: branch by branch. rewards: by name, all that was given or returned; None for one that does not apply.
-    environment: the attributes that reward functions see of its environment's object; None if none asks for them.
-    prompt: the start of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
+    turns: branch by branch. rewards: by name, the sum given and returned; None for one that does not apply.
+    environment: the attributes of its environment's object that reward functions see; None if none asks for them.
+    prompt: the prompt of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
     schemas of the tools that it shows; None for the run's.
     """
 
@@ -185,11 +185,11 @@ class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
     A completion of several turns has appended tokens between them, which are not in the loss mask.
-    finish_reason: "stop" (by a stop id or the stop test) or "length"; of episodes also "turn_length" (the last turn
-    reached its own `max_tokens`), one of `CUT_OFF`, one that its function gives (`episodes.generate.END_REASONS`), or
+    finish_reason: "stop" (by a stop id or the stop test) or "length"; for episodes also "turn_length" (the last turn
+    reached its own `max_tokens`), one of `CUT_OFF`, one of `episodes.generate.END_REASONS` from its function, or
     "error".
 
-    If an episode does not only append to its tokens (a rewritten conversation, a second conversation), it has several
+    An episode that does more than append to its tokens (a rewritten conversation, a second conversation) has several
     branches: each is a prompt with a completion, and a training sample with its own end and reward. They share the
     weight of the episode. The rollout is then the last branch, with the others in `earlier`.
     branch_end: why the last branch ended; "" for `finish_reason`. Branches in `earlier` say so in `finish_reason`.
@@ -209,7 +209,7 @@ class Rollout:
 
     @property
     def branches(self) -> tuple["Rollout", ...]:
-        """All branches, in order; mostly the rollout alone."""
+        """All branches, in order; usually the rollout alone."""
         return (*self.earlier, self)
 
     @property
@@ -219,7 +219,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Return whether a limit cut off the rollout, which might have gone on."""
+        """Return whether a limit cut off the rollout."""
         return self.finish_reason in CUT_OFF
 
     @property
@@ -241,7 +241,7 @@ class Rollout:
         return Completion(*(stream[after] for stream in streams), kept=self.kept[after])
 
     def up_to(self, num_tokens: int) -> "Rollout":
-        """Return this branch with its first `num_tokens` tokens after the prompt alone."""
+        """Return this branch with only its first `num_tokens` tokens after the prompt."""
         length = self.num_prompt_tokens + num_tokens
         if length == len(self.tokens):
             return self

@@ -21,7 +21,7 @@ from minirl.run.run_folder import find_run
 
 # Codes of a terminal's colours, by kind of text.
 COLORS = {"title": "1", "label": "2", "sampled": "32", "environment": "36"}
-# Of every line of a step's file.
+# The fields of every line of a step's file.
 TYPES: Mapping[str, Any] = {
     "id": list,
     "row": str,
@@ -36,7 +36,7 @@ Paint = Callable[[str, str], str]
 
 
 def step_file(run: str, step: int | None) -> Path:
-    """The file of a step's rollouts; without a step, of the last one. Raises InputError if it is missing."""
+    """The file of a step's rollouts, by default the last step's. Raises InputError if it is missing."""
     folder = find_run(run, "rollouts") / "rollouts"
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
     refuse(not files, f"{folder}: has no rollouts yet")
@@ -64,7 +64,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def is_rollout(line: Any) -> bool:
-    """Return whether a line has the fields that are shown of a rollout."""
+    """Return whether a line has the fields of a rollout."""
     if not isinstance(line, dict) or not all(isinstance(line.get(key), TYPES[key]) for key in TYPES):
         return False
     segments = line.get("segments", [])
@@ -102,7 +102,7 @@ def chosen(rollouts: Sequence[Rollout], *, name: str | None, order: str | None, 
 
 
 def _rank(reward: Any, sign: int) -> float:
-    """What to sort by; those without a reward come last."""
+    """The key to sort by; rollouts without a reward come last."""
     return sign * reward if isinstance(reward, int | float) else math.inf
 
 
@@ -169,7 +169,7 @@ def shown(number: Any) -> str:
 
 
 def painter(*, has_colors: bool) -> Paint:
-    """What shows text: in a colour, and without the control characters that the text has."""
+    """Return text for the terminal: in a colour, and without its control characters."""
 
     def paint(kind: str, text: str) -> str:
         return f"\033[{COLORS[kind]}m{escaped(text)}\033[0m" if has_colors else escaped(text)
@@ -209,7 +209,7 @@ def main() -> int:
         print(f"error: {escaped(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # Its reader, `head` for example, has enough; without this the rest would be sent, and fail, at the exit.
+        # The reader, for example `head`, has stopped; without this the exit would send the rest, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

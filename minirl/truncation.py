@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from minirl.errors import refuse
 
-MAX_KEPT = 256  # tokens that a truncated distribution keeps
+MAX_KEPT = 256  # the most tokens that a truncated distribution keeps
 
 
 class Truncation(NamedTuple):
@@ -28,7 +28,7 @@ class Truncation(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
 
     def checked(self, named: Callable[[str], str] = str) -> "Truncation":
-        """Return these. Raises InputError naming a field out of its range, or one that needs top_k.
+        """Return self. Raises InputError naming a field out of its range, or one that needs top_k.
 
         named: how messages name a field.
         """

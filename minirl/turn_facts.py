@@ -1,4 +1,4 @@
-"""The stored facts of a turn of an episode, beside its tokens. Standard library only."""
+"""The stored facts of a turn of an episode, besides its tokens. Standard library only."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,8 +9,8 @@ class TurnFacts:
     """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
 
     finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
-    not be read in whole; None where it could, or where nobody asked for it. rewards: those given to it, by name.
-    inserted: the messages that were appended before it. asked: names what its function asked for (`Generate.digest`).
+    not be read in whole; None if it could, or if nobody read it. rewards: those given to it, by name.
+    inserted: the messages appended before it. asked: the digest of its function's request (`Generate.digest`).
     """
 
     start: int
@@ -29,7 +29,7 @@ class TurnFacts:
 
     @property
     def is_answer(self) -> bool:
-        """Return whether the turn is all of its answer: nothing but messages was appended before it."""
+        """Return whether the turn is its whole answer: only messages were appended before it."""
         return self.start == 0 or bool(self.inserted)
 
     def to_json(self) -> dict[str, Any]:

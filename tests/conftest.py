@@ -1,4 +1,4 @@
-"""Shared by all tests: the data folder, one thread, and one pool of two ranks for everything distributed."""
+"""Shared by all tests: the data folder, one thread, and the pools of ranks for everything distributed."""
 
 import contextlib
 import fcntl
@@ -29,7 +29,7 @@ def data_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[RankPool]:
-    """A process group of one, in a process of its own."""
+    """A process group of one, in a separate process."""
     pool = RankPool(1)
     yield pool
     pool.stop()
@@ -39,6 +39,14 @@ def one_rank() -> Iterator[RankPool]:
 def two_ranks() -> Iterator[RankPool]:
     """A process group of two."""
     pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """A process group of four, among which rows do not divide evenly; or two nodes with two each."""
+    pool = RankPool(4)
     yield pool
     pool.stop()
 

@@ -175,7 +175,7 @@ def estimates_of(sequences, **decay):
     ],
 )
 def test_estimates_equal_the_worked_numbers(sequence, decay, expected):
-    """Pitfall 31: what follows the last token is worth `bootstrap`, which is 0 where the sequence ended."""
+    """Pitfall 31: the state after the last token is worth `bootstrap`, which is 0 where the sequence ended."""
     assert_six_decimals(estimates_of([sequence], **decay), expected)
 
 
@@ -241,7 +241,7 @@ def rloo_with_kl(rank, level):
 def test_kl_is_before_the_baseline_or_stays_with_its_own_tokens(one_rank, level, expected):
     """Pitfall 28. RLOO in TRL: each score loses its sequence's KL, then the leave-one-out baseline is taken.
 
-    REINFORCE in verl: the baseline is of the scores alone; a token then loses the KL from it on.
+    REINFORCE in verl: the baseline uses the scores alone; then each token loses the KL from there on.
     """
     (advantages,) = one_rank.run(rloo_with_kl, level)
     assert_six_decimals(advantages, flat(expected))
@@ -354,7 +354,7 @@ SCORES = [[2, 0, MISSING, 2], [5, 7, MISSING, MISSING], [MISSING, 4, MISSING, MI
     ids=str,
 )
 def test_completions_without_a_score_are_left_out_of_their_groups_statistics(baseline, norm, expected):
-    """Worked by hand: the group is what has a score; the others, and a score that stands alone, get 0.
+    """Worked by hand: the group is the rollouts with a score; the others, and a single score, get 0.
 
     A group without a greedy score has no advantage.
     """
@@ -378,7 +378,7 @@ def test_separate_rewards_are_each_normalised_over_those_they_apply_to():
 
 
 def test_a_group_is_equal_by_the_scores_that_it_has():
-    """What is missing makes no difference, and a group without any score has no signal."""
+    """Missing scores make no difference, and a group without any score has no signal."""
     groups = double([[1, MISSING, 1], [1, MISSING, 0], [MISSING] * 3, [0.1, 0.1, 0.1]])
     assert are_equal(groups).tolist() == [True, False, True, True]
     assert select_groups(groups, 2) == ([0, 1], 1)

@@ -1,4 +1,4 @@
-"""The shape of the code: which folder may import which, what is imported late, what the help and the README say."""
+"""The shape of the code: which folder may import which, late imports, the help and the README."""
 
 import ast
 import dataclasses
@@ -70,7 +70,7 @@ def statements_at_import(tree):
 
 
 def test_no_module_imports_a_higher_folder():
-    """Also inside functions, but for annexes. A new folder needs a place in the order.
+    """Also inside functions, except for annexes. A new folder needs a place in the order.
 
     The library never imports a script, a test or a benchmark.
     """
@@ -132,7 +132,7 @@ def test_no_padding_and_no_attention_mask():
 
 @pytest.mark.parametrize("config", [train_grpo.Config, train_ppo.Config], ids=["grpo", "ppo"])
 def test_help_describes_every_field(config, monkeypatch, capsys):
-    """Each field of Config has a flag, and each flag says what it does before it says its default."""
+    """Each field of Config has a flag, and each flag's help comes before its default."""
     monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit):
         parse(config, description="", arguments=["--help"])

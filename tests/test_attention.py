@@ -90,7 +90,7 @@ def test_narrow_attention_is_within_rounding_of_dense_softmax(window, dtype, tol
 
 def test_bf16_attention_rounds_where_it_says_and_nowhere_else():
     """Scores, probabilities and block products are bf16; scaling, softmax and the sum over blocks are fp32."""
-    length, dim = 500, 32  # a scale that is no power of two, and four blocks
+    length, dim = 500, 32  # a scale that is not a power of two, and four blocks
     q, k, v = random_qkv(length, 1, 1, dim, torch.bfloat16)
     out = attend_packed(q, k, v, [length], None)[:, 0].float()
     q, k, v = (x[:, 0].float() for x in (q, k, v))
@@ -191,7 +191,7 @@ def test_gradients_of_shared_rows_are_the_sums_over_those_who_share_them(window)
 
 
 def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
-    """What the fused kernels compute: each sequence's queries are the last of its keys; [left, 0] keys around them."""
+    """The fused kernels' result: each sequence's queries are the last of its keys; [left, 0] keys around them."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
     own, lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (sum(own), sum(lengths)) == (len(q), len(k))
@@ -244,7 +244,7 @@ FLASH_FUNCTIONS = "flash_attn_varlen_func = flash_attn_with_kvcache = print"
 
 @pytest.fixture
 def unloaded_flash_attn():
-    """It is imported again, and what a test has found is forgotten."""
+    """Import it again, and forget what a test has found."""
     device_kernels.can_import.cache_clear()
     with mock.patch.dict(sys.modules):
         sys.modules.pop("flash_attn", None)
@@ -266,7 +266,7 @@ def unloaded_flash_attn():
 def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
     source, kernels, note, tmp_path, monkeypatch, capsys, unloaded_flash_attn
 ):
-    """Torch's kernels take its place; a folder of that name is no package."""
+    """Torch's kernels take its place; a folder of that name does not count as the package."""
     package = tmp_path / "flash_attn"
     package.mkdir()
     if source is not None:
@@ -279,7 +279,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
 
 
 def test_row_44_without_flash_attn_torchs_kernels_are_used_and_nothing_is_said(capsys, unloaded_flash_attn):
-    """It is an extra: that it is absent is no fault."""
+    """It is an extra, so its absence is not a fault."""
     if importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("flash-attn is installed")
     assert chosen_kernels() == ("varlen", "paged")
@@ -360,7 +360,7 @@ class Decoding:
         self._check(rows, layout, spans)
 
     def _check(self, rows, layout, spans):
-        """What comes out for the tokens start..end of each row must be what packed attention makes of them."""
+        """The result for the tokens start..end of each row must equal that of packed attention."""
         for layer, window in enumerate(self.windows):
             parts = [
                 [x[start:end] for x in layers[layer]]
@@ -389,7 +389,7 @@ class Decoding:
 def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtype):
     """Sampling and scoring attend to the same bits: shared prompts, block borders, windows, reused blocks, order.
 
-    Blocks not in use are NaN at every moment, so what a block held before reaches no result.
+    Unused blocks are NaN at every moment, so a block's old content reaches no result.
     """
     decoding = Decoding(windows, groups, dim, dtype)
     poison(decoding.cache)
@@ -442,7 +442,7 @@ def test_a_broken_row_stays_alone_when_decoding():
 
 @pytest.mark.parametrize("differs_below", [1, 2, 3, 5, 16, 17])
 def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(differs_below, monkeypatch):
-    """On a library whose products of fewer rows round otherwise it asks for more; where 16 do not do there is none."""
+    """With a library whose products of fewer rows round differently it asks for more; it is None if 16 are too few."""
 
     def bmm(x, y):
         return x @ y * (1 + 1e-6 * (x.shape[1] < differs_below))

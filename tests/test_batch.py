@@ -102,7 +102,7 @@ def test_to_moves_every_tensor_and_a_field_not_made_yet_stays_none():
     ],
 )
 def test_a_layout_shares_prompts_within_its_own_batch(chosen, shared):
-    """Parents are places in the selection, the first that has the prompt; a parent left behind is no parent.
+    """Parents are places in the selection, the first with the prompt; a parent outside the selection does not count.
 
     A prompt is its ordinal and its length: where the lengths differ, nothing is shared.
     """
@@ -131,7 +131,7 @@ def make_rollout(prompt, sample):
 
 
 def own_branches(rank, first_share):
-    """Of the nine rollouts, those of three sampled tokens in two branches; rank 0 has so many, the last first."""
+    """The nine rollouts, those of three sampled tokens in two branches; rank 0 has the last `first_share`, reversed."""
     ids = IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:]
     rollouts = [make_rollout(*i) for i in ids]
     return [in_two_branches(r) if r.num_sampled == 3 else r for r in rollouts]
@@ -178,7 +178,7 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, first_s
         assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
         assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s, _ in BRANCH_IDS]
         assert table.branch_rewards[:, 0].tolist() == [10 * p + b for p, _, b in BRANCH_IDS]
-        by_branch = [[10 * p, 10 * p + (s == 2)] for p, s in IDS]  # where there is none, the only one's
+        by_branch = [[10 * p, 10 * p + (s == 2)] for p, s in IDS]  # without one, the only one's
         assert table.rewards_by_branch()[..., 0].tolist() == by_branch
         assert table.num_loss_tokens.tolist() == [(1, 2, (1, 2)[b])[s] for _, s, b in BRANCH_IDS]
         assert table.num_tokens.tolist() == [p + (1, 2, (1, 3)[b])[s] for p, s, b in BRANCH_IDS]

@@ -12,16 +12,13 @@ import pytest
 from minirl import show
 from minirl.data.calculator import calls, load_calculator, score
 from minirl.run import embedded_model
-from support.marks import slow
-from support.resuming import digests, interrupted_copy
-from support.scripts import ROOT, evaluated, read_metrics, read_rollouts, run_in_pool, run_script, untimed
+from support.resuming import digests, resume
+from support.scripts import ROOT, changed_fork, evaluated, read_metrics, read_rollouts, reward_of, trained
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
 TOOL = f"--rollout {EXAMPLE}:calculator"
-SMALL = "--num-steps 3 --prompts-per-step 3 --group-size 4 --eval-rows 3 --save-every 1 --keep-checkpoints 0"
-
-# Unlike answers' being right, it differs in every group: there is something to learn in every step.
-REWARD = "def remainder(completions):\n    return [float(len(c) % 5) for c in completions]\n"
+SMALL = "--task calculator --num-steps 3 --prompts-per-step 3 --group-size 4 --eval-rows 3 --save-every 1"
+SMALL += " --keep-checkpoints 0"
 
 
 def make_model_that_calls(rank: int, runs: str) -> str:
@@ -44,31 +41,25 @@ def calling(one_rank, tmp_path_factory) -> Path:
     """A folder of runs whose model calls."""
     folder = tmp_path_factory.mktemp("calling")
     one_rank.run(make_model_that_calls, str(folder))
-    (folder / "mine.py").write_text(REWARD)
     return folder
 
 
-def train(pool, runs: Path, name: str, *flags: str, script: str = "train_grpo.py") -> Path:
+def train(pool, folder: Path, *flags: str, script: str = "train_grpo.py") -> Path:
     """Train on all ranks of a pool; the folder of the run."""
-    reward = f"--reward {runs}/mine.py:remainder"
-    run_in_pool(pool, script, "--task calculator", SMALL, reward, *flags, f"--run-name {name}", runs=runs)
-    return runs / name
+    return trained(pool, folder, script, SMALL, reward(folder), *flags)
 
 
-def results_of(folder: Path) -> tuple[list[dict], dict[str, str]]:
-    """What a second run must give again: the numbers of each step, and the bits of checkpoints and rollouts.
-
-    How full decode steps are depends on when replies come.
-    """
-    lines = [untimed(line) for line in read_metrics(folder)]
-    numbers = [{k: v for k, v in line.items() if not k.startswith("perf/decode")} for line in lines]
-    return numbers, {name: bits for name, bits in digests(folder).items() if not name.startswith("metrics")}
+def reward(folder: Path) -> str:
+    """Unlike answers' being right, it differs in every group: there is something to learn in every step."""
+    return reward_of(folder.parent, "float(len(c) % 5)")
 
 
-def without_advantages(rollouts: list[dict]) -> list[dict]:
-    return [{key: value for key, value in line.items() if key != "advantage"} for line in rollouts]
+def without_advantages(folder: Path) -> list[dict]:
+    """The rollouts of the first step."""
+    return [line | {"advantage": None} for line in read_rollouts(folder, 1)]
 
 
+@pytest.mark.slow
 def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
     """As training does, on any number of ranks: its results are appended, and the rollouts show them."""
     flags = f"--task calculator {TOOL} --samples 16 --eval-rows 6 --run-name"
@@ -80,27 +71,15 @@ def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
     assert evaluated(two_ranks, f"{flags} evaluated-2", runs=calling) == result
 
 
-def make_fork(folder: Path) -> str:
-    """A copy of train_grpo.py with the example's function in place of its own."""
-    shutil.copy(EXAMPLE, folder / "calculator.py")
-    source = (ROOT / "train_grpo.py").read_text()
-    assert source.count("        rollout,\n") == 1
-    source = source.replace("        rollout,\n", "        calculator,\n")
-    fork = folder / "calculator_fork.py"
-    fork.write_text(
-        source.replace("import itertools\n", "import itertools\nfrom calculator import calculator\n")
-    )
-    return str(fork)
-
-
 @pytest.fixture(scope="module")
 def on_two_ranks(two_ranks, calling) -> Path:
     """The folder of a run with the example's function in worker processes."""
-    return train(two_ranks, calling, "two", TOOL)
+    return train(two_ranks, calling / "two", TOOL)
 
 
+@pytest.mark.slow
 def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
-    """Completions of one turn and of more; the gap is 0 in every step; what is appended is no part of the loss."""
+    """Completions of one turn and of more; the gap is 0 in every step; appended tokens are not in the loss."""
     rollouts = [line for step in (1, 2, 3) for line in read_rollouts(on_two_ranks, step)]
     answered = [line for line in rollouts if "</calc>" in line["completion"][:-7]]
     assert 0 < len(answered) < len(rollouts)
@@ -117,46 +96,48 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pool", "more"),
     [
-        slow("one_rank", ""),
-        slow("two_ranks", "--max-running-requests 2"),
+        ("one_rank", ""),
+        ("two_ranks", "--max-running-requests 2"),
         ("one_rank", "--cache-tokens 512 --rollout-workers 2"),
     ],
     ids=["one rank", "few places", "tight cache"],
 )
 def test_rollouts_depend_neither_on_ranks_nor_on_batch_and_cache(request, calling, on_two_ranks, pool, more):
-    name = f"{pool}{len(more)}"
-    train(request.getfixturevalue(pool), calling, name, TOOL, "--num-steps 1", more)
-    assert without_advantages(read_rollouts(calling / name, 1)) == without_advantages(
-        read_rollouts(on_two_ranks, 1)
-    )
+    folder = calling / f"{pool}{len(more)}"
+    train(request.getfixturevalue(pool), folder, TOOL, "--num-steps 1", more)
+    assert without_advantages(folder) == without_advantages(on_two_ranks)
 
 
 @pytest.mark.slow
 def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processes(
     two_ranks, calling, on_two_ranks, tmp_path
 ):
-    fork = train(two_ranks, calling, "fork", script=make_fork(tmp_path))
-    assert results_of(fork) == results_of(on_two_ranks)
-
-
-@pytest.mark.parametrize("last_step", [slow(0), 2])
-def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
-    two_ranks, calling, on_two_ranks, last_step
-):
-    copy = interrupted_copy(on_two_ranks, f"after-{last_step}", last_step)
-    train(two_ranks, calling, copy.name, TOOL)
-    assert results_of(copy) == results_of(on_two_ranks)
+    shutil.copy(EXAMPLE, tmp_path / "calculator.py")
+    named = {"        rollout,\n": "        calculator,\n"}
+    imported = {"import itertools\n": "import itertools\nfrom calculator import calculator\n"}
+    script = changed_fork(tmp_path, "calculator_fork", named, imported)
+    fork = train(two_ranks, calling / "fork", script=script)
+    assert digests(fork, has_workers=True) == digests(on_two_ranks, has_workers=True)
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_learns_to_call(tmp_path):
+@pytest.mark.parametrize("last_step", [0, 2])
+def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
+    two_ranks, calling, on_two_ranks, last_step
+):
+    flags = (SMALL, reward(on_two_ranks), TOOL)
+    resume(two_ranks, "train_grpo.py", on_two_ranks, *flags, last_step=last_step, has_workers=True)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_learns_to_call(two_ranks, tmp_path):
     """The first of its steps: calls are rare at first and nearly all at the end, and answers become right."""
-    flags = f"--task calculator {TOOL} --num-steps 12 --eval-rows 8 --run-name learns"
-    run_script(ROOT / "train_grpo.py", flags, runs=tmp_path)
-    metrics = read_metrics(tmp_path / "learns")
+    flags = f"--task calculator {TOOL} --num-steps 12 --eval-rows 8"
+    metrics = read_metrics(trained(two_ranks, tmp_path / "learns", "train_grpo.py", flags))
     assert metrics[0]["reward/calls"] < 0.15
     assert metrics[0]["reward/exact"] < 0.1
     assert metrics[-1]["reward/calls"] > 0.9

@@ -1,4 +1,4 @@
-"""Chats: messages behind an answer are what the template writes there, prompts tell of tools, answers are read."""
+"""Chats: messages after an answer are as the template writes them, prompts show tools, answers are parsed."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ def conversation(*new, answer=ANSWER):
 
 
 def written_behind(tokenizer, *new):
-    """The ids of what the template writes behind an answer, in the real conversation."""
+    """The ids of the template's text after an answer, in the real conversation."""
     text = tokenizer.apply_template(conversation(*new), "f:1", is_prompt=True)
     return tokenizer.encode_text(text.partition(ANSWER)[2], "f:1")
 
@@ -372,7 +372,7 @@ def prompt_of(tmp_path):
 def test_the_flag_of_template_arguments_reaches_the_prompts(prompt_of):
     """A resume compares it, as it changes the samples."""
     assert prompt_of('{"enable_thinking": false}').endswith(NO_THOUGHT)
-    # What it does anyway, by a name that it knows.
+    # It does this anyway, under a name that it knows.
     assert prompt_of('{"enable_thinking": true}') == prompt_of(None)
     assert prompt_of('{"style": "x"}').startswith("x\n")
     assert "chat_template_kwargs" not in FREE_FLAGS

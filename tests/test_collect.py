@@ -369,7 +369,7 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
 
 
 def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:
-    """By prompt the rewards of its rollouts, each of so many tokens behind a prompt of one."""
+    """By prompt the rewards of its rollouts, each with this number of tokens after a prompt of one."""
     length = 1 + num_tokens
     rollouts, rewards = [], []
     for ordinal, values in rewards_of.items():
@@ -392,7 +392,7 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
     [
         (2, False, [3, 7], [9, 12], 0),
         (5, False, [3, 7, 9, 12], [], 1),
-        # Groups without signal are replaced, fill up what is missing, or are given up.
+        # Groups without signal are replaced, fill up the step, or are dropped.
         (2, True, [7, 12], [], 0),
         (3, True, [3, 7, 12], [], 1),
         (5, True, [3, 7, 9, 12], [], 3),
@@ -470,7 +470,7 @@ def rollouts_and_streams(num_groups: int = 4) -> tuple[FrozenModel, list[Rollout
 
 @pytest.mark.parametrize("num_microbatches", [0, 1, 2, 99])
 def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_microbatches):
-    """As many microbatches as there is time for; the rest is scored afterwards, and what was scored is not again."""
+    """As many microbatches as time allows; the rest is scored afterwards, and nothing is scored twice."""
     frozen, rollouts, expected = rollouts_and_streams()
     times = iter([True] * (1 + num_microbatches))
     if num_microbatches:
@@ -486,7 +486,7 @@ def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_micro
 
 
 def test_a_parked_model_is_not_copied_to_the_device_for_a_short_wait():
-    """Here there is none, so a copy would fail."""
+    """It does not exist here, so a copy would fail."""
     rollouts = make_collector().collect(1).rewarded.rollouts
     model = make_frozen().model
     outputs = functools.partial(score_batch, temperature=1.0)
@@ -500,7 +500,7 @@ def test_a_parked_model_is_not_copied_to_the_device_for_a_short_wait():
 
 @pytest.mark.parametrize("beside_cache", [True, False])
 def test_frozen_models_score_beside_the_cache_only_where_both_fit(beside_cache, monkeypatch):
-    """While rollouts wait for replies the engine's cache is in memory; once all of them have ended it is not."""
+    """While rollouts wait for replies the engine's cache is in memory; when the last one ends, it is freed."""
     frozen = make_frozen()
     collector = make_collector(rollout=calculator, frozen=[frozen], scores_beside_cache=beside_cache)
     has_cache = []

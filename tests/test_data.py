@@ -211,7 +211,7 @@ def test_texts_get_the_ids_that_transformers_gives_them(spoilt_folder, monkeypat
 
 
 def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
-    """A chat template may write the date; what is served leaves room for the completion on every day."""
+    """A chat template may write the date; served prompts leave room for the completion on every day."""
     tokenizer = Letters()
     prompts = letter_prompts(["abc"], tokenizer=tokenizer, max_tokens=8, max_new_tokens=5)
     tokenizer.encode = lambda row: [1, 2, 3, 4]
@@ -245,14 +245,14 @@ def test_a_prompt_that_ends_with_the_assistants_message_is_continued(tmp_path, r
 
 
 def test_a_template_that_drops_the_message_to_be_continued_is_refused(tmp_path):
-    """The prompt would not be what the row says."""
+    """The prompt would differ from the row's."""
     save_tokenizer(tmp_path, TEMPLATE.replace("m['content']", "m['content'][:2]"))
     with pytest.raises(InputError, match=r"f:1: the chat template of .* refuses the messages: ValueError"):
         Tokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
-    """What the template does not know it leaves out without a word. A result that is a list is its text."""
+    """The template silently leaves out unknown fields. A result that is a list becomes its text."""
     call = {"type": "function", "function": {"name": "one", "arguments": {}}}
     completion = [
         {"role": "assistant", "content": "wo", "tool_calls": [call]},
@@ -434,7 +434,7 @@ def whole_text(tokenizer, sampled):
 
 @pytest.mark.parametrize("kind", [*DECODERS[:2], *map(slow, DECODERS[2:])])
 def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path, kind):
-    """From a bounded tail, what the text of the whole turn says: strings of any place in 1,000 random turns.
+    """A bounded tail finds the strings that the whole turn's text has, anywhere in 1,000 random turns.
 
     Pitfall 15.
     """

@@ -39,7 +39,7 @@ from support.engines import (
 from support.families import DELTA_NET
 from support.marks import slow
 
-# Around the borders of chunks of 64; with parents that share with another one, also more than they have of their own.
+# Around the borders of chunks of 64; with parents that share with another one, even more than their own tokens.
 LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
 SHARED = ((0, 0), (1, 0), (1, 128), (2, 65), (1, 64), (4, 127), (1, 1), (1, 199))
 
@@ -101,7 +101,7 @@ def test_fla_is_asked_for_what_the_chunks_compute_and_once_for_each_row(lengths,
 
 
 def test_requests_decode_on_from_states_that_fla_prefilled(fla):
-    """Wherever in a chunk the prompt ends. Slots hold NaN before, so that a prefill writes all of its own."""
+    """Wherever in a chunk the prompt ends. Slots hold NaN before, so a prefill must write its whole slot."""
     model = cached_model("states", torch.float64)
     expected = make_engine(model).generate(mixed_requests())
     fla()
@@ -156,7 +156,7 @@ def test_the_rule_runs_twice_in_a_step_whether_or_not_its_layer_is_recomputed(re
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
-    """Slots without a sequence are NaN all the time: a prefill writes all of its own. Logprobs are those of training.
+    """Slots without a sequence are always NaN: a prefill must write its whole slot. Logprobs equal those of training.
 
     Pitfalls 65 and 66.
     """

@@ -34,7 +34,7 @@ from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
 
 @pytest.fixture
 def device(monkeypatch):
-    """Without Triton's kernels, which have tests of their own (test_fused, test_paged): their twins in torch run."""
+    """Without Triton's kernels, which other files test (test_fused, test_paged): their twins in torch run."""
     monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
     rope_table.cache_clear()
     with PretendedCuda():
@@ -65,14 +65,14 @@ ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
     ("attention", "adapters", "has_fla"),
     [
         ("mixed", None, False),
-        ("mixed", ADAPTERS, False),
+        slow("mixed", ADAPTERS, False),
         slow("states", None, False),
         slow("states", None, True),
     ],
     ids=["", "adapters", "states", "fla"],
 )
 def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
-    """Asynchronously, in the graphs' buffers; in place of the decode kernel stands a plain one."""
+    """Asynchronously, in the graphs' buffers, with a plain kernel instead of the decode kernel."""
     monkeypatch.setattr(paged_attention, "decode", plain_decode)
     model = make_model(attention, torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]
@@ -114,7 +114,7 @@ OBJECTIVES = {
         (OBJECTIVES["sequence"], None, None),
         (OBJECTIVES["token"], ADAPTERS, None),
         slow(OBJECTIVES["token"], None, False),
-        (OBJECTIVES["token"], None, True),
+        slow(OBJECTIVES["token"], None, True),
     ],
     ids=["token", "sequence", "adapters", "states", "fla"],
 )
@@ -221,7 +221,7 @@ def updated_on_a_device(
 
 
 @pytest.mark.parametrize("gather_bytes", [32 * 2**20, 2000], ids=["at once", "in pieces"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pool", [slow("one_rank"), "two_ranks"])
 def test_masters_in_host_memory_are_updated_there_and_copied_to_the_weights_of_the_device(
     request, tmp_path, pool, dtype, gather_bytes

@@ -1,7 +1,6 @@
 """The tables in docs/ are those of the code: metrics, exit codes, presets."""
 
 import inspect
-import json
 import re
 import runpy
 import sys
@@ -17,13 +16,14 @@ from minirl.episodes.episode import Episode, Turns
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
 from support.collecting import chat_prompts, in_workers, make_collector
+from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
-from support.scripts import ROOT, run_in_pool
+from support.scripts import ROOT, read_metrics, trained
 from support.texts import TOKENS, save_tokenizer
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "tests").glob("*.md")), ROOT / "AGENTS.md"]
-TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4".split()
+TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4"
 RUNS = {
     "grpo": ("train_grpo.py", "--kl-coef 0.1"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.1 --kl-target 6"),
@@ -35,7 +35,7 @@ def few(completion_ids):
     return [None if len(ids) % 2 else -float(len(ids)) for ids in completion_ids]
 """
 
-# What an agent in another language does.
+# An agent as in another language.
 PROGRAM = """
 import json, os, sys, urllib.request
 body = {"model": "any", "messages": [{"role": "user", "content": sys.stdin.read()}]}
@@ -58,14 +58,14 @@ def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
     """With KL terms, several rewards that do not always apply, and an evaluation."""
     (tmp_path / "mine.py").write_text(REWARDS)
     script, flags = RUNS[name]
-    rewards = ("--reward", f"{tmp_path}/mine.py:some", f"{tmp_path}/mine.py:few")
-    run_in_pool(one_rank, script, *TINY, *flags.split(), *rewards, "--run-name", name, runs=runs)
+    rewards = f"--reward {tmp_path}/mine.py:some {tmp_path}/mine.py:few"
+    lines = read_metrics(trained(one_rank, runs / name, script, TINY, flags, rewards))
     documented = {
         metric for row in table("metrics.md") for metric in re.findall(r"`([a-z]+/[\w<>/]+)`", row[0])
     }
     documented |= {name.replace("time/", "time_max/") for name in documented}
     own = {f"{prefix}/{function}" for prefix in ("reward", "eval") for function in ("some", "few", "exact")}
-    for line in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines()):
+    for line in lines:
         assert None not in line.values()
         assert line.keys() - {"step"} - own <= documented
         assert 0 <= line.get("reward/not_applicable", 0) <= 1
@@ -156,7 +156,7 @@ def block_with(text, page):
 
 
 def names_of(text, page, **names):
-    """What the block of a page with this text defines, given these names."""
+    """The names that the page's block with this text defines, given these names."""
     exec(block_with(text, page), names)
     return names
 
@@ -220,7 +220,7 @@ def test_a_reward_of_groups_on_a_page_runs():
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(line, name, before)`: the block of a page with this line, behind what it leaves out, in its processes."""
+    """`load(line, name, before)`: the page's block with this line, after `before`, in its processes."""
 
     def load_block(line, name, before="", kind="rollout"):
         (tmp_path / "mine.py").write_text(
@@ -240,10 +240,10 @@ def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):
 
 @pytest.mark.parametrize(
     ("line", "name", "package"),
-    [("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
+    [slow("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
 )
 def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path, line, name, package):
-    """The program is one of Python in place of node, put in its place by a path."""
+    """The program is Python's instead of node's, which the path finds first."""
     pytest.importorskip(package)
     program = tmp_path / "node"
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")

@@ -21,7 +21,7 @@ from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
 from minirl.run.setup import Setup
 from support.models import QWEN_05B, QWEN_7B, QWEN_32B
-from support.scripts import run_in_pool
+from support.scripts import run_in_pool, write_rows
 
 REWARD = """
 def mean_digit(completions, answer):
@@ -29,7 +29,7 @@ def mean_digit(completions, answer):
 def broken(completions):
     raise ValueError("no")
 """
-TINY = "--num-steps 1 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1".split()
+TINY = "--num-steps 1 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def flags(tmp_path):
         write_shape(tmp_path / "model")
         (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
         rows = [{"prompt": "1" * 300, "answer": "1234"}, {"prompt": "2" * 20, "answer": "2"}]
-        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        data = write_rows(tmp_path / "data.jsonl", rows)
         (tmp_path / "rewards.py").write_text(REWARD)
-        paths = {"model": f"{tmp_path}/model", "data": f"{tmp_path}/data.jsonl"}
+        paths = {"model": f"{tmp_path}/model", "data": str(data)}
         paths["reward"] = (f"{tmp_path}/rewards.py:mean_digit",)
         return {"dry_run": True, "prompts_per_step": 128, "max_new_tokens": 512, **paths}
 
@@ -51,7 +51,7 @@ def flags(tmp_path):
 
 
 def dry_run(module, **fields):
-    """What the script prints, and its exit code."""
+    """The script's output and exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(module.Config(**fields))
     return printed.getvalue(), code
@@ -254,7 +254,8 @@ def test_a_script_that_lacks_the_call_trains_nothing():
 
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently."""
-    output = run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name", "sizes", runs=runs)
+    flags = f"{TINY} --run-name sizes"
+    output = run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
     assert output.count("sizes --max-running-requests 256 --cache-tokens 65536") == 1
     path: Path = runs / "sizes" / "args.json"
     args = json.loads(path.read_text())
@@ -262,8 +263,7 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     assert args["flags"]["max_tokens_per_microbatch"] == "auto"
     assert args["shard_gradients"] is False
     path.write_text(json.dumps({**args, "max_tokens_per_microbatch": 40, "shard_gradients": True}))
-    more = ["--num-steps", "2", *TINY[2:]]
-    output = run_in_pool(one_rank, "train_grpo.py", *more, "--run-name", "sizes", runs=runs)
+    output = run_in_pool(one_rank, "train_grpo.py", flags, "--num-steps 2", runs=runs)
     assert "--max-tokens-per-microbatch 40 " in output
     assert "--shard-gradients on" in output
     assert json.loads(path.read_text())["max_tokens_per_microbatch"] == 40
@@ -278,8 +278,8 @@ def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_ra
     """And leaves no folder. With all sizes given it starts: they may be known better."""
     how = {"runs": runs, "under": on_a_full_machine}
     with pytest.raises(AssertionError, match=r"InputError: the models need .* 0.9 MB"):
-        run_in_pool(one_rank, "train_grpo.py", *TINY, "--run-name small", **how)
+        run_in_pool(one_rank, "train_grpo.py", TINY, "--run-name small", **how)
     assert not (runs / "small").exists()
     sizes = "--max-running-requests 4 --cache-tokens 512 --max-tokens-per-microbatch 99"
     switches = "--recompute-layers off --shard-gradients off"
-    run_in_pool(one_rank, "train_grpo.py", *TINY, sizes, switches, "--run-name given", **how)
+    run_in_pool(one_rank, "train_grpo.py", TINY, sizes, switches, "--run-name given", **how)

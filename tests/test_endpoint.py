@@ -1,4 +1,4 @@
-"""Programs that own their loop: what they sample at a URL is their episode, whatever else they send there."""
+"""Programs that own their loop: the turns sampled at a URL are their episode, whatever else they send there."""
 
 import asyncio
 import contextlib
@@ -277,7 +277,7 @@ def test_requests_on_one_connection_are_answered_one_after_another():
 
 
 HUGE = 100_000_000
-# What is sent to the path URL, and the answer.
+# Requests to the path URL, and the answers.
 UNREADABLE = {
     "nonsense\r\n\r\n": (400, "this is no HTTP/1.1"),
     "GET URL HTTP/2.0\r\n\r\n": (400, "this is no HTTP/1.1"),
@@ -425,7 +425,7 @@ def made_episode(*, seed=0, **options):
     return Episode(Row("hi", {}, "f:1"), seed, 50, tools=[TOOL], prompt_ids=[5, 6], **options)
 
 
-# By path what is sent, and what is said of it.
+# By path the request, and the refusal.
 REFUSED = {
     "v1/embeddings": {"{}": "there is no /v1/embeddings; there are /v1/chat/completions, /v1/completions"},
     "v1/completions": {
@@ -561,9 +561,9 @@ def sampled_turn(branch, text="yes", finish_reason="stop", **said):
 
 
 def drive(program, *turns, sample=lambda: asyncio.sleep(0)):
-    """What a program asks for when it gets these turns; closes it where it asks for more. `program(post, episode)`.
+    """A program's requests when it gets these turns; closes it when it asks for more. `program(post, episode)`.
 
-    sample: what is awaited while a turn is sampled.
+    sample: awaited while a turn is sampled.
     """
 
     async def with_post(url, episode):
@@ -621,7 +621,7 @@ def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode
         # The stop string and the rest of its token are left out.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
         ({"top_k": 9, "top_p": 0.7, "min_p": 0.05}, {}, {"content": "yes"}, "stop"),
-        # A program that wants no calls gets what was written as text.
+        # A program that wants no calls gets the text of a call.
         ({"tool_choice": "none"}, {"text": "<c>", "tool_calls": [CALL]}, {"content": "<c>"}, "stop"),
         # Nobody can read it.
         ({}, {"message": None, "finish_reason": "length"}, {"content": "yes"}, "length"),

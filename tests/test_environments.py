@@ -208,7 +208,7 @@ def tokenizer(tmp_path):
 
 
 def said_turn(episode, tokenizer, asked, text):
-    """A turn of an episode with this text, after what it asked for."""
+    """A turn of an episode with this text, after its request."""
     ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
     message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
     branch = episode.branch_of(asked)
@@ -220,7 +220,7 @@ def said_turn(episode, tokenizer, asked, text):
 
 
 def converse(workers, tokenizer, texts, columns=None):
-    """Run an episode in workers, whose turns have these texts. Returns what was appended, and the last reply."""
+    """Run an episode in workers, whose turns have these texts. Returns the appended parts, and the last reply."""
     episode = Episode(Row("how much?", columns or {}, "f:1"), seed=1, max_tokens=1000)
     number = workers.begin(episode)
     asked = []
@@ -694,7 +694,7 @@ def test_the_examples_run_with_their_packages(
 
 # A checkout of TRL, whose programs are run without a change; its packages have none of them.
 TRL = os.environ.get("MINIRL_TRL_SOURCE")
-# What they import besides: their trainer, which does nothing here, and the clients of servers that are not here.
+# Their other imports: their trainer, which does nothing here, and the clients of servers that are not here.
 TRL_STAND_INS = {
     "trl.py": """
 class GRPOTrainer:
@@ -795,7 +795,7 @@ def sql(command):
 
 
 WORDS = ("[a]", "[abcde]", "[b]")  # the second wins, the third comes too late
-# Of each program: the flag and the name of what it runs, its rewards; by row what the model says, and the scores.
+# For each program: the flag and the name of its code, its rewards; by row the model's texts, and the scores.
 PROGRAMS = {
     "own": (
         "environment",
@@ -846,7 +846,7 @@ def program_of_trl(name):
 
 
 def said_by(rows):
-    """What reads turns: those of a row say what is written there, whatever was sampled."""
+    """Reads turns: the turns of a row have the texts written there, whatever was sampled."""
 
     def message(tokenizer, ids, before):
         text = tokenizer.decode(before, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What ends an episode, what is said of its end, and what is recorded of its turns."""
+"""The ends of episodes, their finish reasons, and the records of their turns."""
 
 import functools
 import json
@@ -121,7 +121,7 @@ def leaves_it_at_two(episode: Episode):
     ],
 )
 def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else(function, limit, ends):
-    """It cuts the turn in which it is reached, and is the reason also where the function ends by itself then."""
+    """It cuts the turn that reaches it, and is the finish reason even if the function then returns."""
     for rollout in rollouts_of(function, limits=EpisodeLimits(max_sampled_tokens=limit)):
         assert (num_sampled(rollout), rollout.finish_reason) == ends
         assert len(rollout.completion) > num_sampled(rollout)
@@ -229,7 +229,7 @@ def test_the_limit_of_seconds_is_of_each_episode_by_itself(load, name):
 
 @pytest.mark.slow
 def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
-    """Its function runs again, which takes as long; that is no reason to refuse the checkpoint. Fault 56."""
+    """Its function runs again and takes as long, which must not refuse the checkpoint. Fault 56."""
     prompts = Prompts(lambda rollout_id: 10 + 6 * rollout_id.prompt_ordinal)
     first, second = (
         make_collector(prompts, rollout=load("naps"), limits=limits, round_tokens=6, max_staleness=8)
@@ -250,7 +250,7 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     ids=["text", "messages", "branches", "out of order"],
 )
 def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(function, is_chat):
-    """The segments are the runs of the loss mask, but for turns that follow one another; texts are those of the ids.
+    """The segments are the runs of the loss mask, except for adjacent turns; texts are those of the ids.
 
     A branch's begin with its prompt, if that is not the row's. They outlive a checkpoint.
     """
@@ -288,7 +288,7 @@ def test_the_messages_of_a_record_are_those_of_the_episode():
 
 
 def test_row_61_branches_are_in_order_of_their_numbers_in_whatever_order_they_had_turns(load):
-    """In a process of its own too."""
+    """In a separate process, too."""
     here, in_worker = (
         rollouts_of(f, prompts=chat_prompts()) for f in (HERE["out_of_order"], load("out_of_order"))
     )

@@ -111,7 +111,7 @@ def test_what_is_returned_and_given_are_columns_of_the_rewards(load, where):
     assert len({total for total, _ in expected}) > 3
 
 
-# What an episode gives, what it returns, and what is said of it.
+# The rewards that an episode gives and returns, and the refusal.
 HOSTILE = {
     "nan": ([], math.nan, r"returns nan; a reward is a finite number of at most 1e\+12"),
     "inf": ([], {"total": math.inf}, "returns 'total': inf; a reward is a finite number"),
@@ -136,7 +136,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
-    """What is given at once."""
+    """Everything given at once."""
     given, value, message = HOSTILE[name]
     says = "episode.reward, for the row at" if given else r"rollout mine for the row at f:\d+, after turn 1:"
 
@@ -215,7 +215,7 @@ def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load,
 
 
 def test_turn_rewards_are_at_the_last_tokens_of_turns_and_the_rest_at_the_end():
-    """By hand: at the last token of the first and of the third turn; with what is left they add up to the reward."""
+    """By hand: at the last token of the first and of the third turn; with the rest they add up to the reward."""
     groups = collector_of(OF_EPISODE, giving).collect(2)
     rollouts = groups.rewarded.rollouts
     of_turns = turn_rewards(rollouts, {"total": 0.5, "early": 0.25})
@@ -316,7 +316,7 @@ def test_the_overlong_penalty_is_of_each_branch():
 
 
 def cut_off_in_one_branch(episode):
-    """What docs/episodes.md works out: one branch ends by itself, the other is cut off."""
+    """The example of docs/episodes.md: one branch ends with a stop token, the other is cut off."""
     other = episode.branch("abc")
     yield episode.generate(max_tokens=2)
     episode.reward(1.0)
@@ -327,7 +327,7 @@ def cut_off_in_one_branch(episode):
 
 
 def returns_of_branches(rank, gamma, gae_lambda):
-    """Returns of PPO with a value of 0 before each token, and of 7 behind each branch."""
+    """Returns of PPO with a value of 0 before each token, and of 7 after each branch."""
     prompts = Prompts(lambda rollout_id: 5)
     groups = collector_of({"reward": EpisodeReward()}, cut_off_in_one_branch, prompts=prompts).collect(1)
     table, rollouts = groups.table, groups.rewarded.rollouts
@@ -357,7 +357,7 @@ def returns_of_branches(rank, gamma, gae_lambda):
 def test_a_branch_returns_its_own_turns_and_the_rest_and_is_bootstrapped_if_it_was_cut_off(
     one_rank, gamma, gae_lambda, expected
 ):
-    """The worked numbers of docs/episodes.md, and by the recursion with another discount: V is 0 but for the end.
+    """The worked numbers of docs/episodes.md, and by the recursion with another discount: V is 0 except at the end.
 
     A_t = r_t + gamma V_end + gamma lambda A_(t+1), over the sampled tokens alone: 0.25 + 0.5 * 7 = 3.75,
     0.5 + 0.25 * 3.75 = 1.4375, 0.25 * 1.4375 = 0.359375; and 1.25, 0.25 * 1.25 = 0.3125.
@@ -464,11 +464,11 @@ def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
     assert groups.rewarded.failed.tolist() == [place == "f:3" for place in places]
 
 
-# What functions get
+# The arguments of functions.
 
 
 def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have_completions_as_in_trl():
-    """Of a chat the completion is the episode's own messages behind the prompt, with tool results between."""
+    """In a chat the completion is the episode's own messages after the prompt, with tool results between."""
     conversations = {}
     seen = []
 

@@ -1,6 +1,5 @@
 """The training examples of docs/examples, patches and scripts: two steps and a resume each."""
 
-import json
 import random
 import re
 import runpy
@@ -16,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.sorting import load_sorting
 from minirl.files.value_files import read_values
-from support.resuming import digests, interrupted_copy
-from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, run_in_pool, untimed
+from support.resuming import resume
+from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, trained, write_rows
 
 EXAMPLES = ROOT / "docs" / "examples"
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"
@@ -33,28 +32,17 @@ def forked(folder, name):
     return str(fork)
 
 
-def train_and_resume(pool, runs, script, name, *flags):
+def train_and_resume(pool, folder, script, *flags):
     """Train two steps; then the second again from the checkpoint of the first, to the same bits. The run's metrics."""
-    run_in_pool(pool, script, COMMON, *flags, f"--run-name {name}", runs=runs)
-    expected = results(runs / name)
-    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
-    run_in_pool(pool, script, COMMON, *flags, f"--run-name {copy.name}", runs=runs)
-    got = results(copy)
-    assert got == expected, sorted(key for key in expected if got.get(key) != expected[key])
-    return read_metrics(runs / name)
+    trained(pool, folder, script, COMMON, *flags)
+    resume(pool, script, folder, COMMON, *flags, has_workers=True)
+    return read_metrics(folder)
 
 
-def results(folder):
-    """All that a resume must give again. How full decode steps are depends on when workers reply."""
-    lines = {f"metrics {line['step']}": untimed(line) for line in read_metrics(folder)}
-    for line in lines.values():
-        line.pop("perf/decode_occupancy", None), line.pop("perf/decode_waste", None)
-    return digests(folder) | lines
-
-
+@pytest.mark.slow
 def test_supervised_fine_tuning(two_ranks, runs):
     """The first step's loss is transformers' mean cross entropy of the answers' tokens and the end's."""
-    lines = train_and_resume(two_ranks, runs, str(EXAMPLES / "sft.py"), "sft")
+    lines = train_and_resume(two_ranks, runs / "sft", str(EXAMPLES / "sft.py"))
     assert "eval/reward" in lines[1]
     (folder,) = runs.glob("toy-*")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -74,21 +62,20 @@ def test_supervised_fine_tuning(two_ranks, runs):
 @pytest.fixture
 def pairs(tmp_path):
     """Rows of the embedded task, the sorted string preferred to a shuffled one."""
-    path, rng = tmp_path / "pairs.jsonl", random.Random(0)
-    with path.open("w") as file:
-        for row in load_sorting().train_rows[:64]:
-            answer = row.columns["answer"]
-            shuffled = "".join(rng.sample(answer, len(answer)))
-            file.write(json.dumps({"prompt": row.prompt, "chosen": answer, "rejected": shuffled}) + "\n")
-    return path
+    rng, rows = random.Random(0), []
+    for row in load_sorting().train_rows[:64]:
+        answer = row.columns["answer"]
+        shuffled = "".join(rng.sample(answer, len(answer)))
+        rows.append({"prompt": row.prompt, "chosen": answer, "rejected": shuffled})
+    return write_rows(tmp_path / "pairs.jsonl", rows)
 
 
 @pytest.mark.slow
 def test_reward_model(two_ranks, runs, pairs):
-    """Its frozen layers stay, and PPO takes the checkpoint as its reward model and as its first value model."""
+    """Its frozen layers stay. PPO takes the checkpoint as its reward model and first value model: see test_scripts."""
     script = str(EXAMPLES / "reward_model.py")
     flags = f"--data {pairs} --eval-data {pairs} --frozen-layers 2"
-    lines = train_and_resume(two_ranks, runs, script, "rm", flags)
+    lines = train_and_resume(two_ranks, runs / "rm", script, flags)
     assert lines[1]["policy/loss"] < lines[0]["policy/loss"]
     assert "eval/accuracy" in lines[1]
     (original,) = runs.glob("toy-*")
@@ -107,9 +94,8 @@ COST = f"--reward {EXAMPLES}/no_nines.py:right {EXAMPLES}/no_nines.py:cost --cos
 def test_safe_ppo(two_ranks, runs, tmp_path):
     """The multiplier is in the checkpoint, and grows while the cost is above its threshold."""
     fork = forked(tmp_path, "safe_ppo")
-    lines = train_and_resume(
-        two_ranks, runs, fork, "safe_ppo", COST, "--prompts-per-step 8 --kl-reward-coef 0.1"
-    )
+    flags = f"{COST} --prompts-per-step 8 --kl-reward-coef 0.1"
+    lines = train_and_resume(two_ranks, runs / "safe_ppo", fork, flags)
     assert lines[0]["reward/cost_multiplier"] == 1
     assert lines[1]["reward/cost_multiplier"] > 1
     assert all(line["reward/cost"] > 0.1 for line in lines)
@@ -125,7 +111,7 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
     """After two steps it is the average, in fp32, of the first weights and those after each step."""
     fork = forked(tmp_path, "ema_reference")
     flags = "--kl-coef 0.1 --ema-decay 0.75 --prompts-per-step 4 --group-size 4 --num-minibatches 2"
-    lines = train_and_resume(two_ranks, runs, fork, "ema_reference", flags)
+    lines = train_and_resume(two_ranks, runs / "ema_reference", fork, flags)
     assert all(line["policy/kl_ref_k3"] > 0 for line in lines)
     checkpoints = runs / "ema_reference" / "checkpoints"
     (first,) = runs.glob("toy-*")
@@ -140,6 +126,7 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
         torch.testing.assert_close(average, expected)
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_folder_is_kept_for_resumes(one_rank, runs, tmp_path):
     """Its weights are those that the KL is to, also where the folder is gone."""
     (original,) = runs.glob("toy-*")
@@ -154,13 +141,11 @@ def test_a_reference_of_another_folder_is_kept_for_resumes(one_rank, runs, tmp_p
         {"import itertools\n": "import itertools\nfrom pathlib import Path\n"},
     )
     flags = f"{COMMON} --kl-coef 0.1 --prompts-per-step 4 --group-size 4 --eval-rows 1"
-    run_in_pool(one_rank, fork, flags, "--run-name other", runs=runs)
+    folder = trained(one_rank, runs / "other", fork, flags)
     shutil.rmtree(other)
-    copy = interrupted_copy(runs / "other", "other-resumed", 1)
-    run_in_pool(one_rank, fork, flags, f"--run-name {copy.name}", runs=runs)
-    assert results(copy) == results(runs / "other")
-    assert read_metrics(copy)[0]["policy/kl_ref_k3"] > 0
-    kept = load_file(copy / "reference" / "model.safetensors")
+    resume(one_rank, fork, folder, flags)
+    assert read_metrics(folder)[0]["policy/kl_ref_k3"] > 0
+    kept = load_file(folder / "reference" / "model.safetensors")
     assert all(torch.equal(kept[name], weight) for name, weight in weights.items())
 
 
@@ -169,8 +154,8 @@ def test_replay_buffer(two_ranks, one_rank, runs, tmp_path):
     """The second step trains on the first's groups too, with the logprobs of their sampling; so does one rank."""
     fork = forked(tmp_path, "replay_buffer")
     flags = "--prompts-per-step 4 --group-size 4 --replayed-prompts 3"
-    train_and_resume(two_ranks, runs, fork, "replay", flags)
-    run_in_pool(one_rank, fork, COMMON, flags, "--run-name replay-one", runs=runs)
+    train_and_resume(two_ranks, runs / "replay", fork, flags)
+    trained(one_rank, runs / "replay-one", fork, COMMON, flags)
     for name in ("replay", "replay-one"):
         first, second = (read_rollouts(runs / name, step) for step in (1, 2))
         assert (len(first), len(second)) == (16, 28)
@@ -186,7 +171,7 @@ def test_curriculum(two_ranks, runs, tmp_path):
     """The first prompts are the shortest, the share of the rows grows, and a resume draws the same ones."""
     fork = forked(tmp_path, "curriculum")
     flags = "--prompts-per-step 4 --group-size 4 --first-share 0.05 --master 0"
-    lines = train_and_resume(two_ranks, runs, fork, "curriculum", flags)
+    lines = train_and_resume(two_ranks, runs / "curriculum", fork, flags)
     assert [line["reward/share_of_rows"] for line in lines] == pytest.approx([0.05, 0.055])
     for step in (1, 2):
         assert {len(rollout["prompt"]) for rollout in read_rollouts(runs / "curriculum", step)} == {5}
@@ -207,7 +192,7 @@ def test_curriculum(two_ranks, runs, tmp_path):
 def test_rollouts_of_several_branches(two_ranks, runs, name, function, flags):
     """Each branch has its own reward, and GRPO its own advantage for it."""
     rollout = f"--rollout {EXAMPLES}/{name}.py:{function} --prompts-per-step 4 --group-size 4"
-    train_and_resume(two_ranks, runs, "train_grpo.py", name, rollout, flags)
+    train_and_resume(two_ranks, runs / name, "train_grpo.py", rollout, flags)
     rollouts = read_rollouts(runs / name, 2)
     branches = [[branch["reward"] for branch in r["branches"]] for r in rollouts if "branches" in r]
     assert branches

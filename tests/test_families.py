@@ -141,7 +141,7 @@ def test_an_unknown_family_is_refused_with_the_features_that_it_needs(config, na
 
 @pytest.mark.parametrize("name", OF_FAMILY.values())
 def test_kernels_are_not_chosen_for_what_they_do_not_compute(name, monkeypatch):
-    """The model with the choices of CUDA, and in place of its kernels what they compute."""
+    """The model with CUDA's choices, and plain functions instead of its kernels."""
 
     def rotate_halves(q, k, cos, sin):
         assert cos.shape[-1] == q.shape[-1]

@@ -154,7 +154,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(write):
 
 
 def check_on_ranks(rank, texts):
-    """The stream's facts on this rank, or what it refuses."""
+    """The stream's facts on this rank, or its refusal."""
     try:
         prompts = letter_prompts(texts, vocab_size=120)
     except InputError as error:
@@ -229,7 +229,7 @@ def test_row_20_long_prompts_keep_their_end_if_asked():
 
 @pytest.mark.parametrize("long_prompts", ["skip", "error"])
 def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompts):
-    """--max-new-tokens too large for every row: each completion gets what is left, said with the numbers.
+    """--max-new-tokens too large for every row: each completion gets the rest, and a note gives the numbers.
 
     Pitfall 55.
     """
@@ -242,7 +242,7 @@ def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompt
 
 
 def test_row_21_prompts_that_leave_nothing_at_all_are_refused():
-    """There is no completion to be capped. The flags that give room are named. No rows at all are no error."""
+    """There is no completion to cap. The flags that give room are named. An empty file is not an error."""
     said = r"every prompt is too long: the shortest has 10 tokens of 10 .*--cache-tokens.*--long-prompts"
     with pytest.raises(InputError, match=said):
         letter_prompts(["a" * 10, "b" * 11])

@@ -168,7 +168,7 @@ def workers(tmp_path_factory):
 
 
 def collect(rollout, *names):
-    """Collect 40 episodes that do what is named, the last of it most often."""
+    """Collect 40 episodes with these faults by name, the last one most often."""
     prompts = Prompts(num_rows=40)
     for i in range(40):
         prompts.row(i).columns["does"] = names[min(i, len(names) - 1)]

@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def tied(tmp_path):
-    """A tiny tied model, to be spoilt."""
+    """A tied one."""
     return make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
 
 
@@ -58,7 +58,7 @@ def test_row_32_weights_that_are_not_finite_are_named(folder, value):
 
 @pytest.mark.parametrize("length", [0, 7, 1000, -1])
 def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
-    """Whether in the header or in the data."""
+    """In the header or in the data."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(
@@ -68,7 +68,7 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
 
 
 def write_index(folder, weight_map):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_row_33_an_index_that_promises_a_head_that_is_not_there_is_named(tied):
@@ -100,38 +100,45 @@ def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tied, cha
         load(tied)
 
 
+INDEX = "model.safetensors.index.json"
+NOT_IN_THE_FOLDER = [
+    1,
+    "../x",
+    "..",
+    "/etc/x",
+    "\ud800.safetensors",
+]  # half a surrogate pair, as JSON can hold it
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("file", "content", "message"),
     [
-        ("{", r"config\.json: not JSON: .* line 1, column 2"),
-        ("[1]", r"config\.json: expected a JSON object, got \[1\]"),
-        ("[" * 100_000, r"config\.json: cannot be read"),
-        ('{"vocab_size": 5, "vocab_size": 6}', "cannot be read: key 'vocab_size' is there twice"),
+        ("config.json", "{", "not JSON: .* line 1, column 2"),
+        ("config.json", "[1]", r"expected a JSON object, got \[1\]"),
+        ("config.json", "[" * 100_000, "cannot be read"),
+        (
+            "config.json",
+            '{"vocab_size": 5, "vocab_size": 6}',
+            "cannot be read: key 'vocab_size' is there twice",
+        ),
+        (INDEX, "no", "not JSON"),
+        (INDEX, "{}", "has no weight_map"),
+        *(
+            (
+                INDEX,
+                json.dumps({"weight_map": {"a": name}}),
+                re.escape(f"weight_map names {name!r}; expected a file"),
+            )
+            for name in NOT_IN_THE_FOLDER
+        ),
     ],
 )
-def test_row_33_a_config_that_cannot_be_read_is_named_with_its_fault(folder, content, message):
-    """No traceback."""
-    (folder / "config.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        load(folder)
-
-
-@pytest.mark.parametrize("file", [1, "../x", "..", "/etc/x", "\ud800.safetensors"])
-def test_row_33_an_index_that_names_what_is_no_file_of_the_folder_is_refused(folder, file):
-    """No other file is opened; half a surrogate pair is no name, though JSON can hold it."""
-    (folder / "model.safetensors").unlink()
-    write_index(folder, {"a": file})
-    with pytest.raises(
-        InputError, match=re.escape(f"weight_map names {file!r}; expected a file in the same")
-    ):
-        load(folder)
-
-
-@pytest.mark.parametrize(("content", "message"), [("no", "not JSON"), ("{}", "has no weight_map")])
-def test_row_33_an_index_that_cannot_be_used_is_named_with_its_fault(folder, content, message):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(InputError, match=rf"index\.json: {message}"):
+def test_row_33_a_file_that_cannot_be_used_is_named_with_its_fault(folder, file, content, message):
+    """No traceback, and no file outside of the folder is opened."""
+    if file == INDEX:
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_text(content)
+    with pytest.raises(InputError, match=f"{file}: {message}"):
         load(folder)
 
 
@@ -277,7 +284,7 @@ def quick_toy(monkeypatch):
 
 
 def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch, tmp_path):
-    """Killed when all is written but its name: the next run makes it anew."""
+    """Killed when everything but its name is written: the next run makes it again."""
     if (pid := os.fork()) == 0:
         monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         embedded_model.embedded_model_folder(tmp_path)
@@ -314,7 +321,7 @@ def test_row_49_an_embedded_model_that_is_damaged_is_refused(quick_toy, tmp_path
 
 
 def test_row_50_two_first_runs_at_once_make_one_embedded_model(quick_toy, monkeypatch, tmp_path):
-    """The one that is late takes the other's, and leaves nothing behind."""
+    """The late one takes the other's folder, and leaves no files."""
     other = embedded_model.warm_start
 
     def while_another_is_made(task):

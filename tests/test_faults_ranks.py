@@ -54,10 +54,10 @@ def token_loss(config, micro, new, entropy):
 """
 
 
-def python(folder: Path, body: str) -> list[str]:
-    """The command for a script whose main is `body`."""
+def python(folder: Path, body: str, before: str = "") -> list[str]:
+    """The command for a script whose main is `body`. before: what it does as it is imported."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    (folder / "script.py").write_text(f"{PRELUDE}\ndef main():\n{lines}\nwatchdog.run(main)\n")
+    (folder / "script.py").write_text(f"{PRELUDE}{before}\ndef main():\n{lines}\nwatchdog.run(main)\n")
     return [str(folder / "script.py")]
 
 
@@ -78,6 +78,15 @@ def two_joined(folder: Path, body: str) -> Iterator[Job]:
         yield job
 
 
+def outputs_of(
+    folder: Path, body: str, codes: list[int], *, within: float, before: str = "", **variables: str
+) -> list[str]:
+    """What the ranks of a script print after they joined; they must leave with these codes within so many seconds."""
+    with started(folder, [python(folder, body, before)] * len(codes), **variables) as job:
+        assert job.codes(within) == codes
+        return [job.output(rank).removeprefix("joined\n") for rank in range(len(codes))]
+
+
 DIE = "if rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\n"
 
 
@@ -94,26 +103,22 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path, body, last_s
 
     It waits in a collective, or for the other to join: without torchrun, which would end it at once, after GONE_S.
     """
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        assert job.codes(within=15) == [1, -signal.SIGKILL]
-        assert f"rank 1 is gone, killed or crashed (last seen: {last_seen})" in job.output(0)
-        assert "Traceback" not in job.output(0)
+    said, _ = outputs_of(tmp_path, body, [1, -signal.SIGKILL], within=15)
+    assert f"rank 1 is gone, killed or crashed (last seen: {last_seen})" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("killed", [slow(0), 1])
 def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_ever(tmp_path, killed):
-    """Without torchrun, and whether it would have kept the store or not: the other says in a minute what is missing."""
+    """Without torchrun, and whether or not it would have kept the store: the other reports within a minute."""
     assert process_group.GONE_S < watchdog.START_S < 60
-    (script,) = python(tmp_path, "joined()")
-    die = f"watchdog.START_S = 2.0\nif rank == {killed}:\n    os.kill(os.getpid(), 9)\n"
-    Path(script).write_text(Path(script).read_text().replace("def main", f"{die}\ndef main"))
-    with started(tmp_path, [[script]] * 2) as job:
-        codes = job.codes(within=15)
-        assert codes[killed] == -signal.SIGKILL
-        assert codes[1 - killed] == 1
-        said = rf"^rank {1 - killed}: after 2 s not all 2 ranks have come to 127.0.0.1:\d+: one was killed, or was not"
-        assert re.search(said, job.output(1 - killed), re.MULTILINE)
-        assert "Traceback" not in job.output(1 - killed)
+    codes = [1, 1]
+    codes[killed] = -signal.SIGKILL
+    die = f"watchdog.START_S = 2.0\nif rank == {killed}:\n    os.kill(os.getpid(), 9)"
+    said = outputs_of(tmp_path, "joined()", codes, within=15, before=die)[1 - killed]
+    expected = rf"^rank {1 - killed}: after 2 s not all 2 ranks have come to 127.0.0.1:\d+: one was killed, or was not"
+    assert re.search(expected, said, re.MULTILINE)
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow
@@ -163,16 +168,14 @@ process_group.barrier()
 def test_row_01_a_save_that_a_dead_rank_cannot_finish_is_not_waited_for(tmp_path):
     """The survivor leaves as fast as without it."""
     body = SAVING.format(seconds=60, action="time.sleep(0.6); os.kill(os.getpid(), 9)")
-    with two_joined(tmp_path, body) as job:
-        assert job.codes(within=8) == [1, -signal.SIGKILL]
+    outputs_of(tmp_path, body, [1, -signal.SIGKILL], within=8)
 
 
 @pytest.mark.slow
 def test_row_23_an_error_lets_a_save_come_to_its_end(tmp_path):
     """On every rank, also on one that is stuck in a collective."""
     body = SAVING.format(seconds=1.5, action="raise RewardError('no')")
-    with started(tmp_path, [python(tmp_path, body)] * 2) as job:
-        assert job.codes(within=30) == [4, 4]
+    outputs_of(tmp_path, body, [4, 4], within=30)
     assert [(tmp_path / f"script.py{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
@@ -190,9 +193,9 @@ def test_row_03_ranks_die_with_torchrun(tmp_path):
 def test_row_03_a_rank_that_was_just_started_sees_that_torchrun_is_gone(tmp_path):
     """It may have been killed while the rank was importing: nobody listens at the address that was given."""
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    with started(tmp_path, [python(tmp_path, "joined()")], RANK="0", WORLD_SIZE="2", **agent) as job:
-        assert job.codes(within=20) == [1]
-        assert job.output(0) == "rank 0: torchrun is gone, it does not answer\n"
+    ranks = {"RANK": "0", "WORLD_SIZE": "2"}
+    (said,) = outputs_of(tmp_path, "joined()", [1], within=20, **ranks, **agent)
+    assert said == "rank 0: torchrun is gone, it does not answer\n"
 
 
 LOOP = """joined()
@@ -215,10 +218,8 @@ def test_row_04_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path):
 @pytest.mark.parametrize("handler", ["SIG_IGN", "SIG_DFL"], ids=["nohup", "terminal"])
 def test_row_04_a_closed_terminal_saves_unless_it_is_ignored(tmp_path, handler):
     """SIGHUP stops as SIGTERM does, with 129; where it was ignored at the start it stays so."""
-    (script,) = python(tmp_path, LOOP)
-    start = f"import signal\nsignal.signal(signal.SIGHUP, signal.{handler})\n"
-    Path(script).write_text(start + Path(script).read_text())
-    with started(tmp_path, [[script]]) as job:
+    command = python(tmp_path, LOOP, before=f"signal.signal(signal.SIGHUP, signal.{handler})")
+    with started(tmp_path, [command]) as job:
         job.until("joined", 0)
         job.processes[0].send_signal(signal.SIGHUP)
         if handler == "SIG_IGN":
@@ -275,9 +276,7 @@ killed_by = os.WTERMSIG(os.waitpid(child, 0)[1])
 time.sleep(0.5)
 print("child", killed_by, "run", watchdog.this_process.stop_signal)
 """
-    with started(tmp_path, [python(tmp_path, body)]) as job:
-        assert job.codes(within=20) == [0]
-        assert job.output(0) == f"joined\nchild {int(signal.SIGTERM)} run 0\n"
+    assert outputs_of(tmp_path, body, [0], within=20) == [f"child {int(signal.SIGTERM)} run 0\n"]
 
 
 def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
@@ -308,21 +307,17 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
 def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, error, code, message):
     """Within 5 seconds and with one code, though the other rank is in a collective; that one prints nothing."""
     body = f"joined()\nif rank == 1:\n    time.sleep(0.5)\n    raise {error}\nprocess_group.barrier()"
-    with two_joined(tmp_path, body) as job:
-        assert job.codes(within=5) == [code, code]
-        assert job.output(0) == "joined\n"
-        said = job.output(1).removeprefix("joined\n").strip()
-        assert re.match(message, said)
-        assert code == 1 or "Traceback" not in said
+    others, said = outputs_of(tmp_path, body, [code, code], within=5)
+    assert others == ""
+    assert re.match(message, said.strip())
+    assert code == 1 or "Traceback" not in said
 
 
 @pytest.mark.slow
 def test_row_23_ranks_in_user_code_leave_too_and_the_first_error_wins(tmp_path):
     """Rank 0 would fail later with another error."""
     body = "joined()\ntime.sleep(0.3)\nif rank:\n    raise GuardError('loss is nan')\ntime.sleep(300)"
-    with two_joined(tmp_path, body) as job:
-        assert job.codes(within=5) == [3, 3]
-        assert job.output(0) == "joined\n"
+    assert outputs_of(tmp_path, body, [3, 3], within=5)[0] == ""
 
 
 @pytest.mark.slow
@@ -345,7 +340,7 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
 
 
 def test_row_31_the_metric_that_is_not_finite_is_named():
-    """A loss, ratio or logprob; what is not of the update may be anything."""
+    """A loss, ratio or logprob; numbers outside of the update may be anything."""
     metrics = StepMetrics(4)
     metrics.add("importance/max", float("inf"))
     metrics.add_total("policy/loss", 1.0)
@@ -359,9 +354,7 @@ def test_row_37_a_hang_names_every_ranks_step_phase_and_silence(tmp_path):
     """The one that does not wait for others is blamed, with its line; code 5, soon after the timeout."""
     body = "joined(1.5)\nif rank == 1:\n    watchdog.heartbeat('reward few')\n    time.sleep(300)\n"
     body += "process_group.barrier()"
-    with two_joined(tmp_path, body) as job:
-        assert job.codes(within=6) == [5, 5]
-        (report,) = [job.output(rank) for rank in (0, 1) if "error: " in job.output(rank)]
+    (report,) = [said for said in outputs_of(tmp_path, body, [5, 5], within=6) if "error: " in said]
     assert "no rank has moved for 1.5 s (--hang-timeout); it looks like rank 1" in report
     assert re.search(
         r"rank 0: step 3, phase reward, silent \d s, waiting for other ranks at process_group.py:\d+", report
@@ -420,9 +413,8 @@ finally:
 
 def test_row_06_a_disk_that_is_full_at_the_start_is_no_bug(tmp_path):
     """One line with the file, and exit 2."""
-    with started(tmp_path, [python(tmp_path, FULL_DISK)]) as job:
-        assert job.codes(within=20) == [2]
-        assert job.output(0) == f"error: {tmp_path}/.half-args.json: File too large\n"
+    (said,) = outputs_of(tmp_path, FULL_DISK, [2], within=20)
+    assert said == f"error: {tmp_path}/.half-args.json: File too large\n"
 
 
 AMPERE, TURING, HOPPER = (8, 6), (7, 5), (9, 0)
@@ -477,7 +469,7 @@ def test_on_cuda_freed_memory_can_be_joined_unless_the_user_set_it_and_bf16_sums
 ):
     """The allocator's settings are there before CUDA starts, which reads them; and a device is set up."""
     for name in process_group.ALLOCATOR_SETTINGS:
-        monkeypatch.setenv(name, "")  # what is set below is taken back
+        monkeypatch.setenv(name, "")  # undoes the settings below
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -527,12 +519,10 @@ torch.cuda.get_device_capability = lambda index: (8, 0)
 torch.cuda.set_device = print
 print(process_group.start(device={device!r}))
 """
-    with started(tmp_path, [python(tmp_path, body)] * 2, LOCAL_WORLD_SIZE="2") as job:
-        assert job.codes(within=15) == codes
-        output = job.output(0) + job.output(1)
-        assert output.count(line) == 1
-        assert output.count("cpu\n") == codes.count(0)
-        assert "Traceback" not in output
+    output = "".join(outputs_of(tmp_path, body, codes, within=15, LOCAL_WORLD_SIZE="2"))
+    assert output.count(line) == 1
+    assert output.count("cpu\n") == codes.count(0)
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_row_23_more_failures_than_a_twentieth_stop_all_the_same(load, name, num
         rewards_of(function, completions)
 
 
-# Row 24: what is returned
+# Row 24: the returned value
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_row_25_a_worker_that_does_not_read_cannot_block_the_trainer(load, monke
 
 @pytest.mark.parametrize("size", [1, 1_000_000])
 def test_row_25_a_call_whose_worker_is_killed_from_outside_is_made_again(load, size):
-    """Whether or not the worker got the whole request; a death that the call causes comes again and is its error."""
+    """The worker may or may not have read the whole request; a death that the call causes recurs and is its error."""
     function = load("good")
     pid = function.pool.workers[0].pid
     os.kill(pid, signal.SIGSTOP)
@@ -269,7 +269,7 @@ def test_row_26_replaced_modules_do_not_reach_the_trainer(load):
 
 
 def test_row_26_changed_arguments_do_not_come_back(load):
-    """The row's own lists are what they were."""
+    """The row's own lists are unchanged."""
     answer, completions = [1, 2], ["fine", "fine"]
     assert rewards_of(load("mutates"), completions, {"answer": answer}) == [1.0, 1.0]
     assert (answer, completions) == ([1, 2], ["fine", "fine"])
@@ -291,7 +291,7 @@ def test_texts_arrive_as_they_are(load):
 
 @pytest.mark.slow
 def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
-    """The reader of stdout has gone: a run that forgives a failure and shows what user code prints goes on."""
+    """The reader of stdout has gone: a run that forgives a failure and shows user code's output goes on."""
     program = (
         "from minirl.rewards.reward_workers import load_reward\n"
         f"raises = load_reward('{folder}/mine.py:raises', on_error='zero')\n"
@@ -309,7 +309,7 @@ def test_row_41_notes_on_rewards_survive_a_closed_output(folder):
 
 
 def test_row_23_every_rank_prints_its_failures_and_rank_0_what_user_code_prints(load, monkeypatch, capfd):
-    """No other rank knows of the failure; what user code prints is much the same on all."""
+    """No other rank knows of the failure; user code's output is nearly the same on all."""
     monkeypatch.setattr("minirl.workers.pool.rank", lambda: 1)
     rewards_of(load("raises", on_error="zero"))
     rewards_of(load("prints"))

@@ -1,4 +1,4 @@
-"""Faults of what is sampled and rewarded: steps without a signal stay finite, change nothing, and say what to do."""
+"""Faults of samples and rewards: steps without a signal stay finite, change nothing, and advise."""
 
 import contextlib
 from pathlib import Path
@@ -12,7 +12,7 @@ import train_grpo
 from minirl.generation import decode_step
 from minirl.generation.sampling import sample
 from support.marks import slow
-from support.scripts import read_metrics, run_in_pool
+from support.scripts import read_metrics, reward_of, run_in_pool, trained
 
 SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --eval-rows 2 --save-every 1 --eval-every 0"
 
@@ -46,23 +46,19 @@ def test_a_step_without_signal_is_finite_and_gives_advice(
     two_ranks, runs, tmp_path, script, row, flags, metric, advice
 ):
     """Ranks stay in step and say what to do; where all advantages or weights are 0 (GRPO), no weight moves."""
-    (tmp_path / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
     if script == "train_ppo.py":
         flags = flags.replace("--drop-truncated", "")
-    name = f"{row}-{script}"
-    reward = f"--reward {tmp_path}/mine.py:score"
+    folder = runs / f"{row}-{script}"
+    flags += f" {reward_of(tmp_path, '1.0')} --run-name {folder.name}"
     under = ending_at_once if row == "row-29-empty" else contextlib.nullcontext
-    printed = run_in_pool(
-        two_ranks, script, f"{SHORT} {flags} {reward} --run-name {name}", runs=runs, under=under
-    )
-    lines = read_metrics(runs / name)
+    printed = run_in_pool(two_ranks, script, SHORT, flags, runs=runs, under=under)
+    lines = read_metrics(folder)
     assert len(lines) == 2
     for line in lines:
         assert all(value is not None for value in line.values()), "something is not finite"
         assert line[metric] == 1
     assert printed.count(advice) == 1
-    folders = sorted((runs / name / "checkpoints").iterdir())
-    first, last = (load_file(folder / "model.safetensors") for folder in folders)
+    first, last = map(load_file, sorted(folder.glob("checkpoints/*/model.safetensors")))
     assert all(bool(torch.isfinite(x).all()) for x in last.values())
     if script == "train_grpo.py":
         assert all(line["optim/grad_norm"] == 0 for line in lines)
@@ -95,56 +91,41 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    ["", slow("--num-epochs 2 --old-logprobs scored --weight-decay 0.1")],
-    ids=["", "scored"],
+    "more", ["", "--num-epochs 2 --old-logprobs scored --weight-decay 0.1"], ids=["", "scored"]
 )
 def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_gradient_of_0_leaves(
     two_ranks, runs, tmp_path, more
 ):
     """One rollout shows the gap; weights and optimizer state are those of a run that trained on all of them."""
-    (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.1] * len(completions)\n")
-    flags = f"{SHORT} {more} --reward {tmp_path}/mine.py:score"
+    flags = f"{SHORT} {more} {reward_of(tmp_path, '0.1')}"
     name = f"idle{len(more)}"
     two_ranks.run(count_scored, True)
     try:
-        run_in_pool(two_ranks, "train_grpo.py", f"{flags} --run-name {name}", runs=runs)
+        folder = trained(two_ranks, runs / name, "train_grpo.py", flags)
     finally:
         num_scored = two_ranks.run(count_scored, False)
     assert sum(num_scored) == (6 + 1) * (2 if more else 1), "all in the first step, then one, in each epoch"
-    on_all = f"{flags} --run-name {name}-all"
-    run_in_pool(two_ranks, "train_grpo.py", on_all, runs=runs, under=training_on_all)
-    assert checkpoint_bytes(runs / name) == checkpoint_bytes(runs / f"{name}-all")
-    lines = read_metrics(runs / name)
+    on_all = trained(two_ranks, runs / f"{name}-all", "train_grpo.py", flags, under=training_on_all)
+    assert checkpoint_bytes(folder) == checkpoint_bytes(on_all)
+    lines, lines_on_all = read_metrics(folder), read_metrics(on_all)
     assert lines[0]["perf/skipped_tokens"] == 0
     assert 0.5 < lines[1]["perf/skipped_tokens"] < 1
-    assert all(line["policy/logp_gap_max"] <= 1e-5 for line in lines)
-    assert [line["optim/lr"] for line in lines] == [
-        line["optim/lr"] for line in read_metrics(runs / f"{name}-all")
-    ]
+    for line, other in zip(lines, lines_on_all, strict=True):
+        assert line["policy/logp_gap_max"] <= 1e-5
+        assert line["optim/lr"] == other["optim/lr"]
 
 
-def half_equal(folder: Path) -> str:
-    """A reward that is equal in the groups of every second prompt."""
-    code = "def score(prompts, completions):\n"
-    code += "    return [float(len(c)) * (int(p[0]) % 2) for p, c in zip(prompts, completions)]\n"
-    (folder / "half.py").write_text(code)
-    return f"{folder}/half.py:score"
-
-
+@pytest.mark.slow
 def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
     """Also where nothing is left of the first minibatch: one prompt to a minibatch, half of them without a signal."""
-    flags = (
-        "--num-steps 4 --prompts-per-step 4 --num-minibatches 4 --group-size 4 --eval-rows 2 --eval-every 0"
-    )
-    run_in_pool(
-        two_ranks,
-        "train_grpo.py",
-        f"{flags} --reward {half_equal(tmp_path)} --run-name half",
-        runs=runs,
-    )
-    lines = read_metrics(runs / "half")
+    code = "def half(prompts, completions):\n"
+    code += "    return [float(len(c)) * (int(p[0]) % 2) for p, c in zip(prompts, completions)]\n"
+    (tmp_path / "half.py").write_text(code)
+    flags = "--num-steps 4 --prompts-per-step 4 --num-minibatches 4 --group-size 4 --eval-rows 2"
+    flags += f" --eval-every 0 --reward {tmp_path}/half.py:half"
+    lines = read_metrics(trained(two_ranks, runs / "half", "train_grpo.py", flags))
     assert any(0 < line["perf/skipped_tokens"] < 1 for line in lines)
     for line in lines:
         assert line["policy/logp_gap_max"] <= 1e-5
@@ -159,12 +140,12 @@ def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, scri
     The first steps may have no gradient, and so no update. Fault 31.
     """
     name = f"ruined-{script}"
-    flags = f"{SHORT} --keep-checkpoints 0 --run-name {name}"
-    run_in_pool(two_ranks, script, flags, runs=runs)
-    ruinous = "--num-steps 6 --resume force --lr 9e18"
+    flags = f"{SHORT} --keep-checkpoints 0"
+    folder = trained(two_ranks, runs / name, script, flags)
+    flags += f" --resume force --run-name {name}"
     with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):
-        run_in_pool(two_ranks, script, f"{flags} {ruinous}", runs=runs)
-    for path in (runs / name / "checkpoints").glob("[0-9]*/**/*.safetensors"):
+        run_in_pool(two_ranks, script, flags, "--num-steps 6 --lr 9e18", runs=runs)
+    for path in (folder / "checkpoints").glob("[0-9]*/**/*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
-    output = run_in_pool(two_ranks, script, f"{flags} --num-steps 7 --resume force", runs=runs)
+    output = run_in_pool(two_ranks, script, f"{flags} --num-steps 7", runs=runs)
     assert "damaged" not in output

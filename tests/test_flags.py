@@ -17,6 +17,7 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.flags import OTHER_NAMES, check_needed, check_numbers, flag_of, parse
+from support.scripts import load_script, read_config
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 
@@ -105,7 +106,7 @@ def test_a_config_may_have_the_name_and_title_of_the_one_that_it_extends(capsys)
 
 
 def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
-    """However it is spelt, unless a fork has it; each leads to a flag that there is."""
+    """However it is spelt, unless a fork has it; each leads to an existing flag."""
     own = {flag_of(name) for name in train_grpo.Config.__dataclass_fields__}
     for name, hint in OTHER_NAMES.items():
         assert set(re.findall(r"--[a-z-]+", hint)) <= own
@@ -118,7 +119,7 @@ def test_a_flag_by_its_name_in_another_library_is_refused_with_its_name_here():
 
 
 def test_the_reader_of_help_may_go(monkeypatch):
-    """As `head` does: no traceback."""
+    """A reader like `head`: no traceback."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     stdout = os.fdopen(write_end, "w", buffering=1)
@@ -153,43 +154,99 @@ def test_every_number_flag_must_be_finite(module):
             module.check(module.Config(**{name: value}))
 
 
-DRY = {"dry_run": True}
+REFUSED = {
+    "train_grpo": [
+        # shared flags
+        ("--model x", "--model needs --data"),
+        ("--gpus 8x80", "--gpus 8x80: has no effect without --dry-run"),
+        ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
+        ("--dry-run --gpus 8x80 --device cpu", "--gpus 8x80: with --device cpu"),
+        ("--dry-run --gpus 0x80", "--gpus 0x80: give the number of ranks"),
+        ("--dry-run --gpus 16x80 --shard-over node", "--gpus 16x80: does not say how many are in a node"),
+        *(
+            (f"--dry-run --gpus 8x80 --decode-group {size}", f"--decode-group {size}: {fault}")
+            for size, fault in (
+                (3, "8 ranks do not make groups of 3"),
+                (16, "8 ranks do not make groups of 16"),
+                *((small, "must ") for small in (-2, 0, 1)),
+            )
+        ),
+        (
+            "--dry-run --gpus 8x80 --shard-decode on --shard-gradients off",
+            "--shard-decode on: gradients are sharded too; leave out --shard-gradients off",
+        ),
+        ("--reward-weights 0", "--reward-weights: all are 0"),
+        ("--adam-betas 0.9 1", "--adam-betas 0.9 1.0: each must be at least 0 and below 1"),
+        ("--reward-weights 1 2", "--reward-weights: there are 1 rewards"),
+        ("--reward-weights -1e7", "--reward-weights -10000000.0: must be at most"),
+        ("--reward-workers 0", "--reward-workers 0: must be greater than 0"),
+        *(
+            (f"--chat-template-kwargs {text}", f"--chat-template-kwargs {text[:80]}: ")
+            for text in ("enable_thinking", "[1]", "{}", '{"a":1,"a":2}', "[" * 100_000)
+        ),
+        # adapters
+        ("--lora-rank 4 --lora-targets lm_head", "--lora-targets lm_head: one of q_proj"),
+        ("--lora-rank 4 --lora-targets", "--lora-targets: name at least one"),
+        ("--lora-alpha 8", "--lora-alpha 8.0: has no effect without --lora-rank"),
+        ("--lora-rank 5000", "--lora-rank 5000: must be at most"),
+        # the script's own flags
+        ("--temperature 0", "--temperature 0.0"),
+        ("--group-size 1 --advantage-norm none", "--group-size 1: --baseline mean needs at least 2"),
+        ("--baseline greedy", "--baseline greedy: needs --advantage-norm none"),
+        ("--baseline none --advantage-norm batch_std", "--baseline none: needs --advantage-norm none"),
+        ("--algorithm remax --dynamic-sampling", "--group-size 1: --dynamic-sampling"),
+        ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would divide it away"),
+        ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean has one"),
+        ("--max-grad-norm -1", "--max-grad-norm -1.0: must not be negative"),
+        ("--max-refills 3", "--max-refills 3: has no effect without --dynamic-sampling"),
+        ("--kl-estimator k2", "--kl-estimator k2: has no effect without --kl-coef"),
+        ("--correction-low 0.5", "--correction-low 0.5: has no effect without --correction"),
+        ("--max-staleness -1", "--max-staleness -1: must not be negative"),
+        (
+            "--correction token_mask --correction-low 3",
+            "--correction-low: must be less than --correction-high",
+        ),
+        ("--separate-rewards", "--separate-rewards: there is only one reward"),
+        ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
+        ("--dual-clip 1", "--dual-clip 1.0: must be greater than 1"),
+        ("--algorithm cispo --dual-clip 3", "--dual-clip with --policy-loss cispo"),
+        ("--correction token_mask --old-logprobs sampled", "--correction with --old-logprobs sampled"),
+        ("--separate-rewards --baseline leave_one_out", "--separate-rewards"),
+        ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
+        ("--num-minibatches 129", "--num-minibatches 129"),
+        ("--teacher-coef 0.5", "--teacher-coef 0.5: has no effect without --teacher"),
+        ("--teacher a --teacher-coef 0", "--teacher-coef 0: must be greater than 0"),
+        ("--teacher a --baseline none", "--baseline none: has no effect without --teacher-coef"),
+        ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
+        ("--teacher a --ratio-level sequence_mean", "--teacher-kl sampled: --ratio-level sequence_mean"),
+        ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean needs"),
+        ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
+        ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),
+    ],
+    "train_ppo": [
+        ("--kl-target 6", "--kl-target"),
+        ("--correction-high 3", "--correction-high 3.0: has no effect without --correction"),
+        ("--gamma 1.5", "--gamma 1.5"),
+        ("--gae-lambda -0.1", "--gae-lambda -0.1"),
+        ("--value-lr 0", "--value-lr 0.0"),
+        ("--value-warmup-steps 300", "--value-warmup-steps 300"),
+        ("--bootstrap-truncated --drop-truncated", "--bootstrap-truncated with --drop-truncated"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "x"}, "--model needs --data"),
-        ({"gpus": "8x80"}, "--gpus 8x80: has no effect without --dry-run"),
-        (DRY | {"gpus": "8"}, "--gpus 8: give the number of ranks"),
-        (DRY | {"gpus": "8x80", "device": "cpu"}, "--gpus 8x80: with --device cpu"),
-        (DRY | {"gpus": "0x80"}, "--gpus 0x80: give the number of ranks"),
-        (DRY | {"gpus": "16x80", "shard_over": "node"}, "--gpus 16x80: does not say how many are in a node"),
-        (DRY | {"gpus": "8x80", "decode_group": 3}, "--decode-group 3: 8 ranks do not make groups of 3"),
-        (DRY | {"gpus": "8x80", "decode_group": 16}, "--decode-group 16: 8 ranks do not make groups of 16"),
-        *(
-            (DRY | {"gpus": "8x80", "decode_group": group}, f"--decode-group {group}: must ")
-            for group in (-2, 0, 1)
-        ),
-        (
-            DRY | {"gpus": "8x80", "shard_decode": "on", "shard_gradients": "off"},
-            "--shard-decode on: gradients are sharded too; leave out --shard-gradients off",
-        ),
-        ({"reward_weights": (0.0,)}, "--reward-weights: all are 0"),
-        ({"adam_betas": (0.9, 1.0)}, "--adam-betas 0.9 1.0: each must be at least 0 and below 1"),
-        ({"reward_weights": (1.0, 2.0)}, "--reward-weights: there are 1 rewards"),
-        ({"reward_weights": (-1e7,)}, "--reward-weights -10000000.0: must be at most"),
-        ({"reward_workers": 0}, "--reward-workers 0: must be greater than 0"),
-        *(
-            ({"chat_template_kwargs": text}, f"--chat-template-kwargs {text[:80]}: ")
-            for text in ("enable_thinking", "[1]", "{}", '{"a": 1, "a": 2}', "[" * 100_000)
-        ),
-    ],
+    ("script", "flags", "message"),
+    [(script, *refusal) for script, refusals in REFUSED.items() for refusal in refusals],
+    ids=lambda value: value[:40],
 )
-def test_a_refusal_names_the_flag(options, message):
-    assert RunConfig(chat_template_kwargs='{"a": false}').template_arguments == {"a": False}
+def test_what_flags_cannot_mean_is_refused_by_name(script, flags, message):
+    """Pitfalls 22, 28 and 39 among them; the same flags without the offending one pass. Faults 43 and 59."""
+    module = load_script(f"{script}.py")
+    module.check(module.Config())
+    assert module.Config(chat_template_kwargs='{"a": false}').template_arguments == {"a": False}
     with pytest.raises(InputError, match=re.escape(message)):
-        check_shared(RunConfig(**options))
+        module.check(read_config(module, [flags]))
 
 
 def test_a_refusal_names_the_flag_that_a_fork_has_added():
@@ -213,37 +270,33 @@ JSONL = "--data of --task jsonl"
 
 
 @pytest.mark.parametrize(
-    ("options", "needed", "cure"),
+    ("flags", "needed", "cure"),
     [
-        ({"reward_timeout": 9.0}, FILE, {"reward": ("mine.py:f",)}),
-        ({"reward_workers": 2, "reward": ("episode:a",)}, FILE, {"reward": ("module:f",)}),
-        ({"on_reward_error": "zero", "reward": ("episode",)}, FILE, {"reward": ("episode", "mine.py:f")}),
-        ({"tool_format": "hermes"}, ROLLOUT, {"tools": "mine.py:f"}),
-        ({"max_turns": 2}, ROLLOUT, {"rollout": "mine.py:f"}),
-        ({"on_rollout_error": "end"}, ROLLOUT, {"environment": "mine.py:A"}),
-        ({"reply_timeout": 1.0}, ROLLOUT, {"tools": "mine.py:f", "rollout_workers": 2}),
-        ({"max_episode_seconds": 3.0}, ROLLOUT, {"rollout": "mine.py:f"}),
-        ({"prompt_field": "text"}, JSONL, {"data": "a.jsonl"}),
-        ({"prompt_field": "text", "data": "a.jsonl", "task": "gsm8k"}, JSONL, {"task": "jsonl"}),
-        ({"shard_over": "node"}, "a second rank", {}),
-        ({"shard_decode": "on"}, "a second rank", {}),
-        ({"decode_group": 2}, "a second rank", {}),
-        ({"decode_group": 2, "shard_decode": "off"}, "--shard-decode", {"shard_decode": "auto"}),
-        ({"kl_reward_level": "token"}, "--kl-reward-coef", {"kl_reward_coef": 0.1}),
-        (
-            {"advantage_eps": 0.1, "advantage_norm": "none"},
-            "--advantage-norm",
-            {"advantage_norm": "batch_std"},
-        ),
+        ("--reward-timeout 9", FILE, "--reward mine.py:f"),
+        ("--reward-workers 2 --reward episode:a", FILE, "--reward module:f"),
+        ("--on-reward-error zero --reward episode", FILE, "--reward episode mine.py:f"),
+        ("--tool-format hermes", ROLLOUT, "--tools mine.py:f"),
+        ("--max-turns 2", ROLLOUT, "--rollout mine.py:f"),
+        ("--on-rollout-error end", ROLLOUT, "--environment mine.py:A"),
+        ("--reply-timeout 1", ROLLOUT, "--tools mine.py:f --rollout-workers 2"),
+        ("--max-episode-seconds 3", ROLLOUT, "--rollout mine.py:f"),
+        ("--prompt-field text", JSONL, "--data a.jsonl"),
+        ("--prompt-field text --data a.jsonl --task gsm8k", JSONL, "--task jsonl"),
+        ("--shard-over node", "a second rank", ""),
+        ("--shard-decode on", "a second rank", ""),
+        ("--decode-group 2", "a second rank", ""),
+        ("--decode-group 2 --shard-decode off", "--shard-decode", "--shard-decode auto"),
+        ("--kl-reward-level token", "--kl-reward-coef", "--kl-reward-coef 0.1"),
+        ("--advantage-eps 0.1 --advantage-norm none", "--advantage-norm", "--advantage-norm batch_std"),
     ],
 )
-def test_a_flag_that_has_no_effect_is_refused(monkeypatch, options, needed, cure):
-    """With what it needs it is taken: on two ranks, for --shard-over and the like. Fault 43."""
-    flag = flag_of(next(iter(options)))
+def test_a_flag_that_has_no_effect_is_refused(monkeypatch, flags, needed, cure):
+    """With the flags that it needs it is accepted: on two ranks, for --shard-over and the like. Fault 43."""
+    flag, _ = flags.split(maxsplit=1)
     with pytest.raises(InputError, match=rf"^{flag} \S+: has no effect without {re.escape(needed)}$"):
-        train_grpo.check(train_grpo.Config(**options))
+        train_grpo.check(read_config(train_grpo, [flags]))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    train_grpo.check(train_grpo.Config(**options | cure))
+    train_grpo.check(read_config(train_grpo, [flags, cure]))
 
 
 def test_what_a_preset_sets_is_refused_for_nobody_who_turns_its_condition_off():
@@ -279,21 +332,21 @@ def test_an_empty_text_is_refused_and_never_taken_for_a_flag_that_was_left_out(n
             train_ppo.check(train_ppo.Config(**{name: ("a", value) if is_tuple else value}))
 
 
-@pytest.mark.parametrize("is_dry", [False, True])
 @pytest.mark.parametrize(
-    "options",
+    "flags",
     [
-        {"prompts_per_step": 10**12},
-        {"group_size": 10**9},
-        {"threads": 4000},
-        {"reward_workers": 9999, "reward": ("mine.py:f",)},
-        {"rollout_workers": 9999, "rollout": "mine.py:f"},
-        {"num_epochs": 10**9},
-        {"max_running_requests": 10**12},
+        f"--prompts-per-step {10**12}",
+        f"--group-size {10**9}",
+        "--threads 4000",
+        "--reward-workers 9999 --reward mine.py:f",
+        "--rollout-workers 9999 --rollout mine.py:f",
+        f"--num-epochs {10**9}",
+        f"--max-running-requests {10**12}",
     ],
 )
-def test_sizes_that_no_machine_has_are_refused_before_work_and_by_a_dry_run(options, is_dry):
+def test_sizes_that_no_machine_has_are_refused_before_work_and_by_a_dry_run(flags):
     """Fault 43."""
-    name, value = next(iter(options.items()))
-    with pytest.raises(InputError, match=f"{flag_of(name)} {value}.*at most"):
-        train_grpo.main(train_grpo.Config(**options, dry_run=is_dry))
+    flag, value, *_ = flags.split()
+    for more in ("", "--dry-run"):
+        with pytest.raises(InputError, match=f"{flag} {value}.*at most"):
+            train_grpo.main(read_config(train_grpo, [flags, more]))

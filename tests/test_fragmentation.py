@@ -1,4 +1,4 @@
-"""Steps of real sizes find their memory in what the step before has left, by a model of torch's caching allocator."""
+"""Steps of real sizes reuse the memory of the step before, by a model of torch's caching allocator."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_the_model_of_the_allocator_joins_free_neighbours_and_gives_back_free_se
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["defaults", "long"])
 def test_a_second_step_of_1_5b_finds_its_memory_on_one_card_of_80_gb(fragmentation, run):
-    """Where the cache is kept, and where it is made again. And what is used at once is what the plan says. Fault 38."""
+    """With a kept cache, and with one made again. Peak use equals the plan. Fault 38."""
     work = fragmentation.make_workload("qwen2.5-1.5b", 1, **fragmentation.RUNS[run])
     sizes = fragmentation.auto_sizes(work)
     keeps_cache = choice.can_keep_cache(work, sizes, fragmentation.FREE)

@@ -1,4 +1,4 @@
-"""The CUDA path: its kernels mean what the portable one means, and a run trains."""
+"""The CUDA path: its kernels agree with the portable one, and a run trains."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Accounting of the block pools: who holds which block, what a fork shares, what a window keeps."""
+"""Accounting of the block pools: the blocks of each sequence, of forks and of windows."""
 
 import itertools
 import random
@@ -71,7 +71,7 @@ def check_accounting(cache: KVCache, sequences: list[int]) -> None:
 
 
 def can_add(cache: KVCache, length: int) -> bool:
-    """Each pool has room for what it would keep."""
+    """Each pool has room for the blocks that it would keep."""
     end = (length - 1) // BLOCK + 1
     needed = [end - first_visible_block(pool.window, length) for pool in cache.pools]
     return all(len(blocks.free) >= n for blocks, n in zip(cache.free_lists, needed, strict=True))
@@ -82,7 +82,7 @@ def can_fork(cache: KVCache, sequence: int) -> bool:
 
 
 def can_extend(cache: KVCache, sequence: int) -> bool:
-    """Not at the border of a block, or each pool has a free one, counting what has left the window."""
+    """Not at the border of a block, or each pool has a free one, counting blocks that have left the window."""
     length = length_of(cache, sequence)
     parts = zip(cache.pools, cache.free_lists, tables_of(cache, sequence), strict=True)
     spare = []
@@ -152,8 +152,8 @@ def test_random_operations_keep_the_books_and_every_sequence_reads_back_its_own_
     """No block is both free and held, counts equal holders, nothing is lost or kept, whatever the order of calls; and a
     call is refused exactly when a pool lacks blocks, and then takes nothing.
 
-    Block tables lead to what each sequence wrote itself, by a plan that equals one made now, and is made again only
-    where a table has changed.
+    Block tables lead to each sequence's own keys, by a plan that equals one made now, and is made again only if a table
+    has changed.
     """
     rng, numbers = random.Random(seed), map(float, itertools.count(1))
     cache = make_cache(windows, num_blocks=num_blocks, max_sequences=max_sequences)

@@ -1,4 +1,4 @@
-"""Budgets of what a decode step and a microbatch launch, wait for and move on CUDA, counted on meta tensors."""
+"""Budgets of a decode step's and a microbatch's launches, waits and moved bytes on CUDA, counted on meta tensors."""
 
 import importlib
 
@@ -24,12 +24,12 @@ def model(launches):
 
 
 def bytes_of(counts, *parts):
-    """What the operations move whose names have one of these parts."""
+    """The bytes moved by operations whose names have one of these parts."""
     return sum(n for name, n in counts.bytes_by_name.items() if any(part in name for part in parts))
 
 
 def test_a_decode_step_stays_within_its_budget(launches, model):
-    """At most 430 launches and no wait for 256 requests; sampling passes three times over the logits, at most."""
+    """At most 430 launches and no wait for 256 requests; sampling passes over the logits at most three times."""
     counts = launches.decode_counts(model)
     assert counts.launches <= 430
     assert counts.waits == 0
@@ -62,7 +62,7 @@ def test_adapters_launch_two_kernels_a_layer_more_and_write_no_second_product(la
 
 
 def test_what_makes_the_host_wait_is_counted(launches):
-    """A number that is read, a mask as an index, and copies: the counter sees each, and no wait where there is none."""
+    """A number that is read, a mask as an index, and copies: the counter sees each, and no false wait."""
     x = torch.ones(launches.PROMPT_LENGTH + launches.COMPLETION_LENGTH, device="meta")
     for wait in (
         lambda: float(x.sum()),

@@ -23,15 +23,22 @@ from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.plan.formulas import num_parameters, num_trained_parameters
-from minirl.run.config import check_shared
 from minirl.run.input_files import check_inputs
 from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
 from support.models import QWEN_7B, RAW_CONFIG, make_folder
-from support.resuming import digests, interrupted_copy
-from support.scripts import changed_fork, read_metrics, read_rollouts, run_in_pool
+from support.resuming import resume
+from support.scripts import (
+    changed_fork,
+    read_metrics,
+    read_rollouts,
+    reward_of,
+    run_in_pool,
+    trained,
+    write_rows,
+)
 
 CPU = torch.device("cpu")
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --save-every 1 --max-new-tokens 8"
@@ -125,7 +132,7 @@ def train_one_update(rank, folder, options):
         assert is_shared == (name not in value.masters), name
     masters = model.full_masters()
     assert all(torch.equal(masters[name], after[name]) for name in masters)
-    # What a checkpoint's thread writes does not change with the next update.
+    # The next update does not change the tensors that a checkpoint's thread writes.
     model.masters["model.layers.0.mlp.up_proj.lora_A"].detach().to_local().fill_(7.0)
     assert all(torch.equal(masters[name], after[name]) for name in masters)
     return before, after
@@ -147,11 +154,8 @@ def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_r
 @pytest.fixture(scope="module")
 def data(runs) -> str:
     """Flags of prompts, and of a reward that hardly ever is equal in a group."""
-    (runs / "data.jsonl").write_text("".join(f'{{"prompt": "{i}2="}}\n' for i in range(1, 9)))
-    (runs / "reward.py").write_text(
-        "def last(completions):\n    return [sum(map(ord, text)) % 7 for text in completions]\n"
-    )
-    return f"--data {runs}/data.jsonl --reward {runs}/reward.py:last"
+    path = write_rows(runs / "data.jsonl", [{"prompt": f"{i}2="} for i in range(1, 9)])
+    return f"--data {path} {reward_of(runs, 'sum(map(ord, c)) % 7')}"
 
 
 TURNS_AND_A_BRANCH = """
@@ -161,11 +165,12 @@ TURNS_AND_A_BRANCH = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "more"),
     [
         ("train_grpo.py", "--lora-rank 1 --num-steps 3 --kl-coef 0.1 --max-staleness 1"),
-        slow(
+        (
             "train_ppo.py",
             "--lora-rank 2 --kl-reward-coef 0.1 --dtype bfloat16 --lora-targets q_proj down_proj",
         ),
@@ -184,29 +189,26 @@ def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(
         script = changed_fork(
             tmp_path, "lora_turns", {"\n    yield episode.generate()\n": TURNS_AND_A_BRANCH}
         )
-    flags = f"{TINY} {data} {more} --run-name"
-    run_in_pool(two_ranks, script, f"{flags} {name}", runs=runs)
-    gaps = [
-        line["policy/logp_gap_max"] for line in read_metrics(runs / name) if "policy/logp_gap_max" in line
-    ]
+    flags = f"{TINY} {data} {more}"
+    folder = trained(two_ranks, runs / name, script, flags)
+    lines = read_metrics(folder)
+    gaps = [line["policy/logp_gap_max"] for line in lines if "policy/logp_gap_max" in line]
     assert gaps == [0.0, 0.0], "of GRPO's second step all was sampled before its weights"
-    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
-    run_in_pool(two_ranks, script, f"{flags} {copy.name}", runs=runs)
-    assert digests(copy) == digests(runs / name)
-    checkpoint = runs / name / "checkpoints" / "000002"
+    resume(two_ranks, script, folder, flags)
+    checkpoint = folder / "checkpoints" / "000002"
     assert not list(checkpoint.rglob("model.safetensors"))
     if name == "lora-train_ppo":
         assert "base_model.model.score.weight" in load_file(checkpoint / "value" / WEIGHTS_FILE)
     else:
-        assert 0 < read_metrics(runs / name)[-1]["stale/frac"] < 1
-        assert all(len(rollout["branches"]) == 2 for rollout in read_rollouts(runs / name, 2))
+        assert 0 < lines[-1]["stale/frac"] < 1
+        assert all(len(rollout["branches"]) == 2 for rollout in read_rollouts(folder, 2))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(one_rank, runs) -> Path:
     """Adapters that a run trained, with rewards that change them much."""
-    run_in_pool(one_rank, "train_grpo.py", TINY, "--lora-rank 2 --lr 0.05 --run-name lora-saved", runs=runs)
-    return runs / "lora-saved" / "checkpoints" / "000002"
+    folder = trained(one_rank, runs / "lora-saved", "train_grpo.py", TINY, "--lora-rank 2 --lr 0.05")
+    return folder / "checkpoints" / "000002"
 
 
 @pytest.fixture(scope="module")
@@ -269,11 +271,10 @@ def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, 
     """A run without adapters begins with the merged model; one with adapters is told to merge first."""
     flags = f"--model {peft_folder} {data} --num-steps 1 --prompts-per-step 2 --group-size 2"
     flags += " --max-new-tokens 4 --kl-coef 0.1 --lr 1e-3"
-    run_in_pool(one_rank, "train_grpo.py", flags, "--run-name lora-base", runs=runs)
-    (line,) = read_metrics(runs / "lora-base")
+    folder = trained(one_rank, runs / "lora-base", "train_grpo.py", flags)
+    (line,) = read_metrics(folder)
     assert line["policy/kl_ref_k1"] == 0
-    assert read_rollouts(runs / "lora-base", 1)
-    assert (runs / "lora-base" / "reference" / WEIGHTS_FILE).is_file()
+    assert (folder / "reference" / WEIGHTS_FILE).is_file()
     with pytest.raises(AssertionError, match=r"has adapters; .* python -m minirl.merge"):
         run_in_pool(one_rank, "train_grpo.py", flags, "--lora-rank 2 --run-name lora-twice", runs=runs)
 
@@ -359,25 +360,6 @@ def test_adapters_that_do_not_fit_their_base_are_refused(peft_folder, tmp_path, 
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     with pytest.raises(InputError, match=message):
         load_replica(tmp_path, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"lora_rank": 4, "lora_targets": ("lm_head",)},
-            "--lora-targets lm_head: one of q_proj .*; head and embeddings have no adapters",
-        ),
-        ({"lora_rank": 4, "lora_targets": ()}, "--lora-targets: name at least one"),
-        ({"lora_alpha": 8.0}, "--lora-alpha 8.0: has no effect without --lora-rank"),
-        ({"lora_rank": 5000}, "--lora-rank 5000: must be at most"),
-    ],
-    ids=str,
-)
-def test_flags_of_adapters_without_a_meaning_are_refused(flags, message):
-    """Before anything is loaded."""
-    with pytest.raises(InputError, match=message):
-        check_shared(train_grpo.Config(**flags))
 
 
 def test_adapters_learn_at_ten_times_the_learning_rate():

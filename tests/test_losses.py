@@ -308,7 +308,7 @@ def test_exactly_the_clipped_tokens_have_no_gradient(bounds):
 
 
 def test_worked_split_over_ranks_has_one_right_answer():
-    """Pitfall 33: parts under global weights sum to the objective, which is no mean of the ranks' means."""
+    """Pitfall 33: parts under global weights sum to the objective, which is not the mean of the ranks' means."""
     loss, ranks = clipped(PPO), [slice(0, 8), slice(8, 14)]
     assert_six_decimals(sequence_sums(loss, LENGTHS), [-1.156489, 3.624769, 0.252525, -1.616992])
     parts = torch.stack([(weights_of("token_mean")[r] * loss[r]).sum() for r in ranks])
@@ -510,7 +510,7 @@ DIFFERENT, HAS_SCORE = [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]
         # A term that teaches without an advantage.
         ({"kl_coef": 1e-3}, [], HAS_SCORE),
         ({"entropy_coef": 1e-3}, [], HAS_SCORE),
-        # What is measured over all tokens of the step leaves none out.
+        # Statistics over all tokens of the step leave none out.
         ({"whiten": True}, [], ALL),
         ({"kl_reward_coef": 1e-3, "kl_reward_level": "token"}, [], ALL),
     ],

@@ -1,4 +1,4 @@
-"""The formulas of docs/memory.md and of `minirl.plan` are the bytes that are really allocated; what is chosen fits."""
+"""The formulas of docs/memory.md and of `minirl.plan` are the bytes that are really allocated; the chosen sizes fit."""
 
 import dataclasses
 import gc
@@ -75,7 +75,7 @@ def make_batch(num_tokens: int) -> Batch:
 
 
 class FusedNorm(torch.autograd.Function):
-    """Saves what the fused norm of CUDA saves; torch has no such kernel for meta tensors."""
+    """Saves the same tensors as CUDA's fused norm; torch has no such kernel for meta tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
@@ -171,7 +171,7 @@ def fitting(work: Workload, free: float) -> Sizes:
 
 @pytest.mark.parametrize("config", [SMALL, QWEN_7B], ids=["small", "7B"])
 def test_the_code_computes_what_the_table_says(config):
-    """Every row that has a formula, on 8 GPUs in bf16; on the CPU what is computed takes a factor more."""
+    """Every row that has a formula, on 8 GPUs in bf16; on the CPU computed tensors take a factor more."""
     letters = sizes_of(config) | {
         "P": formulas.num_parameters(config),
         "V": config.vocab_size,
@@ -211,7 +211,7 @@ def test_the_code_computes_what_the_table_says(config):
 
 
 def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -> dict[str, float]:
-    """Of the second update, generating and scoring: what a rank holds, and the peak of each on top of it."""
+    """In the second update, generating and scoring: the bytes that a rank holds, and each peak on top."""
     config = read_config(folder)
     model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, recompute_layers=recompute)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
@@ -255,7 +255,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
 def test_no_phase_on_the_cpu_takes_more_than_the_code_says(
     one_rank, two_ranks, tmp_path, shape, vocab, recompute, num_ranks
 ):
-    """What is always held, to 2 %; besides cache and gradients, no less than a third of what the factor allows."""
+    """The held bytes, to 2 %; besides cache and gradients, at least a third of the factor's allowance."""
     folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
     num_tokens = shape[-1]
     pool = two_ranks if num_ranks == 2 else one_rank
@@ -290,9 +290,9 @@ def one_of_eight() -> Iterator[RankPool]:
 def bytes_of_shards(
     rank: int, folder: Path, num_tokens: int, recompute: bool, sharding: dict[str, bool]
 ) -> dict[str, int]:
-    """Of a model with this sharding what is held, what the first of two microbatches leaves, and both's peak.
+    """A model's held bytes with this sharding, those that the first of two microbatches leaves, and both's peak.
 
-    And what a microbatch of a whole model takes besides gradients; with sharded weights what a reference holds, and the
+    Also a whole model's bytes in a microbatch besides gradients; with sharded weights a reference's held bytes, and the
     peak of scoring with it.
     """
     config, batch = read_config(folder), make_batch(num_tokens)
@@ -344,7 +344,7 @@ def test_sharded_gradients_take_what_the_code_says(
 ):
     """Within 10 %, with the activations that are measured. On eight ranks each holds its share and one unit's at most.
 
-    One rank sums them on the host: what the device takes is here the peak without the sums, which are in one memory.
+    One rank sums them on the host: the device's bytes are the peak without the sums, as both are in one memory here.
     """
     folder = make_folder(tmp_path / "model", raw_config(shape, vocab))
     config, num_tokens = read_config(folder), shape[-1]
@@ -428,7 +428,7 @@ FEW_TOKENS = {"num_ranks": 2, "enough_tokens": 812, "update_tokens": 812}
     ids=["two ranks", "one", "optimizer on the host"],
 )
 def test_gradients_are_sharded_before_layers_are_recomputed_unless_the_host_adds_them_up(work, switches):
-    """With less and less memory: the sums hide behind backward, recomputation takes a third more time.
+    """With less and less memory: the sums overlap with backward, recomputation takes a third more time.
 
     For sums on the host each microbatch would wait. One rank shards nothing.
     """

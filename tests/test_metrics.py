@@ -1,4 +1,4 @@
-"""Step metrics over simulated ranks, what is trouble, what is written where, and the learning rate."""
+"""Step metrics over simulated ranks, signs of trouble, the files of a log, and the learning rate."""
 
 import contextlib
 import dataclasses
@@ -68,7 +68,7 @@ ORDINARY = {
 
 @pytest.fixture
 def reduce_over_ranks(monkeypatch):
-    """What each rank's `reduce` returns, for the metrics of ranks that all live in this process."""
+    """Each rank's result of `reduce`, for ranks that all live in this process."""
 
     def reduce_all(*ranks):
         states = []
@@ -206,9 +206,9 @@ def clock(monkeypatch):
 
 
 def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(clock):
-    """A block within a block takes its time out of the outer one, which goes on after an error.
+    """A block within a block takes its time from the outer one, which goes on after an error.
 
-    What is under no cause is the host's, as what other threads do: a checkpoint's, or that of CUDA's backward.
+    Time without a cause is the host's, and so is that of other threads: a checkpoint's, or CUDA's backward.
     """
     clock(1)
     with spent_on("decode"):
@@ -227,7 +227,7 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(clock
 
 @pytest.mark.parametrize("cause", WHOLE)
 def test_an_evaluation_a_save_and_a_refresh_are_counted_whole(clock, cause):
-    """What they do inside is theirs: an evaluation generates and waits, and none of it is the step's."""
+    """Time inside counts as theirs: an evaluation generates and waits, and none of it counts for the step."""
 
     @spent_on("prefill")
     def generate():
@@ -241,7 +241,7 @@ def test_an_evaluation_a_save_and_a_refresh_are_counted_whole(clock, cause):
 
 
 def test_a_step_is_all_of_its_causes_and_lasts_from_the_step_before(clock, reduce_over_ranks, monkeypatch):
-    """Phases that come several times add up; what follows a step's end is in the next one.
+    """Repeated phases add up; time after a step's end counts in the next one.
 
     The largest of all ranks, and means over all of them, also over those that have spent nothing on a cause.
     """
@@ -267,7 +267,7 @@ def test_a_step_is_all_of_its_causes_and_lasts_from_the_step_before(clock, reduc
 
 
 def test_rates_are_per_second_of_what_makes_the_tokens():
-    """Of generation and of the update, without what was waited for; the share of waiting; nothing else is changed.
+    """Of generation and of the update, without waits; the share of waiting; nothing else changes.
 
     A step of a fork that generates or trains nothing, as one that replays rollouts, has no rate.
     """
@@ -317,7 +317,7 @@ def test_flops_of_an_update_are_counted_by_hand():
 
 
 def test_peaks_are_of_known_devices_by_their_whole_name():
-    """H20 is not H200, L4 not L40S; of an unknown device there is no peak, so no MFU."""
+    """H20 is not H200, L4 not L40S; an unknown device has no peak, so no MFU."""
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA L4")
     assert [peak_flops(name) for name in names] == [989e12, 756e12, 989e12, 148e12, 121e12]
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
@@ -328,7 +328,7 @@ def test_peaks_are_of_known_devices_by_their_whole_name():
 def test_occupancy_is_of_the_largest_decode_step_and_dropped_requests_are_counted(reduce_over_ranks):
     """8 requests, of which 2 run on alone for as many steps again: 5 of 8. A rank without decode steps has none.
 
-    What the cache gave up in the midst of a turn and between two is counted apart, on all ranks.
+    Requests that the cache dropped within a turn and between two are counted separately, on all ranks.
     """
     ranks = StepMetrics(), StepMetrics()
     counts = {"decode_tokens": 47, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
@@ -377,7 +377,7 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
 
 
 def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
-    """One mean per function, over all ranks' completions; a single one has no metric of its own. Pitfall 58."""
+    """One mean per function, over all ranks' completions; a single one has no separate metric. Pitfall 58."""
     ranks = StepMetrics(), StepMetrics(), StepMetrics()
     parts = torch.tensor([[1.0, -1.0], [0.0, -3.0], [1.0, 0.0], [0.0, -4.0]]).split([3, 1, 0])
     for metrics, rewards in zip(ranks, parts, strict=True):
@@ -387,7 +387,7 @@ def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
 
 
 def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
-    """Ratio, clip on each side, KL and entropy of sampled tokens only; an empty microbatch is no observation.
+    """Ratio, clip on each side, KL and entropy of sampled tokens only; an empty microbatch does not count.
 
     The distance to the reference has its sign, k1 = mean(new - ref), and its low-variance form k3.
     """
@@ -493,7 +493,7 @@ def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
 
 
 def said(capsys):
-    """What was printed since the last call, without the steps' lines."""
+    """The output since the last call, without the steps' lines."""
     return "".join(line for line in capsys.readouterr().out.splitlines(True) if not line.startswith("step "))
 
 
@@ -511,7 +511,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("words", TROUBLES)
 def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
-    """The one sentence about it; and if every step has been so, only what is no comparison with the first step.
+    """The one sentence about it; and if every step was so, only sentences that do not compare with the first step.
 
     Pitfall 60.
     """

@@ -9,7 +9,7 @@ import torch
 
 from minirl.training.batch import Batch, RolloutTable
 from support.marks import slow
-from support.resuming import digests, interrupted_copy
+from support.resuming import resume
 from support.scripts import (
     ROOT,
     load_script,
@@ -17,7 +17,7 @@ from support.scripts import (
     objective_fork,
     objectives,
     read_metrics,
-    run_in_pool,
+    trained,
 )
 from support.worked import double
 
@@ -25,8 +25,7 @@ ROWS = objectives()
 OBJECTIVES = ROOT / "docs" / "objectives"
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
 FLAGS += " --lr 1e-3"
-FAST = ("KL-cov", "80/20")
-ALL = [name if name in FAST else slow(name) for name in ROWS]
+ALL = [name if name == "KL-cov" else slow(name) for name in ROWS]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -36,21 +35,18 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
     # Samples whose rewards differ in groups; an entropy that the adaptive coefficient acts on.
     samples = "--seed 3 --temperature 0.5" if name == "Adaptive entropy" else "--seed 1"
     flags = (FLAGS, samples, *re.findall("`(--[^`]*)`", ROWS[name])[:1])
-    run_in_pool(one_rank, fork, *flags, f"--run-name {run_name}", runs=runs)
-    resumed = interrupted_copy(runs / run_name, f"{run_name}-resumed", 1)
-    run_in_pool(one_rank, fork, *flags, f"--run-name {resumed.name}", runs=runs)
-    assert digests(resumed) == digests(runs / run_name)
-    metrics = read_metrics(runs / run_name)
+    folder = trained(one_rank, runs / run_name, fork, *flags)
+    resume(one_rank, fork, folder, *flags)
+    metrics = read_metrics(folder)
     assert metrics[0]["optim/grad_norm"] > 0
     if "@@ is_trained" in objective_diff(name):
-        split = f"--max-tokens-per-microbatch 64 --run-name {run_name}-split"
-        run_in_pool(two_ranks, fork, *flags, split, runs=runs)
-        lines = zip(metrics, read_metrics(runs / f"{run_name}-split"), strict=True)
+        split = trained(two_ranks, runs / f"{run_name}-split", fork, *flags, "--max-tokens-per-microbatch 64")
+        lines = zip(metrics, read_metrics(split), strict=True)
         for (expected, found), metric in itertools.product(lines, ("optim/grad_norm", "policy/loss")):
             assert found[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
     if name == "Adaptive entropy":  # the coefficient is 0 in the first step, and acts in the second
-        run_in_pool(one_rank, "train_grpo.py", *flags, "--run-name original", runs=runs)
-        norms = [line["optim/grad_norm"] for line in read_metrics(runs / "original")]
+        original = trained(one_rank, runs / "original", "train_grpo.py", *flags)
+        norms = [line["optim/grad_norm"] for line in read_metrics(original)]
         assert norms[0] == pytest.approx(metrics[0]["optim/grad_norm"], rel=1e-5)
         assert norms[1] != pytest.approx(metrics[1]["optim/grad_norm"], rel=1e-4)
 

@@ -91,7 +91,7 @@ def recorded_step(rank, script, flags, runs):
 
 
 class Branch:
-    """A branch as the file has it: ids, which of them were sampled, what was given at its turns, and its end."""
+    """A branch as the file has it: ids, which of them were sampled, the rewards at its turns, and its end."""
 
     def __init__(self, line, number, tokenizer):
         def ids_of(text):
@@ -218,7 +218,7 @@ def folders(tmp_path):
 
 @pytest.fixture
 def step_of(one_rank, folders):
-    """`step_of(script)`: what was recorded of a step, the branches in its file, a token's weight, and its metrics."""
+    """`step_of(script)`: a step's records, the branches in its file, a token's weight, and its metrics."""
     from transformers import AutoTokenizer
 
     def step(script):

@@ -1,4 +1,4 @@
-"""Plans as pure functions of lengths and prompts: what a microbatch holds, what it costs, how even the ranks are."""
+"""Plans as pure functions of lengths and prompts: contents and cost of microbatches, balance of the ranks."""
 
 import random
 
@@ -8,7 +8,7 @@ from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_upd
 
 
 def random_groups(seed, *, has_prompts=True):
-    """Lengths, their prompts, ranks and budget; rows shuffled. There may be no row, and budgets may be tight.
+    """Lengths, their prompts, ranks and budget; rows shuffled. There may be zero rows, and budgets may be tight.
 
     Some prompts are longer than any completion, some of no token.
     """
@@ -141,7 +141,7 @@ def loads_of(plan, lengths, prompts):
 
 @with_and_without_prompts
 def test_microbatches_compute_every_sequence_once_within_the_budget(has_prompts):
-    """A partition, at most max_tokens computed in each, as many on each rank, the last one needed."""
+    """A partition into microbatches of up to max_tokens, the same number on each rank, the last one needed."""
     for seed in range(60):
         lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
         plan = plan_microbatches(lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
@@ -153,7 +153,7 @@ def test_microbatches_compute_every_sequence_once_within_the_budget(has_prompts)
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes():
-    """Eight rollouts of a prompt of 90 and 10 tokens of their own are 170 tokens to compute, not 800."""
+    """Eight rollouts of a prompt of 90 tokens and 10 own tokens are 170 tokens to compute, not 800."""
     lengths, prompts = [100] * 8, [PromptPrefix(3, 90)] * 8
     assert plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=170) == [[list(range(8))]]
     assert len(plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=169)[0]) == 2

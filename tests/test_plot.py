@@ -1,4 +1,4 @@
-"""The picture of runs: what it reads, what it says when there is nothing to draw, and that it is drawn."""
+"""The picture of runs: its input, its messages when there is nothing to draw, and the drawing."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_run_is_found_by_folder_and_by_name_and_a_cut_line_is_left_out(run, capsys):
-    """What is there is drawn; what is left out is named."""
+    """Existing metrics are drawn; skipped lines are named."""
     for name in (str(run), "mine"):
         found, lines = read_run(name)
         assert found == "mine"
@@ -45,7 +45,7 @@ def test_a_run_is_found_by_folder_and_by_name_and_a_cut_line_is_left_out(run, ca
 
 
 def test_a_series_has_the_steps_that_have_a_number(run):
-    """None (a number that was not finite) and steps without the metric are no points."""
+    """None (a number that was not finite) and steps without the metric give no points."""
     _, lines = read_run("mine")
     assert series(lines, "eval/reward") == ([15], [0.9])
     assert series(lines, "policy/entropy")[0] == list(range(1, 15))
@@ -58,7 +58,7 @@ def test_a_running_mean_looks_back_only():
 
 
 def test_the_stack_of_causes_is_the_step_and_counts_steps_without_a_cause_as_none():
-    """From the ground up in one order, running means; a cause of a fork comes last, and the sum is no cause."""
+    """From the ground up in one order, running means; a cause of a fork comes last, and the sum is left out."""
     lines = [*LINES[:2], LINES[2] | {"time/prefill": 0.3, "time/mine": 0.6}]
     stack = stack_of_causes(lines)
     assert list(stack) == ["prefill", "decode", "update", "mine"]
@@ -68,7 +68,7 @@ def test_the_stack_of_causes_is_the_step_and_counts_steps_without_a_cause_as_non
 
 
 def test_runs_without_steps_are_refused_by_name(run, tmp_path):
-    """A folder that is none, a name that is none, a run that has not made a step."""
+    """A folder that is not a run's, an unknown name, a run without steps."""
     with pytest.raises(InputError, match=r"nowhere: no metrics\.jsonl"):
         read_run("nowhere")
     (run / "metrics.jsonl").write_text("")

@@ -9,14 +9,14 @@ from minirl.report.progress_bar import progress_bar
 
 
 class Terminal(io.StringIO):
-    """What a terminal shows."""
+    """A terminal's content."""
 
     def isatty(self):
         return True
 
 
 def shown(monkeypatch, stderr, *, rank=0, delay_s=0.0):
-    """What a bar of four parts writes."""
+    """The output of a bar of four parts."""
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr("minirl.report.progress_bar.rank", lambda: rank)
     monkeypatch.setattr("minirl.report.progress_bar.DELAY_S", delay_s)

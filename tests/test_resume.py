@@ -1,6 +1,5 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
-import json
 import random
 import shutil
 import time
@@ -13,8 +12,17 @@ from minirl.files.value_files import read_values
 from support.jobs import wait_for
 from support.marks import slow
 from support.rank_pool import RankPool
-from support.resuming import digests, interrupted_copy
-from support.scripts import branching_fork, changed_fork, read_rollouts, run_in_pool, run_script, start_script
+from support.resuming import digests, interrupted_copy, resume
+from support.scripts import (
+    branching_fork,
+    changed_fork,
+    read_rollouts,
+    reward_of,
+    run_in_pool,
+    start_script,
+    trained,
+    write_rows,
+)
 
 NUM_STEPS = 3
 COMMON = f"--num-steps {NUM_STEPS} --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 3"
@@ -27,7 +35,7 @@ CASES = {
 }
 RUN = '    run = Run(setup, {"policy": (policy, optimizer)}, collector'
 REPORT = '        metrics.begin("report")  # before'
-# What a fork changes in train_grpo.py: a keyword of `Run`, and lines before the report.
+# A fork's changes in train_grpo.py: a keyword of `Run`, and lines before the report.
 FORKS = {
     "replay": {
         RUN: f"{RUN}, records={{'replay': []}}",
@@ -52,30 +60,13 @@ FORKS = {
     },
 }
 POOLS = {1: "one_rank", 2: "two_ranks"}
-
-
-def train(pool: RankPool, case: str, runs: Path, name: str, *more: str) -> str:
-    """Train on all ranks of a pool; what rank 0 prints."""
-    script, flags = CASES[case]
-    return run_in_pool(pool, script, COMMON, flags, *more, f"--run-name {name}", runs=runs)
-
-
-def trained(pool: RankPool, case: str, runs: Path, num_ranks: int) -> Path:
-    """The folder of a whole run on so many ranks, for all tests that read it."""
-    name = f"{case}-{num_ranks}"
-    if not (runs / name).exists():
-        train(pool, case, runs, name)
-    return runs / name
-
-
 EVERY_SPLIT = range(NUM_STEPS + 1)
 
 
 @pytest.mark.parametrize(
     ("case", "num_ranks", "splits"),
     [
-        ("grpo", 2, [NUM_STEPS]),
-        slow("grpo", 2, [0, 1, 2]),
+        slow("grpo", 2, EVERY_SPLIT),
         ("partial", 2, [1]),
         slow("partial", 2, [0, 2, 3]),
         slow("skips", 2, [1]),
@@ -89,48 +80,41 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
 def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks, splits):
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
-    Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is none.
+    Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is dropped.
     Faults 1 and 40. Pitfalls 57 and 61.
     """
     pool = request.getfixturevalue(POOLS[num_ranks])
-    folder = trained(pool, case, runs, num_ranks)
+    script, flags = CASES[case]
+    folder = trained(pool, runs / f"{case}-{num_ranks}", script, COMMON, flags)
     expected = digests(folder)
     assert sum(key.startswith("metrics") for key in expected) == NUM_STEPS
     models = [key for key in expected if key.endswith(".safetensors") and "/records/" not in key]
     assert len(models) == NUM_STEPS * (num_ranks + 1) * (1 + (case == "ppo"))
     for last_step in splits:
-        copy = interrupted_copy(folder, f"{folder.name}-after-{last_step}", last_step)
-        output = train(pool, case, runs, copy.name)
+        output = resume(pool, script, folder, COMMON, flags, last_step=last_step)
         assert ("already finished" in output) == (last_step == NUM_STEPS)
-        got = digests(copy)
-        assert got == expected, (
-            f"after {last_step}: {sorted(k for k in expected if got.get(k) != expected[k])}"
-        )
-        assert not list((copy / "checkpoints").glob(".*"))
 
 
-def samples(folder: Path) -> list[tuple]:
-    """The completions of the second step, by their ids."""
-    return [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(folder, 2)]
+def assert_same_samples_on_one_rank(one_rank: RankPool, script: str, folder: Path, *flags: str) -> None:
+    """A run of two ranks goes on with one after its first step."""
+    copy = interrupted_copy(folder, f"{folder.name}-fewer", 1)
+    run_in_pool(one_rank, script, *flags, f"--run-name {copy.name}", runs=copy.parent)
+    fewer, whole = ([(r["id"], r["completion"]) for r in read_rollouts(run, 2)] for run in (copy, folder))
+    assert fewer == whole
+    assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["000001", "000002", "000003"]
 
 
 @pytest.mark.slow
 def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
     """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
     fork = str(branching_fork(tmp_path, "train_grpo.py"))
-    flags = f"{COMMON} --max-staleness 2 --run-name"
-    run_in_pool(two_ranks, fork, f"{flags} branches", runs=runs)
-    expected = digests(runs / "branches")
-    folder = runs / "branches" / "checkpoints" / "000001" / "resume" / "records"
-    groups = [group for rank in range(2) for group in read_values(folder / f"{rank}-of-2")["in flight"]]
+    flags = f"{COMMON} --max-staleness 2"
+    folder = trained(two_ranks, runs / "branches", fork, flags)
+    records = folder / "checkpoints" / "000001" / "resume" / "records"
+    groups = [group for rank in range(2) for group in read_values(records / f"{rank}-of-2")["in flight"]]
     assert any(one.get("earlier") for group in groups for one in group["rollouts"]), "none has branches"
-    copy = interrupted_copy(runs / "branches", "branches-resumed", 1)
-    run_in_pool(two_ranks, fork, f"{flags} {copy.name}", runs=runs)
-    assert digests(copy) == expected
-
-    fewer = interrupted_copy(runs / "branches", "branches-fewer", 1)
-    run_in_pool(one_rank, fork, f"{flags} {fewer.name}", runs=runs)
-    assert samples(runs / "branches") == samples(fewer)
+    resume(two_ranks, fork, folder, flags)
+    assert_same_samples_on_one_rank(one_rank, fork, folder, flags)
 
 
 def negate_weights(folder: Path) -> None:
@@ -139,42 +123,34 @@ def negate_weights(folder: Path) -> None:
     save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
 
 
-@pytest.mark.parametrize("case", ["grpo", slow("ppo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "ppo"])
 def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedded_model, tmp_path, case):
     """Not the models that it began with, nor the checkpoint of another run. Where they have changed, it says so."""
-    models = [tmp_path / "policy"] + ([tmp_path / "value"] if case == "ppo" else [])
-    flags = f"--model {tmp_path}/policy" + (f" --value-model {tmp_path}/value" if case == "ppo" else "")
+    script, flags = CASES[case]
+    models = [tmp_path / name for name in ("model", "value-model")[: 1 + (case == "ppo")]]
     for model in models:
         shutil.copytree(embedded_model, model)
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}32=", "answer": "2"}) + "\n" for i in range(10)))
-    reward = tmp_path / "mine.py"
-    reward.write_text("def length(completions):\n    return [float(len(c)) for c in completions]\n")
-    flags += f" --lr 1e-3 --data {data} --eval-data {data} --reward {reward}:length"
-    train(one_rank, case, runs, f"{case}-own", flags)
-    expected = digests(runs / f"{case}-own")
+        flags += f" --{model.name} {model}"
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
+    flags += f" --lr 1e-3 --data {data} --eval-data {data} {reward_of(tmp_path, 'float(len(c))')}"
+    folder = trained(one_rank, runs / f"{case}-own", script, COMMON, flags)
     for model in models:
         negate_weights(model)
-    copy = interrupted_copy(runs / f"{case}-own", f"{case}-own-changed", 1)
-    output = train(one_rank, case, runs, copy.name, flags)
-    assert digests(copy) == expected
+    output = resume(one_rank, script, folder, COMMON, flags)
     for model in models:
         assert f"note: {model}/model.safetensors has changed" in output
         shutil.rmtree(model)
-    copy = interrupted_copy(runs / f"{case}-own", f"{case}-own-gone", 2)
-    train(one_rank, case, runs, copy.name, flags)
-    assert digests(copy) == expected
+    resume(one_rank, script, folder, COMMON, flags, last_step=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["grpo", "partial"])
 def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks, case):
-    """From two ranks to one and back: the same prompts and, given equal weights, the same samples, in flight too."""
-    folder = trained(two_ranks, case, runs, 2)
-    copy = interrupted_copy(folder, f"{folder.name}-changed", 1)
-    train(one_rank, case, runs, copy.name)
-    assert samples(folder) == samples(copy)
-    assert [path.name for path in sorted((copy / "checkpoints").iterdir())] == ["000001", "000002", "000003"]
+    """From two ranks to one: the same prompts and, given equal weights, the same samples, in flight too."""
+    script, flags = CASES[case]
+    folder = trained(two_ranks, runs / f"{case}-2", script, COMMON, flags)
+    assert_same_samples_on_one_rank(one_rank, script, folder, COMMON, flags)
 
 
 def remembered(checkpoint: Path, name: str) -> dict:
@@ -191,21 +167,20 @@ def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks,
     The forks of docs/examples are resumed on as many ranks, to the same bits.
     """
     fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
-    flags = f"{COMMON} --run-name"
-    run_in_pool(two_ranks, fork, f"{flags} {name}", runs=runs)
-    last = remembered(runs / name / "checkpoints" / f"{NUM_STEPS:06d}", name)
+    last = remembered(trained(two_ranks, runs / name, fork, COMMON) / "checkpoints" / "000003", name)
     assert len(last) == (12 if name == "replay" else 2)
     fewer = interrupted_copy(runs / name, f"{name}-fewer", 2)
-    run_in_pool(one_rank, fork, f"{flags} {fewer.name}", runs=runs)
-    on_one = remembered(fewer / "checkpoints" / f"{NUM_STEPS:06d}", name)
+    run_in_pool(one_rank, fork, f"{COMMON} --run-name {fewer.name}", runs=runs)
+    on_one = remembered(fewer / "checkpoints" / "000003", name)
     assert len(on_one) == len(last)
     if name == "curriculum":
         assert on_one["level"] == last["level"] == 2
 
 
-@pytest.mark.parametrize("name", [slow("replay"), "curriculum"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replay", "curriculum"])
 def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
-    """Both ways: nothing that was saved is dropped, and nothing begins anew, unless --resume force says so."""
+    """Both ways: no saved value is dropped, and none starts over, unless --resume force says so."""
     fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
     flags = f"{COMMON} --run-name {name}-new"
     run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 1", runs=runs)
@@ -220,17 +195,17 @@ def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_ra
 
 
 @pytest.mark.slow
-def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(runs, tmp_path):
+def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(two_ranks, runs, tmp_path):
     """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
     fork = Path(changed_fork(tmp_path, "fork_replay", FORKS["replay"]))
-    flags = f"{COMMON} --num-steps 8"
-    run_script(fork, f"{flags} --run-name replay-whole", runs=runs)
+    flags = f"{COMMON} --num-steps 5"
+    whole = trained(two_ranks, runs / "replay-whole", str(fork), flags)
     rng = random.Random(0)
     killed = runs / "replay-killed"
-    step = rng.randrange(1, 8)
+    step = rng.randrange(1, 5)
     job = start_script(fork, f"{flags} --run-name {killed.name}", runs=runs)
     wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
     time.sleep(rng.uniform(0, 0.3))
     job.kill()
-    run_script(fork, f"{flags} --run-name {killed.name}", runs=runs)
-    assert digests(killed) == digests(runs / "replay-whole")
+    run_in_pool(two_ranks, str(fork), f"{flags} --run-name {killed.name}", runs=runs)
+    assert digests(killed) == digests(whole)

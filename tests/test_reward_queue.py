@@ -151,7 +151,7 @@ def test_functions_of_this_process_are_called_once_with_all_in_the_order_asked_f
 def test_row_23_forgiven_failures_are_counted_over_the_phase(load, make_groups, bad, capfd):
     """Two of 40 completions are 5 %, wherever they are: also two of a call of four. A third stops the run.
 
-    What is forgiven is 0; a reward that does not apply is NaN and no failure. Pitfalls 21 and 59.
+    A forgiven failure is 0; a reward that does not apply is NaN, not a failure. Pitfalls 21 and 59.
     """
     texts = [("bad",) * n + ("ok",) * (4 - n) for n in (*bad, *[0] * 7)]
     prompts, groups = make_groups(texts)
@@ -190,7 +190,7 @@ def test_row_25_a_call_that_hangs_delays_no_other_group(load, make_groups, tmp_p
 
 
 def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_groups):
-    """From the next poll on, and what is still under way is killed at once; the function goes on with new workers."""
+    """From the next poll on, and calls under way are killed at once; the function goes on with new workers."""
     prompts, groups = make_groups([("ok",), ("bad",)])
     function = load("raises_beside_a_hang", num_workers=2)
     queue = add_all({"f": function}, prompts, groups)

@@ -1,4 +1,4 @@
-"""Reward functions in TRL's shape: what they are given, where they come from, what they may return; reward models."""
+"""Reward functions in TRL's shape: arguments, sources, results; reward models."""
 
 import functools
 import json
@@ -63,7 +63,7 @@ def test_a_function_gets_only_the_columns_that_it_names():
 
 
 def test_an_error_in_the_function_is_not_swallowed():
-    """The user's own traceback is what they need."""
+    """The user needs their own traceback."""
     with pytest.raises(ZeroDivisionError):
         rewards_of(lambda completions: [1 / 0])
 
@@ -85,7 +85,7 @@ def test_load_reward_returns_the_named_function_which_finds_modules_beside_its_f
 
 
 def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatch):
-    """From the working directory and from what is installed; its own imports by their full names work."""
+    """From the working directory and from installed packages; its own imports by their full names work."""
     package = tmp_path / "mine_in_parts"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -281,7 +281,7 @@ def test_overlong_penalty_is_the_reference_row():
 
 
 def test_weighted_puts_rewards_before_what_is_only_logged():
-    """In their own order, 1 each unless weighted; what is only logged weighs exactly 0."""
+    """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
     functions, weights = functions_and_weights(rewards, (), logged=logged)
     assert list(functions.items()) == [("b", min), ("a", max), ("seen", sum)]
@@ -292,7 +292,7 @@ def test_weighted_puts_rewards_before_what_is_only_logged():
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0)])
 def test_another_number_of_weights_than_rewards_is_refused(weights):
-    """The error has the flag, what was given and the rewards in order; those only logged take no weight."""
+    """The error has the flag, its values and the rewards in order; logged-only ones take no weight."""
     given = " ".join(map(str, weights))
     with pytest.raises(ValueError, match=f"--reward-weights {given}: the rewards are b, a$"):
         functions_and_weights({"b": min, "a": max}, weights, logged={"seen": sum})

@@ -1,6 +1,7 @@
 """Rounds (`--max-staleness`): no step waits for a slow reply or reward, nothing is lost, and the simulation agrees."""
 
 import argparse
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.collecting import (
     resumed,
     rollout_records,
 )
+from support.jobs import wait_for
 from support.marks import slow
 from support.processes import is_alive
 
@@ -86,7 +88,7 @@ def ordinals(steps):
 
 
 def here(episode):
-    """What the function in the file does, at once."""
+    """The same as the function in the file, at once."""
     yield episode.generate(max_tokens=3)
     yield episode.generate(after="ab", max_tokens=3)
 
@@ -98,7 +100,7 @@ def whole_rollouts(num_prompts):
 
 def assert_same_under_equal_weights(steps):
     """No prompt comes twice, and each rollout is the one that a whole step makes."""
-    rows = [row for step in steps for row in step]
+    rows = list(itertools.chain(*steps))
     found = {row[0]: row for row in rows}
     assert len(found) == len(rows)
     expected = whole_rollouts(1 + max(rollout_id.prompt_ordinal for rollout_id in found))
@@ -224,46 +226,36 @@ def test_what_is_in_flight_and_would_be_taken_too_late_is_refused_before_decodin
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
-    function = load_reward(f"{tmp_path}/mine.py:reward", timeout_s=60.0, num_workers=2)
+    function = load("reward", make=load_reward, num_workers=2)
     options = {"functions": {"reward": function}, "rollout": here, **OPTIONS}
-    try:
-        collector = make_collector(make_prompts(), **options)
-        steps = collected(collector, 2, 2)
-        place_of = {step: ordinals(steps)[step] for step in range(2)}
-        assert 1 not in place_of[0] + place_of[1]
-        (unrewarded,) = [group for group in collector.records() if group["rollouts"][0]["id"][0] == 1]
-        assert [record["rewards"] for record in unrewarded["rollouts"]] == [None] * 3
-        pids = [worker.pid for worker in function.pool.workers]
-        (tmp_path / "open").touch()
-        if is_killed:
-            collector = resumed(collector, make_collector(make_prompts(), **options))
-        steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
-        assert sum(1 in step for step in ordinals(steps)) == 1
-        assert [worker.pid for worker in function.pool.workers] == pids
-        for rollout_id, _, tokens, is_sampled, *_, rewards in [row for step in steps for row in step]:
-            assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
-    finally:
-        function.close()
+    collector = make_collector(make_prompts(), **options)
+    steps = collected(collector, 2, 2)
+    assert all(1 not in step for step in ordinals(steps))
+    (unrewarded,) = [group for group in collector.records() if group["rollouts"][0]["id"][0] == 1]
+    assert [record["rewards"] for record in unrewarded["rollouts"]] == [None] * 3
+    pids = [worker.pid for worker in function.pool.workers]
+    (tmp_path / "open").touch()
+    if is_killed:
+        collector = resumed(collector, make_collector(make_prompts(), **options))
+    steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
+    assert sum(1 in step for step in ordinals(steps)) == 1
+    assert [worker.pid for worker in function.pool.workers] == pids
+    for rollout_id, _, tokens, is_sampled, *_, rewards in itertools.chain(*steps):
+        assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
 
 
-def test_waits_for_rewards_are_counted_and_an_error_elsewhere_leaves_none_under_way(load, tmp_path):
-    function = load_reward(f"{tmp_path}/mine.py:reward", timeout_s=60.0, num_workers=2)
-    try:
-        collector = make_collector(make_prompts(), functions={"reward": function}, rollout=here, **OPTIONS)
-        time_account.this_process.begin()
-        collector.collect(2)
-        _, seconds = time_account.this_process.take()
-        assert seconds["wait_rewards"] > 0.8 * EpisodeRunner.patience_s
-        (busy,) = (worker.pid for worker in function.pool.workers if worker.held)
-        collector._runner.step = None
-        with pytest.raises(TypeError):
-            collector.collect(2, weight_version=1)
-        deadline = time.monotonic() + 30
-        while is_alive(busy) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not is_alive(busy)
-    finally:
-        function.close()
+def test_waits_for_rewards_are_counted_and_an_error_elsewhere_leaves_none_under_way(load):
+    function = load("reward", make=load_reward, num_workers=2)
+    collector = make_collector(make_prompts(), functions={"reward": function}, rollout=here, **OPTIONS)
+    time_account.this_process.begin()
+    collector.collect(2)
+    _, seconds = time_account.this_process.take()
+    assert seconds["wait_rewards"] > 0.8 * EpisodeRunner.patience_s
+    (busy,) = (worker.pid for worker in function.pool.workers if worker.held)
+    collector._runner.step = None
+    with pytest.raises(TypeError):
+        collector.collect(2, weight_version=1)
+    wait_for(lambda: not is_alive(busy), "the worker is busy", 30)
 
 
 def test_a_function_that_fails_in_flight_stops_the_run_naming_row_and_turn(load):

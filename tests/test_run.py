@@ -1,4 +1,4 @@
-"""What stands around the loop: folders, what a run keeps of its inputs, held-out files, rewards that do not apply."""
+"""Everything around the loop: folders, copies of a run's inputs, held-out files, rewards that do not apply."""
 
 import gc
 import json
@@ -23,7 +23,17 @@ from minirl.run.run import Progress, Run
 from minirl.run.run_folder import claim_folder, read_args, run_before_restart
 from support.jobs import SLACK, started
 from support.marks import slow
-from support.scripts import ROOT, SCRIPTS, read_metrics, read_rollouts, run_in_pool, untimed
+from support.scripts import (
+    ROOT,
+    SCRIPTS,
+    read_metrics,
+    read_rollouts,
+    reward_of,
+    run_in_pool,
+    trained,
+    untimed,
+    write_rows,
+)
 
 TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
 
@@ -42,7 +52,7 @@ def test_no_collection_looks_again_through_what_is_there_before_the_first_step()
         gc.unfreeze()
 
 
-# Runs a script, and names what it has loaded of the library when it ends (by `os._exit`).
+# Runs a script, and lists the library's loaded modules when it ends (by `os._exit`).
 NAMING = """
 import os, runpy, sys
 exit_now = os._exit
@@ -70,18 +80,6 @@ def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     assert "minirl.generation.engine" in names
     annexes = ("minirl.kernels", "minirl.agents", "minirl.show", "minirl.plot")
     assert [name for name in names if name.startswith(annexes)] == []
-
-
-def test_progress_is_saved_and_found_again():
-    """And a new run begins with first values."""
-    progress = Progress(step=3, update=6, num_served=48, before={"eval/reward": 0.5}, extra={"kl_coef": 0.1})
-    state = json.loads(json.dumps(progress.to_state()))
-    assert Progress(**state, extra={"kl_coef": 0.1}) == progress
-    progress.remember({"kl_coef": 0.2}, {}, is_forced=False)
-    assert progress.extra == {"kl_coef": 0.1}
-    new = Progress()
-    new.remember({"kl_coef": 0.2}, {"replay": []}, is_forced=False)
-    assert new == Progress(extra={"kl_coef": 0.2}, records={"replay": []})
 
 
 def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(monkeypatch, capsys):
@@ -150,31 +148,12 @@ def test_a_config_that_is_far_too_large_for_its_weights_is_refused_at_once(one_r
     shutil.copytree(source, folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"hidden_size": 2**20, "vocab_size": 2**20}))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "12="}')
-    (tmp_path / "mine.py").write_text(SOMETIMES)
-    flags = f"--model {folder} --data {tmp_path}/rows.jsonl"
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "12="}])
+    flags = f"--model {folder} --data {data} {reward_of(tmp_path, '1.0')}"
     began = time.monotonic()
     with pytest.raises(AssertionError, match=r"embed_tokens.weight has shape \[16, 128\], the model's has"):
-        run_in_pool(one_rank, "train_grpo.py", f"{flags} --reward {tmp_path}/mine.py:sometimes", runs=runs)
+        run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
     assert time.monotonic() - began < 10 * SLACK
-
-
-def test_each_held_out_file_has_its_own_metric(one_rank, runs, data_folder, tmp_path):
-    """And all rows together are the score; --eval-rows limits each file."""
-    lines = (data_folder / "stories" / "prompts.jsonl").read_text().splitlines()
-    for name, part in (("few", lines[:2]), ("many", lines[2:9])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
-    (tmp_path / "mine.py").write_text(
-        "def size(completions):\n    return [float(len(c)) for c in completions]\n"
-    )
-    flags = f"--model {data_folder / 'stories260K'} --data {tmp_path}/many.jsonl --eval-rows 4"
-    flags += f" --eval-data {tmp_path}/few.jsonl {tmp_path}/many.jsonl --max-new-tokens 8"
-    flags += f" --reward {tmp_path}/mine.py:size --num-steps 1 --prompts-per-step 2"
-    run_in_pool(one_rank, "train_grpo.py", f"{flags} --group-size 2 --run-name files", runs=runs)
-    (line,) = read_metrics(runs / "files")
-    few, many = line["eval/few/reward"], line["eval/many/reward"]
-    assert line["eval/reward"] == pytest.approx((2 * few + 4 * many) / 6)
-    assert few != many
 
 
 PARTIAL = {"max_staleness": 8, "correction": "none"}
@@ -207,29 +186,22 @@ def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields,
     )
 
 
-SOMETIMES = """
-def sometimes(completions):
-    return [None if c.endswith(tuple("13579")) else float(len(c)) for c in completions]
-"""
-
-
 @pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
 def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     two_ranks, runs, tmp_path, script
 ):
     """Its reward is null in the files; numbers stay finite; the others' advantages are by the others alone."""
-    (tmp_path / "mine.py").write_text(SOMETIMES)
-    flags = f"{TINY} --prompts-per-step 8 --reward {tmp_path}/mine.py:sometimes"
-    name = f"none-{script}"
-    run_in_pool(two_ranks, script, f"{flags} --num-minibatches 1 --run-name {name}", runs=runs)
-    for step, line in enumerate(read_metrics(runs / name), 1):
+    reward = reward_of(tmp_path, "None if c.endswith(tuple('13579')) else float(len(c))")
+    flags = f"{TINY} --prompts-per-step 8 --num-minibatches 1 {reward}"
+    folder = trained(two_ranks, runs / f"none-{script}", script, flags)
+    for step, line in enumerate(read_metrics(folder), 1):
         assert None not in line.values()
         assert 0 < line["reward/not_applicable"] < 1
-        rollouts = read_rollouts(runs / name, step)
+        rollouts = read_rollouts(folder, step)
         without = [rollout for rollout in rollouts if rollout["reward"] is None]
         assert len(without) == round(len(rollouts) * line["reward/not_applicable"])
         assert all(rollout["advantage"] == 0 for rollout in without)
-        assert all(rollout["rewards"]["sometimes"] is None for rollout in without)
+        assert all(rollout["rewards"]["mine"] is None for rollout in without)
         rewards = [rollout["reward"] for rollout in rollouts if rollout["reward"] is not None]
         assert line["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
         if script == "train_grpo.py":
@@ -239,7 +211,7 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
 
 
 def test_the_script_is_kept_and_a_later_version_beside_it(tmp_path, monkeypatch):
-    """The first copy is never overwritten; the same version is not kept twice; a name that is no script is none."""
+    """The first copy is never overwritten; the same version is not kept twice; other names do not count as scripts."""
     script = tmp_path / "my_grpo.py"
     folder = tmp_path / "run"
     folder.mkdir()
@@ -255,7 +227,7 @@ def test_the_script_is_kept_and_a_later_version_beside_it(tmp_path, monkeypatch)
 
 
 def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
-    """Script, data and reward files; not one that is new or gone, and nothing where there is no earlier start."""
+    """Script, data and reward files; not a new or missing one, and nothing at the first start."""
     files = {name: tmp_path / name for name in ("my.py", "train.jsonl", "held.jsonl", "reward.py")}
     for path in files.values():
         path.write_text("before")
@@ -277,21 +249,20 @@ def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
 
 def test_changed_data_is_refused_and_a_changed_reward_is_said(one_rank, runs, tmp_path):
     """A run on other data is another run: it needs --resume force. A mended reward may go on. Fault 13."""
-    data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{i}32=", "answer": "x"} for i in range(1, 6)]
-    data.write_text("\n".join(map(json.dumps, rows)))
-    reward = tmp_path / "mine.py"
-    reward.write_text("def length(completions):\n    return [float(len(c)) for c in completions]\n")
-    flags = f"{TINY} --data {data} --reward {reward}:length --run-name inputs"
-    run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
-    reward.write_text(reward.read_text() + "# mended\n")
-    output = run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 3", runs=runs)
-    assert f"note: {reward} has changed since this run last started" in output
-    data.write_text("\n".join(map(json.dumps, reversed(rows))))
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    flags = f"{TINY} --data {data} {reward_of(tmp_path, 'float(len(c))')} --run-name inputs"
+
+    def train(*more):
+        return run_in_pool(one_rank, "train_grpo.py", flags, *more, runs=runs)
+
+    train()
+    reward_of(tmp_path, "1.0 * len(c)")
+    assert f"note: {tmp_path}/mine.py has changed since this run last started" in train("--num-steps 3")
+    write_rows(data, reversed(rows))
     with pytest.raises(AssertionError, match=r"data\.jsonl: the data has changed.*--resume force"):
-        run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 4", runs=runs)
-    output = run_in_pool(one_rank, "train_grpo.py", f"{flags} --num-steps 4 --resume force", runs=runs)
-    assert f"note: {data} has changed" in output
+        train("--num-steps 4")
+    assert f"note: {data} has changed" in train("--num-steps 4 --resume force")
     assert [line["step"] for line in read_metrics(runs / "inputs")] == [1, 2, 3, 4]
 
 

@@ -181,7 +181,7 @@ EVERYONE = torch.arange(24)
 @with_and_without_rules
 @pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
 def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile, rules):
-    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are what they were."""
+    """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are unchanged."""
     rows, head = sampling_rows(torch.float32), random_head(vocab)
     tokens, logprobs, _ = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan

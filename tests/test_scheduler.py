@@ -14,11 +14,11 @@ from support.scheduling import Load, requests_of, stub_engine
 
 # Far more requests than places, in caches that have room and in tight ones.
 LOADS = {
-    "room": Load(256, 65_536, 16, 8, 200, 350),
     "long prompts, tight": Load(64, 16_384, 8, 16, 1000, 300),
     "one place": Load(1, 4096, 3, 4, 500, 20),
 }
 LARGE_LOADS = {
+    "room": Load(256, 65_536, 16, 8, 200, 350),
     "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
     "large, tight": Load(256, 65_536, 32, 16, 200, 350),
     "large, long prompts": Load(256, 300_000, 32, 16, 1000, 300),
@@ -53,7 +53,7 @@ def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name,
 
 
 def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():
-    """Each of a group in turn: there is no block for a stem beside it."""
+    """Each of a group in turn: no block is left for a stem."""
     load = Load(4, 1024, 2, 3, 1000, 1000, max_new_tokens=24)
     with stub_engine(load) as engine:
         assert len(engine.generate(requests_of(load))) == load.num_requests
@@ -62,7 +62,7 @@ def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():
 NUM_TURNS = 5
 REPLY = [1] * 20
 # Eight times as many episodes as places. They grow to 5 blocks each, of which 7 share the first.
-EPISODES = Load(6, 48 * 5 * 128, 6, 8, 200, 30, max_new_tokens=60)
+EPISODES = Load(4, 32 * 5 * 128, 4, 8, 200, 30, max_new_tokens=60)
 
 
 def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool]) -> None:

@@ -1,32 +1,20 @@
-"""The scripts as users run them: torchrun on two ranks, forks, real input, and what a run leaves."""
+"""The scripts as users run them: torchrun on two ranks, forks, real input, and a run's files."""
 
-import importlib
-import itertools
 import json
-import math
 import random
 import re
-import runpy
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import train_grpo
-from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError
-from minirl.model.attention import PackedLayout
-from minirl.model.families import config_from_dict, scalar_config
-from minirl.model.transformer import Transformer
-from minirl.model.weights import load_replica, named_parameters, save_folder
 from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
-from minirl.run.flags import parse
-from minirl.training.scoring import scalar_outputs
 from support.cuda_rules import pad_as_on_cuda
-from support.engines import make_engine, make_request
 from support.marks import slow
+from support.models import make_folder
+from support.rank_pool import RankPool
 from support.scripts import (
     FAST_LEARNING,
     ROOT,
@@ -35,38 +23,22 @@ from support.scripts import (
     extended_fork,
     read_metrics,
     read_rollouts,
+    reward_of,
     run_beside_a_clock,
     run_in_pool,
-    run_script,
-    run_under_torchrun,
+    trained,
     untimed,
+    write_rows,
 )
 
 ALGORITHMS = train_grpo.ALGORITHMS
-KEYWORD_REWARD = (
-    "def score(completions, word, **kwargs):\n    return [float(w in c) for c, w in zip(completions, word)]\n"
-)
-
-
-def assert_same_greedy_text(folder: Path, prompt: str, num_tokens: int) -> None:
-    """The folder loads in transformers and continues `prompt` there as it does in minirl."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")["input_ids"]
-    expected = reference.generate(ids, do_sample=False, max_new_tokens=num_tokens)[0].tolist()
-    engine = make_engine(load_replica(folder, dtype=torch.float32))
-    request = make_request(
-        ids[0].tolist(), max_new_tokens=num_tokens, temperature=0.0, stop_ids=Tokenizer(folder).stop_ids
-    )
-    (rollout,) = engine.generate([request])
-    assert rollout.tokens.tolist() == expected
 
 
 @pytest.mark.slow
-def test_default_run_learns_and_leaves_what_the_readme_says(runs):
-    """A short run on two ranks: rewards and held-out score rise, every file is there, transformers loads the result."""
-    output = run_under_torchrun(
-        ROOT / "train_grpo.py", f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30", runs=runs
-    )
+def test_default_run_learns_and_leaves_what_the_readme_says(two_ranks, runs):
+    """A short run on two ranks: rewards and held-out score rise, and every file is there. Under torchrun: row 1."""
+    flags = f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30"
+    output = run_in_pool(two_ranks, "train_grpo.py", flags, runs=runs)
     metrics = read_metrics(runs / "a")
     rewards = [line["reward/mean"] for line in metrics]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
@@ -79,21 +51,20 @@ def test_default_run_learns_and_leaves_what_the_readme_says(runs):
     rollouts = read_rollouts(runs / "a", 20)
     assert [r["id"] for r in rollouts] == sorted(r["id"] for r in rollouts)
     assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
-    assert_same_greedy_text(runs / "a" / "checkpoints" / "000030", "73152=", 10)
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(two_ranks, runs, script):
     """Pitfalls 38 and 61: the ratio is exactly 1. That one seed gives the same numbers is in test_resume."""
     flags = "--num-minibatches 1 --num-steps 2 --prompts-per-step 5 --group-size 3 --eval-rows 8"
     found = []
     for seed in (1, 2):
-        name = f"{script}-{seed}"
-        run_in_pool(two_ranks, script, f"--run-name {name} --seed {seed} {flags}", runs=runs)
-        lines = list(map(untimed, read_metrics(runs / name)))
+        folder = trained(two_ranks, runs / f"{script}-{seed}", script, f"--seed {seed} {flags}")
+        lines = list(map(untimed, read_metrics(folder)))
         # A step in which all groups of three have equal rewards has no ratio.
         assert {line["policy/ratio_max"] for line in lines if "policy/ratio_max" in line} == {1}
-        found.append((lines, read_rollouts(runs / name, 2)))
+        found.append((lines, read_rollouts(folder, 2)))
     assert found[0][0] != found[1][0]
     assert found[0][1] != found[1][1]
 
@@ -123,9 +94,8 @@ def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, scr
     """
     flags = "--num-steps 1 --prompts-per-step 1 --group-size 3 --eval-rows 3"
     flags += " --num-minibatches 3 --old-logprobs scored --entropy-coef 0.01"
-    name = f"unpadded-{script}"
-    run_in_pool(two_ranks, script, f"--run-name {name} {flags}", runs=runs, under=pad_as_on_cuda)
-    (metrics,) = read_metrics(runs / name)
+    folder = trained(two_ranks, runs / f"unpadded-{script}", script, flags, under=pad_as_on_cuda)
+    (metrics,) = read_metrics(folder)
     assert metrics["count/rollouts"] == 3
     assert metrics["optim/grad_norm"] > 0
 
@@ -139,8 +109,7 @@ def test_world_size_need_not_divide_anything(two_ranks, runs):
     flags += " --num-epochs 2 --num-minibatches 3 --kl-coef 0.1 --kl-estimator k2"
     flags += " --max-tokens-per-microbatch 40 --loss-norm constant --advantage-norm none"
     flags += " --lr-schedule linear --lr 1e-6 --temperature 0.7"
-    run_in_pool(two_ranks, "train_grpo.py", f"--run-name c {flags}", runs=runs)
-    first, last = read_metrics(runs / "c")
+    first, last = read_metrics(trained(two_ranks, runs / "c", "train_grpo.py", flags))
     warm_up, decay = (0.2, 0.4, 0.6, 0.8, 1, 1), (6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7)
     assert first["optim/lr"] == pytest.approx(1e-6 * sum(warm_up) / 6)
     assert last["optim/lr"] == pytest.approx(1e-6 * sum(decay) / 6)
@@ -156,8 +125,7 @@ def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
     flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1 --kl-target 1"
     flags += " --max-tokens-per-microbatch 40 --bootstrap-truncated --gamma 0.99 --entropy-coef 0.01"
     flags += " --old-logprobs scored --correction token_mask --dual-clip 3 --kl-horizon 50 --temperature 0.7"
-    run_in_pool(two_ranks, "train_ppo.py", f"--run-name d {flags}", runs=runs)
-    first, second, third = read_metrics(runs / "d")
+    first, second, third = read_metrics(trained(two_ranks, runs / "d", "train_ppo.py", flags))
     assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
     assert first["value/grad_norm"] > 0
     assert second["optim/grad_norm"] > 0
@@ -227,7 +195,7 @@ def replies(episode):
 def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     one_rank, runs, tmp_path, flag, function
 ):
-    """A run that goes on begins its account after what it loads."""
+    """A resumed run begins its account after loading."""
     (tmp_path / "mine.py").write_text(SLOW)
     flags = f"{flag} {tmp_path}/mine.py:{function} --run-name slow-{function}"
     flags += " --eval-rows 4 --prompts-per-step 4 --save-every 1"
@@ -241,27 +209,23 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
         assert line["perf/idle_frac"] >= 0.1 / line["time/step"]
 
 
-FAST_PRESETS = ("dapo", "rloo", "reinforce++", "remax")  # between them they take every path
-SLOW_PRESETS = [
-    *(("two_ranks", name) for name in FAST_PRESETS),
-    *(("one_rank", name) for name in ALGORITHMS if name not in ("default", *FAST_PRESETS)),
-]
-
-
 @pytest.mark.parametrize(
     ("pool", "name"),
-    [*(("one_rank", name) for name in FAST_PRESETS), *itertools.starmap(slow, SLOW_PRESETS)],
+    [
+        ("one_rank", "dapo"),
+        *(slow("one_rank", name) for name in ALGORITHMS if name not in ("default", "dapo")),
+        # Between them they take every path.
+        *(slow("two_ranks", name) for name in ("dapo", "rloo", "reinforce++", "remax")),
+    ],
 )
-def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, pool):
-    """Two steps; the run's flags are the preset's, but for the one that was given."""
+def test_every_preset_runs_and_sets_what_it_says(request, runs, name, pool):
+    """Two steps; the run's flags are the preset's, except the one that was given."""
     flags = f"--algorithm {name} --num-steps 2 --eval-rows 4 --prompts-per-step 4 --clip-low 0.1"
-    run_in_pool(
-        request.getfixturevalue(pool), "train_grpo.py", f"--run-name {name}-{pool} {flags}", runs=runs
-    )
-    args = json.loads((runs / f"{name}-{pool}" / "args.json").read_text())
+    folder = trained(request.getfixturevalue(pool), runs / f"{name}-{pool}", "train_grpo.py", flags)
+    args = json.loads((folder / "args.json").read_text())
     expected = ALGORITHMS[name] | {"clip_low": 0.1}
     assert {flag: args[flag] for flag in expected} == expected
-    for line in read_metrics(runs / f"{name}-{pool}"):
+    for line in read_metrics(folder):
         assert line["optim/grad_norm"] > 0
         assert line["count/rollouts"] == 4 * args["group_size"]
         assert None not in line.values()
@@ -272,17 +236,16 @@ def test_every_preset_runs_and_sets_what_it_says(request, runs, tmp_path, name, 
 def test_dynamic_sampling_fills_the_step_with_groups_that_differ(two_ranks, runs):
     """No group of equal rewards is left, and more prompts were served than are trained on; without refills some are."""
     flags = "--dynamic-sampling --num-steps 2 --eval-rows 4 --prompts-per-step 6 --group-size 4"
-    for refills in (20, 0):
-        name = f"refills-{refills}"
-        run_in_pool(
-            two_ranks, "train_grpo.py", f"--run-name {name} --max-refills {refills} {flags}", runs=runs
-        )
-    full, last = (read_metrics(runs / f"refills-{refills}")[-1] for refills in (20, 0))
-    assert full["reward/frac_equal_groups"] == 0 < last["reward/frac_equal_groups"]
-    assert full["count/epoch"] > last["count/epoch"]
-    assert full["count/rollouts"] == last["count/rollouts"] == 24
+    full, last = (
+        read_metrics(trained(two_ranks, runs / f"refills-{n}", "train_grpo.py", f"{flags} --max-refills {n}"))
+        for n in (20, 0)
+    )
+    assert full[-1]["reward/frac_equal_groups"] == 0 < last[-1]["reward/frac_equal_groups"]
+    assert full[-1]["count/epoch"] > last[-1]["count/epoch"]
+    assert full[-1]["count/rollouts"] == last[-1]["count/rollouts"] == 24
 
 
+@pytest.mark.slow
 def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(
     two_ranks, runs, tmp_path
 ):
@@ -295,8 +258,7 @@ def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_th
     flags = f"--reward {tmp_path}/two.py:right {tmp_path}/two.py:few --reward-weights 1 0.1"
     flags += " --num-steps 1 --eval-rows 4 --prompts-per-step 4 --max-new-tokens 6 --drop-truncated"
     for name, more in (("sum", "--advantage-norm none"), ("separate", "--separate-rewards")):
-        run_in_pool(two_ranks, "train_grpo.py", f"--run-name {name} {flags} {more}", runs=runs)
-        (line,) = read_metrics(runs / name)
+        (line,) = read_metrics(trained(two_ranks, runs / name, "train_grpo.py", flags, more))
         assert line["reward/mean"] == pytest.approx(line["reward/right"] + 0.1 * line["reward/few"])
         assert line["reward/exact"] == line["reward/right"]  # the task's own reward is still logged
     rollouts = read_rollouts(runs / "sum", 1)
@@ -309,29 +271,7 @@ def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_th
         )
 
 
-FORK = '''
-@dataclass(frozen=True)
-class ForkConfig(Config):
-    """Fork"""
-
-    advantage_scale: float = 1.0  # factor of all advantages
-
-
-def branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table):
-    """Against the mean of all rewards of the step."""
-    return config.advantage_scale * (scores - scores.mean())
-
-
-def token_loss(config, micro, new, entropy):
-    """REINFORCE, without a ratio."""
-    return -micro.advantages * new, torch.ones_like(new)
-
-
-Config = ForkConfig
-'''
-THREES = "def threes(completions):\n    return [float(c.count('3')) for c in completions]\n"
-
-
+THREES = "float(c.count('3'))"
 CHAT_FORK = '''
 import functools
 
@@ -371,18 +311,16 @@ def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_t
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(model)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}21"}) + "\n" for i in range(4)))
-    (tmp_path / "mine.py").write_text(THREES)
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}21"} for i in range(4)])
     fork = extended_fork(tmp_path, "train_grpo.py", CHAT_FORK, name="chat")
-    flags = f"--model {model} --data {tmp_path}/data.jsonl --reward {tmp_path}/mine.py:threes"
+    flags = f"--model {model} --data {data} {reward_of(tmp_path, THREES)}"
     flags += " --chat --max-new-tokens 16 --num-steps 2 --prompts-per-step 4 --group-size 4"
     forks_flags = f"{flags} --tool-format hermes"  # without effect on the script as it is
     told = run_in_pool(one_rank, str(fork), f"{forks_flags} --dry-run", runs=runs)
     untold = run_in_pool(one_rank, "train_grpo.py", f"{flags} --dry-run", runs=runs)
     longest = [int(re.search(r"the longest (\d+) tokens", printed)[1]) for printed in (untold, told)]
     assert longest == [6, 6 + len("one ")]
-    run_in_pool(one_rank, str(fork), f"{forks_flags} --run-name chat", runs=runs)
-    for line in read_metrics(runs / "chat"):
+    for line in read_metrics(trained(one_rank, runs / "chat", str(fork), forks_flags)):
         assert line["policy/logp_gap_max"] == 0
 
 
@@ -397,198 +335,76 @@ def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_t
 )
 def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, runs, tmp_path, script, flags):
     """Counts, rewards, lengths, losses, KL and gradients: a rollout weighs the same, and every token counts once."""
-    names = [f"{number}-{flags[2:].replace(' ', '')}" for number in ("one", "two")]
-    (tmp_path / "mine.py").write_text(THREES)
-    flags = f"--num-steps 2 --num-minibatches 2 --prompts-per-step 6 --eval-rows 4 {flags}"
-    flags += f" --reward {tmp_path}/mine.py:threes"
-    for name, path in zip(names, (script, branching_fork(tmp_path, script)), strict=True):
-        run_in_pool(two_ranks, str(path), f"{flags} --run-name {name}", runs=runs)
-    for whole, parts in zip(*(read_metrics(runs / name) for name in names), strict=True):
+    name = "-".join(flags[2:].split())
+    flags += (
+        f" --num-steps 2 --num-minibatches 2 --prompts-per-step 6 --eval-rows 4 {reward_of(tmp_path, THREES)}"
+    )
+    folders = [
+        trained(two_ranks, runs / f"{number}-{name}", str(path), flags)
+        for number, path in enumerate((script, branching_fork(tmp_path, script)))
+    ]
+    for whole, parts in zip(*map(read_metrics, folders), strict=True):
         assert untimed(parts) == pytest.approx(untimed(whole), rel=1e-3, abs=1e-6)
         assert whole["optim/grad_norm"] > 0.01
-    whole, parts = (read_rollouts(runs / name, 2) for name in names)
+    whole, parts = (read_rollouts(folder, 2) for folder in folders)
     assert 2 in [len(line.pop("branches", [])) for line in parts]
     for line in (*whole, *parts):
         line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
     assert parts == whole
 
 
-@pytest.mark.slow
-def test_a_fork_with_its_own_flag_advantage_and_loss_learns(runs, tmp_path):
-    """What a researcher does on the first day: copy, change, run on two ranks. Forks that are killed: test_resume."""
-    (tmp_path / "mine.py").write_text(THREES)
-    flags = f"--reward {tmp_path}/mine.py:threes --advantage-scale 2 --num-steps 12 --eval-rows 4"
-    run_script(
-        extended_fork(tmp_path, "train_grpo.py", FORK, name="my"), f"--run-name fork {flags}", runs=runs
-    )
-    metrics = read_metrics(runs / "fork")
-    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2
-    assert json.loads((runs / "fork" / "args.json").read_text())["advantage_scale"] == 2.0
-
-
-def train_reward_model(folder: Path) -> None:
-    """A tiny reward model that prefers completions with more threes, by Bradley-Terry, with a vocabulary of its own."""
-    tokens = list(VOCABULARY)
-    vocabulary = {token: i for i, token in enumerate([*tokens[:2], *reversed(tokens[2:])])}
+def train_reward_model(pool: RankPool, folder: Path) -> Path:
+    """A tiny reward model that prefers completions with more threes, with its own vocabulary; its checkpoint."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    raw = scalar_config({**RECIPE["config"], **sizes})
-    torch.manual_seed(0)
-    model = Transformer(config_from_dict(raw))
-    for param in named_parameters(model).values():
-        if param.ndim == 2:
-            torch.nn.init.normal_(param, std=0.05)
-    save_tokenizer(folder.parent / "tokenizer")
-    tokenizer_json = folder.parent / "tokenizer" / "tokenizer.json"
-    backend = json.loads(tokenizer_json.read_text())
-    backend["model"]["vocab"] = vocabulary
-    tokenizer_json.write_text(json.dumps(backend))
-    tokenizer = Tokenizer(folder.parent / "tokenizer")
-    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
-    bradley_terry_loss = runpy.run_path(str(ROOT / "docs/examples/reward_model.py"))["bradley_terry_loss"]
-    for _ in range(100):
-        texts = ["".join(rng.choices("0123456789", k=rng.randint(2, 9))) for _ in range(64)]
-        ids = [
-            tokenizer.encode_answered("".join(rng.choices("0123456789", k=5)) + "=", text) for text in texts
-        ]
-        stream = torch.tensor([token for tokens in ids for token in tokens])
-        layout = PackedLayout(tuple(map(len, ids)), stream.device)
-        _, scores = scalar_outputs(model, stream, layout, select=torch.zeros_like(stream, dtype=torch.bool))
-        threes = torch.tensor([text.count("3") for text in texts])
-        sign = (threes[:32] - threes[32:]).sign()
-        loss = bradley_terry_loss(scores[:32] * sign, scores[32:] * sign, center_coef=0.01)[sign != 0].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    save_folder(folder, named_parameters(model), config=raw, tokenizer_from=folder.parent / "tokenizer")
+    model = make_folder(folder / "small", RECIPE["config"] | sizes)
+    save_tokenizer(model)
+    tokens = list(VOCABULARY)
+    backend = json.loads((model / "tokenizer.json").read_text())
+    backend["model"]["vocab"] = {t: i for i, t in enumerate([*tokens[:2], *reversed(tokens[2:])])}
+    (model / "tokenizer.json").write_text(json.dumps(backend))
+    rng, pairs = random.Random(0), []
+    for _ in range(1000):
+        prompt, text = ("".join(rng.choices("0123456789", k=k)) for k in (5, rng.randint(2, 9)))
+        better = text.replace(rng.choice(text), "3", 1)
+        pairs.append({"prompt": f"{prompt}=", "chosen": better, "rejected": text})
+    data = write_rows(folder / "pairs.jsonl", pairs)
+    flags = f"--model {model} --data {data} --eval-data {data} --eval-rows 4 --num-steps 100 --lr 5e-3"
+    run = trained(pool, folder / "rm", str(ROOT / "docs" / "examples" / "reward_model.py"), flags)
+    return run / "checkpoints" / "000100"
 
 
 @pytest.mark.slow
-def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(runs, tmp_path):
+def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(two_ranks, runs, tmp_path):
     """Reward model with another tokenizer, also the initial value model; with the term less moves."""
-    train_reward_model(tmp_path / "rm")
-    flags = f"--reward-model {tmp_path / 'rm'} --num-steps 8 --prompts-per-step 64 --eval-rows 64"
+    flags = f"--reward-model {train_reward_model(two_ranks, tmp_path)} --num-steps 8 --prompts-per-step 64"
+    flags += " --eval-rows 64"
     flags += " --lr-schedule constant --warmup-updates 1"
     gains, divergences = [], []
-    for kl_coef in ("0", "1"):
-        output = run_script(
-            ROOT / "train_ppo.py",
-            f"--run-name rm-{kl_coef} --kl-reward-coef {kl_coef} {flags}",
-            runs=runs,
+    for kl_coef in ("1e-9", "1"):  # without a term there would be no reference to measure
+        name = f"rm-{kl_coef}"
+        printed = run_in_pool(
+            two_ranks, "train_ppo.py", f"--run-name {name} --kl-reward-coef {kl_coef} {flags}", runs=runs
         )
-        (scores,) = re.findall(r"held-out eval/reward_model: (-?[\d.]+) before, (-?[\d.]+) after", output)
+        (scores,) = re.findall(r"held-out eval/reward_model: (-?[\d.]+) before, (-?[\d.]+) after", printed)
         gains.append(float(scores[1]) - float(scores[0]))
-        divergences.append(read_metrics(runs / f"rm-{kl_coef}")[-1].get("policy/kl_ref_k3", math.inf))
+        divergences.append(read_metrics(runs / name)[-1]["policy/kl_ref_k3"])
     assert gains[0] > 1.5
     assert gains[0] > gains[1] + 0.6
     assert divergences[0] > 2 * divergences[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["stories", "gsm8k"])
-def test_a_pretrained_model_runs_on_files(runs, data_folder, tmp_path, task):
-    """Two steps of the real checkpoint on the story prompts and on GSM8K; its export speaks as transformers has it."""
-    flags = (
-        f"--model {data_folder}/stories260K --num-steps 2 --prompts-per-step 6 --group-size 4 --eval-rows 8"
-    )
-    flags += " --max-new-tokens 48 --lr 1e-3"
-    if task == "gsm8k":
-        gsm8k = data_folder / "gsm8k"
-        flags += f" --task gsm8k --data {gsm8k}/train.jsonl --eval-data {gsm8k}/test.jsonl"
-        # No answer is right: without a KL term no rollout would be trained on.
-        flags += " --kl-coef 0.01"
-    else:
-        (tmp_path / "keyword.py").write_text(KEYWORD_REWARD)
-        flags += f" --data {data_folder}/stories/prompts.jsonl --reward {tmp_path}/keyword.py:score"
-    run_script(ROOT / "train_grpo.py", f"--run-name {task} {flags}", runs=runs)
-    assert read_metrics(runs / task)[-1]["policy/logp_gap_max"] <= 1e-5
-    assert_same_greedy_text(
-        runs / task / "checkpoints" / "000002", "Once upon a time, there was a dog named", 60
-    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--group-size 1", "--group-size 1"),
-        ("--model /no/such/folder --data x.jsonl --task gsm8k", "x.jsonl"),
-        ("--model /no/such/folder --data one.jsonl --task gsm8k", "--model /no/such/folder"),
+        ("--model /no/such/folder --data {}/none.jsonl --task gsm8k", "none.jsonl"),
+        ("--model /no/such/folder --data {}/one.jsonl --task gsm8k", "--model /no/such/folder"),
         ("--task jsonl", "--data"),
     ],
 )
-def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeypatch):
+def test_bad_flags_are_refused_at_once_by_name(one_rank, tmp_path, flags, message):
     """No model is made or loaded, and no folder; the message names the flag or the file. Fault 43."""
-    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
-    monkeypatch.chdir(tmp_path)
-    Path("one.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}')
-    config = parse(train_grpo.Config, description="", arguments=flags.split())
-    with pytest.raises(InputError, match=re.escape(message)):
-        train_grpo.main(config)
-    assert not Path("runs").exists()
-
-
-REFUSED = {
-    "train_grpo": [
-        ({"temperature": 0.0}, "--temperature 0.0"),
-        ({"group_size": 1, "advantage_norm": "none"}, "--group-size 1: --baseline mean needs at least 2"),
-        ({"baseline": "greedy"}, "--baseline greedy: needs --advantage-norm none"),
-        ({"baseline": "none", "advantage_norm": "batch_std"}, "--baseline none: needs --advantage-norm none"),
-        (ALGORITHMS["remax"] | {"dynamic_sampling": True}, "--group-size 1: --dynamic-sampling"),
-        ({"kl_reward_coef": 0.1}, "--kl-reward-coef: --advantage-norm group_std would divide it away"),
-        (
-            ALGORITHMS["reinforce++"] | {"ratio_level": "sequence_mean"},
-            "--ratio-level sequence_mean has one",
-        ),
-        ({"max_grad_norm": -1.0}, "--max-grad-norm -1.0: must not be negative"),
-        ({"max_refills": 3}, "--max-refills 3: has no effect without --dynamic-sampling"),
-        ({"kl_estimator": "k2"}, "--kl-estimator k2: has no effect without --kl-coef"),
-        ({"correction_low": 0.5}, "--correction-low 0.5: has no effect without --correction"),
-        ({"max_staleness": -1}, "--max-staleness -1: must not be negative"),
-        (
-            {"correction": "token_mask", "correction_low": 3.0},
-            "--correction-low: must be less than --correction-high",
-        ),
-        ({"separate_rewards": True}, "--separate-rewards: there is only one reward"),
-        ({"kl_coef": 0.1, "kl_reward_coef": 0.1}, "--kl-coef with --kl-reward-coef"),
-        ({"dual_clip": 1.0}, "--dual-clip 1.0: must be greater than 1"),
-        (ALGORITHMS["cispo"] | {"dual_clip": 3.0}, "--dual-clip with --policy-loss cispo"),
-        ({"correction": "token_mask", "old_logprobs": "sampled"}, "--correction with --old-logprobs sampled"),
-        ({"separate_rewards": True, "baseline": "leave_one_out"}, "--separate-rewards"),
-        ({"overlong_buffer": 4.0}, "--overlong-buffer 4.0: a share"),
-        ({"num_minibatches": 129}, "--num-minibatches 129"),
-        ({"teacher_coef": 0.5}, "--teacher-coef 0.5: has no effect without --teacher"),
-        ({"teacher": "a", "teacher_coef": 0.0}, "--teacher-coef 0: must be greater than 0"),
-        ({"teacher": "a", "baseline": "none"}, "--baseline none: has no effect without --teacher-coef"),
-        (ALGORITHMS["dapo"] | {"teacher": "a"}, "--dynamic-sampling: --teacher alone"),
-        (
-            {"teacher": "a", "ratio_level": "sequence_mean"},
-            "--teacher-kl sampled: --ratio-level sequence_mean",
-        ),
-        ({"teacher": "a", "teacher_coef": 0.5, "group_size": 1}, "--group-size 1: --baseline mean needs"),
-        ({"tools": "a.py:f", "rollout": "a.py:g"}, "--rollout and --tools: each of them writes the rollouts"),
-        ({"tools": "a.py:f", "environment": "a.py:E"}, "--tools and --environment: each of them"),
-    ],
-    "train_ppo": [
-        ({"kl_target": 6.0}, "--kl-target"),
-        ({"correction_high": 3.0}, "--correction-high 3.0: has no effect without --correction"),
-        ({"gamma": 1.5}, "--gamma 1.5"),
-        ({"gae_lambda": -0.1}, "--gae-lambda -0.1"),
-        ({"value_lr": 0.0}, "--value-lr 0.0"),
-        ({"value_warmup_steps": 300}, "--value-warmup-steps 300"),
-        (
-            {"bootstrap_truncated": True, "drop_truncated": True},
-            "--bootstrap-truncated with --drop-truncated",
-        ),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("script", "options", "message"),
-    [(script, *refusal) for script, refusals in REFUSED.items() for refusal in refusals],
-)
-def test_what_a_combination_cannot_mean_is_refused_by_name(script, options, message):
-    """Pitfalls 22, 28 and 39 among them; the same options without the offending one pass. Faults 43 and 59."""
-    module = importlib.import_module(script)
-    module.check(module.Config())
-    with pytest.raises(ValueError, match=re.escape(message)):
-        module.check(module.Config(**options))
+    write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    with pytest.raises(AssertionError, match=rf"InputError: .*{re.escape(message)}"):
+        run_in_pool(one_rank, "train_grpo.py", flags.format(tmp_path), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

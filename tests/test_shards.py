@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import random
 import re
 import shutil
@@ -25,7 +24,7 @@ from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer
-from minirl.ranks.process_group import new_groups, rank
+from minirl.ranks.process_group import new_groups
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
@@ -38,18 +37,18 @@ from support.jobs import ROOT
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
-from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
-from support.scripts import extended_fork, read_rollouts, run_in_pool, start_script, untimed
+from support.scripts import (
+    extended_fork,
+    in_nodes_of_two,
+    read_rollouts,
+    run_in_pool,
+    start_script,
+    trained,
+    untimed,
+)
 
 WORLD = torch.distributed.group.WORLD
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.stop()
 
 
 def sliced(whole: Transformer, slices: Slices) -> Transformer:
@@ -257,7 +256,7 @@ def test_followers_do_as_a_leader_whose_replies_come_at_any_time(two_ranks):
 
 
 def with_a_wrong_follower(rank):
-    """What the follower says whose random numbers are others."""
+    """The error of a follower with other random numbers."""
     model = sliced(cached_model("full", torch.float32), Slices(rank, 2, WORLD))
     options = {"max_running_requests": 4, "cache_tokens": 512, "dtype": torch.float32, "device": CPU}
     engine = GroupEngine(model, group=new_groups(2), make_stop_test=Endings, **options)
@@ -401,23 +400,21 @@ def untimed_digests(folder):
     return {name: digest for name, digest in found.items() if not name.endswith(" state")}
 
 
-def as_nodes_of_two():
-    """The variables that torchrun sets on nodes of two ranks."""
-    return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank() % 2))
-
-
-def train(pool, case, runs, name, *more, **values):
+def command(case, *more, **values):
+    """Script and flags of a run."""
     script, flags = RUNS[case]
-    more = [*more, "--shard-over node", f"--run-name {name}"]
-    return run_in_pool(pool, script, COMMON, flags.format(**values), *more, runs=runs, under=as_nodes_of_two)
+    return script, COMMON, flags.format(**values), "--shard-over node", *more
 
 
-def trained(pool, case, num_ranks, mode, runs, **values):
+def run_of(pool, case, mode, runs, **values):
     """The folder of a run, which several tests read."""
-    name = f"{case}{num_ranks}-{mode}"
-    if not (runs / name).exists():
-        train(pool, case, runs, name, MODES[mode], **values)
-    return runs / name
+    flags = command(case, MODES[mode], **values)
+    return trained(pool, runs / f"{case}{pool.num_ranks}-{mode}", *flags, under=in_nodes_of_two)
+
+
+def go_on(pool, copy, mode):
+    flags = command("partial", MODES[mode], "--resume force", f"--run-name {copy.name}")
+    run_in_pool(pool, *flags, runs=copy.parent, under=in_nodes_of_two)
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +448,7 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
 ):
     """Rollouts' files, checkpoints and metrics: byte for byte."""
     pool = two_ranks if num_ranks == 2 else request.getfixturevalue("four_ranks")
-    folders = [trained(pool, case, num_ranks, mode, runs, **values) for mode in MODES]
+    folders = [run_of(pool, case, mode, runs, **values) for mode in MODES]
     in_slices, whole = map(untimed_digests, folders)
     assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
 
@@ -459,9 +456,9 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
 @pytest.mark.parametrize(("first", "then"), [slow("on", "off"), slow("off", "on"), slow("on", "on")])
 def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, runs, first, then):
     """They are dealt to the ranks that sample: a run split after its first step is the uninterrupted run."""
-    whole = untimed_digests(trained(two_ranks, "partial", 2, "off", runs))
-    copy = interrupted_copy(trained(two_ranks, "partial", 2, first, runs), f"{first}-{then}", 1)
-    train(two_ranks, "partial", runs, copy.name, MODES[then], "--resume force")
+    whole = untimed_digests(run_of(two_ranks, "partial", "off", runs))
+    copy = interrupted_copy(run_of(two_ranks, "partial", first, runs), f"{first}-{then}", 1)
+    go_on(two_ranks, copy, then)
     got = untimed_digests(copy)
     assert got == whole, sorted(key for key in whole if got.get(key) != whole[key])
 
@@ -469,12 +466,12 @@ def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, runs, first, then):
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_and_groups(two_ranks, four_ranks, runs):
     """From a group of two to two groups, with rollouts in flight: they have the tokens that they would have had."""
-    folder = trained(two_ranks, "partial", 2, "on", runs)
+    folder = run_of(two_ranks, "partial", "on", runs)
     copy = interrupted_copy(folder, "of-four", 1)
     in_flight = [len(list_) for list_ in records_in_flight(copy, 1)]
     assert in_flight[0] > 0
     assert in_flight[1] == 0
-    train(four_ranks, "partial", runs, copy.name, MODES["on"], "--resume force")
+    go_on(four_ranks, copy, "on")
     texts = [
         [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(run, 2)]
         for run in (folder, copy)

@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: what is shown of a step, and what is said where there is nothing to show."""
+"""Rollouts in the terminal: a step's rollouts, and the messages when there is nothing to show."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_row_57_what_cannot_be_shown_is_said(run, monkeypatch, capsys, arguments
 
 @pytest.mark.parametrize("key", [*ANSWER, "segments", "turns"])
 def test_row_57_a_field_that_is_something_else_never_ends_in_a_traceback(tmp_path, key):
-    """The line is left out, or what is there is shown."""
+    """The line is left out, or its fields are shown."""
     for value in (None, 7, "x", [], [7], [{}], {}, {"x": [1]}, 1e400, 10**4000):
         for rollout in (ANSWER, EPISODE):
             path = tmp_path / "000001.jsonl"

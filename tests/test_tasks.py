@@ -53,7 +53,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
             read_rows(str(path), "prompt")
 
 
-# What both read, what the flexible one reads alone, and what neither does.
+# Numbers that both read, that only the flexible one reads, and that neither does.
 STRICT = {
     "#### 18": 18,
     "####18": 18,
@@ -204,7 +204,7 @@ def mine(tmp_path):
 
 
 def returned(functions):
-    """What each function says of one completion, in order."""
+    """Each function's reward of one completion, in order."""
     return [(name, function(completions=["a"])) for name, function in functions.items()]
 
 
@@ -230,7 +230,7 @@ def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(writ
 
 
 def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
-    """One's own function is what is trained on; a reward model is added by the caller, and is enough for --data."""
+    """A run trains on the user's own function; the caller adds a reward model, which is enough for --data."""
     path = write([json.dumps({"question": "q", "prompt": "q", "answer": "#### 3"})])
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
     three = {"reward": (mine("three"),)}
@@ -279,7 +279,7 @@ def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
 
 
 def test_a_completion_with_an_id_that_the_tokenizer_lacks_is_not_the_right_answer(tmp_path):
-    """What was sampled is what is judged: an id without text does not vanish from the completion. Pitfall 6."""
+    """Rewards judge the sampled tokens: an id without text does not vanish from the completion. Pitfall 6."""
     save_tokenizer(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     right = [VOCABULARY[c] for c in ("1", "1", "2", "<eos>")]
@@ -303,7 +303,7 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
 def test_a_column_with_the_name_of_a_rewards_argument_is_refused(write, name):
-    """Else the reward would read the column in place of what was sampled; as the prompt's field it does no harm."""
+    """Otherwise the reward would read the column instead of the samples; as the prompt's field it does no harm."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:1: field '{name}' has the name of an argument"):
         read_rows(write([json.dumps({"prompt": "a", name: "b"})]), "prompt")
     (row,) = read_rows(write([json.dumps({name: "b", "prompt": None})]), name)

@@ -26,16 +26,15 @@ from minirl.training.scoring import score, score_batch
 from support.collecting import make_collector, make_frozen
 from support.marks import slow
 from support.memory import allocated_bytes
-from support.resuming import digests, interrupted_copy
+from support.resuming import resume
 from support.rollouts import in_two_branches
-from support.scripts import read_metrics, read_rollouts, run_in_pool, untimed
+from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 from support.texts import ids, save_tokenizer
 from support.worked import assert_six_decimals
 
 CPU = torch.device("cpu")
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
 TINY += " --max-new-tokens 8"
-SCRIPT = "train_grpo.py"
 FORMS = {"sampled": "teacher/kl_k1", "reverse": "teacher/kl", "forward": "teacher/kl"}
 
 
@@ -60,20 +59,17 @@ def teacher(embedded_model, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
     """Prompts, with hints for the teacher: the prompt itself, and another, longer one."""
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
     prompts = [f"{i}{9 - i}{i % 4}=" for i in range(9)]
     rows = [{"prompt": prompt, "same": prompt, "hint": f"7{prompt[::-1]}1{prompt}"} for prompt in prompts]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
+    return str(write_rows(tmp_path_factory.mktemp("data") / "data.jsonl", rows))
 
 
 def train(pool, runs, name, *flags):
     """The metrics of a run without times."""
-    run_in_pool(pool, SCRIPT, TINY, *flags, f"--run-name {name}", runs=runs)
-    return [untimed(line) for line in read_metrics(runs / name)]
+    return list(map(untimed, read_metrics(trained(pool, runs / name, "train_grpo.py", TINY, *flags))))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["sampled", slow("reverse"), slow("forward")])
 def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_model, form):
     """No token has an advantage or a loss, and a step leaves each weight as it is, bit for bit; rewards are logged.
 
@@ -93,7 +89,8 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("form", ["sampled", slow("reverse"), slow("forward")])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     one_rank, two_ranks, runs, teacher, data, form
 ):
@@ -103,19 +100,18 @@ def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     """
     flags = f"--data {data} --teacher {teacher} --teacher-kl {form} --temperature 0.7"
     name = f"hint-{form}"
-    metrics = train(two_ranks, runs, name, f"{flags} --teacher-prompt hint")
+    hinted = f"{flags} --teacher-prompt hint"
+    metrics = train(two_ranks, runs, name, hinted)
     for line in metrics:
         assert line["teacher/frac"] == 1
         assert line[FORMS[form]] > 0
         assert line["policy/loss"] == pytest.approx(line[FORMS[form]], rel=1e-5)
         assert "reward/mean" not in line
-    copy = interrupted_copy(runs / name, f"{name}-resumed", 1)
-    train(two_ranks, runs, copy.name, f"{flags} --teacher-prompt hint")
-    assert digests(copy) == digests(runs / name)
+    resume(two_ranks, "train_grpo.py", runs / name, TINY, hinted)
     args = json.loads((runs / name / "args.json").read_text())
     assert str(teacher / "model.safetensors") in args["inputs"]
 
-    small = f"{flags} --teacher-prompt hint --max-tokens-per-microbatch 40 --num-steps 1"
+    small = f"{hinted} --max-tokens-per-microbatch 40 --num-steps 1"
     alone = train(one_rank, runs, f"{name}-one", small)[0]
     for metric in (FORMS[form], "policy/loss", "optim/grad_norm"):
         assert alone[metric] == pytest.approx(metrics[0][metric], rel=1e-4)
@@ -193,7 +189,7 @@ def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits)
 
 
 def test_no_logits_of_all_tokens_exist():
-    """Four tiles at most beside what is returned: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
+    """At most four tiles besides the results: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
     states, head = torch.randn(1024, 8).requires_grad_(), torch.randn(4096, 8).requires_grad_()
     others = states.detach().clone(), head.detach().clone()
     tile_logits = 1024 * 64
@@ -282,7 +278,7 @@ def test_teachers_and_prompts_that_cannot_be_used_are_refused_before_work(
 ):
     """By file and line, field, flag or token, in a dry run as in a run. Pitfall 63."""
     rows = [{"prompt": "12=", "hint": "12=", "number": "1"}, {"prompt": "3=", "hint": "1" * 20, "number": 7}]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = write_rows(tmp_path / "data.jsonl", rows)
     for name, file, old, new in (
         ("other", "tokenizer.json", '"="', '"+"'),
         ("small", "config.json", '"vocab_size": 16', '"vocab_size": 9'),
@@ -293,6 +289,6 @@ def test_teachers_and_prompts_that_cannot_be_used_are_refused_before_work(
         (tmp_path / name / file).write_text(text.replace(old, new))
     if "teacher" in changes:
         changes = {"teacher": str(tmp_path / changes["teacher"])}
-    fields = {"teacher": str(embedded_model), "data": f"{tmp_path}/data.jsonl", "dry_run": True}
+    fields = {"teacher": str(embedded_model), "data": str(data), "dry_run": True}
     with pytest.raises(InputError, match=message):
         train_grpo.main(train_grpo.Config(**{**fields, **changes}))

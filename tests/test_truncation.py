@@ -1,4 +1,4 @@
-"""Truncated sampling: the logprob is of the distribution that was sampled from, in the engine and in training."""
+"""Truncated sampling: the logprob comes from the sampled distribution, in the engine and in training."""
 
 import dataclasses
 import itertools
@@ -131,9 +131,9 @@ def all_of(rollout):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_running_requests": 3},
+        slow({"max_running_requests": 3}),
         {"cache_tokens": 600},
-        {"async_decoding": True},
+        slow({"async_decoding": True}),
         {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
     ],
     ids=str,
@@ -226,13 +226,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [name if name == "asked" else slow(name) for name in CASES])
+@pytest.mark.parametrize("case", [name if name == "partial" else slow(name) for name in CASES])
 def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bits(
     two_ranks, runs, tmp_path, case
 ):
     """Two ranks. The first update's ratio is exactly 1, and the KL to a reference with the same weights exactly 0.
 
-    By the run's flags, by what each turn asks for, or both.
+    By the run's flags, by each turn's request, or both.
     """
     script, flags = CASES[case]
     if "mine.py" in flags:

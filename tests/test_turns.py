@@ -31,7 +31,7 @@ NUM_TURNS = 4
 
 
 def replies_to(request: Request) -> list[list[int]]:
-    """What is appended after each turn but the last: none, one or hundreds of tokens."""
+    """The tokens appended after each turn but the last: none, one or hundreds."""
     rng = random.Random(str(request.rollout_id))
     lengths = rng.choices((0, 1, 3, 20, 130), k=NUM_TURNS - 1)
     return [[rng.randrange(48) for _ in range(length)] for length in lengths]
@@ -96,7 +96,7 @@ def run_turns(engine: Engine, requests: list[Request], tokenizer: Tokenizer, *, 
 
 
 def cut_off(tokenizer: Tokenizer, stop: StopStrings | None, sampled: list[int]) -> tuple[list[int], bool]:
-    """The tokens up to the one with which their text has a stop string, and whether it has one."""
+    """The tokens up to the one that completes a stop string in their text, and whether any does."""
     for count in range(1, len(sampled) + 1 if stop else 0):
         text = tokenizer.backend.decode(sampled[:count])
         if any(string in text for string in stop.strings):
@@ -105,9 +105,9 @@ def cut_off(tokenizer: Tokenizer, stop: StopStrings | None, sampled: list[int]) 
 
 
 def turn_by_turn(model, request: Request, tokenizer: Tokenizer) -> Rollout:
-    """The reference: each turn is a request of its own, whose prompt is all that came before.
+    """The reference: each turn is a separate request, whose prompt is everything before.
 
-    It knows of no stop strings and is cut behind the first.
+    It ignores stop strings and is cut after the first one.
     """
     tokens = list(request.prompt_ids)
     mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
@@ -155,7 +155,7 @@ CASES = [
 def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, name, tokenizer):
     """Tokens, logprobs, mask: in any batch, cache and order of replies, also where the cache had to give rows up.
 
-    With stop strings: what they sample without, cut where the text of the turn alone has the first. Pitfall 15.
+    With stop strings: the same samples, cut where the text of the turn alone has the first one. Pitfall 15.
     """
     model = cached_model(attention, torch.float32)
     requests = requests_with_turns()
@@ -233,7 +233,7 @@ def test_a_turn_that_cannot_fit_is_refused_and_the_request_stays():
 
 
 class Recorder:
-    """A stop test that never ends a turn, and knows what it was asked."""
+    """A stop test that never ends a turn, and records its calls."""
 
     max_tokens = 5
 
@@ -248,7 +248,7 @@ class Recorder:
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["", "aborted"])
 def test_a_stop_test_sees_the_last_tokens_of_its_turn_alone(is_aborted, late):
-    """Each once, in order: none of the prompt, of a reply or of a turn before, also behind an abort within the turn."""
+    """Each once, in order: none of the prompt, of a reply or of an earlier turn, also after an abort in the turn."""
     engine = make_engine(cached_model("mixed", torch.float32), async_decoding=late)
     request = make_request(make_prompt(9), max_new_tokens=8, stop_ids=frozenset())
     turns = [Recorder(), Recorder(), Recorder()]

@@ -1,6 +1,6 @@
-"""Users' code in worker processes, the same for rewards and rollouts: faults stay in the process and are told.
+"""Users' code in worker processes, the same for rewards and rollouts: faults stay in the process and are reported.
 
-What is a reward's own or an episode's own is in test_faults_rewards, test_reward_queue and test_rollout_workers.
+Tests of rewards alone or episodes alone are in test_faults_rewards, test_reward_queue and test_rollout_workers.
 """
 
 import ast
@@ -165,7 +165,7 @@ def load(kind, folder, **options):
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory):
-    """The functions of the file by name, each with one worker; what a test does to that is what it is about."""
+    """The functions of the file by name, each with one worker, which a test then disturbs."""
     folder = tmp_path_factory.mktemp("workers")
     (folder / "mine.py").write_text(SOURCE)
     with pytest.MonkeyPatch.context() as patch:
@@ -177,7 +177,7 @@ def functions(tmp_path_factory):
 
 
 def error_of(function, action):
-    """What a function that does this has for an error; None if it has none."""
+    """The error of a function that does this; None without an error."""
     try:
         if hasattr(function, "compute"):
             assert function(completions=[action]) == [1.0]
@@ -215,7 +215,7 @@ def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, acti
 @pytest.mark.parametrize("kind", [slow("reward"), slow("rollout"), "rollout_async"])
 @pytest.mark.parametrize("action", DIED, ids=lambda action: f"row-25-{action}")
 def test_a_process_that_dies_hangs_or_lies_is_told_and_replaced(functions, monkeypatch, kind, action):
-    """Fault 53 for a rollout, fault 26 for what is written: never taken for an answer."""
+    """Fault 53 for a rollout, fault 26 for output: never taken for an answer."""
     function = functions[kind]
     with monkeypatch.context() as patch:
         if "hangs" in action:
@@ -270,7 +270,7 @@ ANSWERS = (
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
-    """Whatever a worker sends, the trainer takes nothing but what the protocol says."""
+    """Whatever a worker sends, the trainer takes only the protocol's answers."""
     program = (
         "import json, sys\n"
         "ID = json.loads(sys.stdin.readline())['id']\n"
@@ -395,7 +395,7 @@ def hang_in_workers(pipe, folder):
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
 def test_no_process_is_left_after_the_trainer_was_killed(tmp_path):
-    """SIGKILL while workers wait and while one hangs in its code; what user code started goes too."""
+    """SIGKILL while workers wait and while one hangs in its code; processes of user code go too."""
     (tmp_path / "mine.py").write_text(SOURCE)
     ours, theirs = make_pipe()
     trainer = fork(hang_in_workers, theirs, tmp_path)

@@ -75,7 +75,7 @@ class CachePool:
 
     For the portable and the paged kernel: keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C],
     which the portable kernel can multiply as they lie. For flash-attn: both [layers, S, FLASH_BLOCK, K, C].
-    kernel: what `decode_kernel_for` returns.
+    kernel: the result of `decode_kernel_for`.
     """
 
     keys: Tensor
@@ -104,7 +104,7 @@ class Cached:
     """A pool, the places where a layout stores n tokens in it, and, when decoding, the keys that it reads.
 
     block, offset int64 [n]: where each token is stored.
-    token int64 [n]: which tokens of the stream these are. If None, its first n, which are all but the padding.
+    token int64 [n]: the indices of these tokens in the stream; None: its first n, all but the padding.
     """
 
     pool: CachePool
@@ -149,19 +149,19 @@ class PackedLayout:
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
-        """Where each sequence starts in the stream, and where the last one ends; int32 [N + 1]."""
+        """The start of each sequence in the stream, and the end of the last one; int32 [N + 1]."""
         return self._upload(_cumulative(self.lengths))
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
-        """The same among the T' tokens that the model computes; int32 [N + 1]."""
+        """The same limits among the T' tokens that the model computes; int32 [N + 1]."""
         return self._upload(_cumulative(self.num_own))
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
-        """Where each token of the stream is among the model's hidden states, int64 [T].
+        """The index of each token of the stream among the model's hidden states, int64 [T].
 
-        Lengths (3, 5) of which the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
+        For lengths (3, 5), where the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
         """
         return self._upload(self._hidden_index)
 
@@ -210,7 +210,7 @@ class PackedLayout:
         return tuple(length - n for length, n in zip(self.lengths, self.num_shared, strict=True))
 
     def window_index(self, size: int) -> Tensor:
-        """Where the last `size` tokens up to each computed one are among the hidden states, int64 [size, T'].
+        """The indices of the last `size` tokens up to each computed one among the hidden states, int64 [size, T'].
 
         The oldest come first. T' stands for a token before the sequence begins.
         """

@@ -10,10 +10,10 @@ from minirl.model import batch_invariance
 
 # Tokens of a vocabulary chunk on the CPU, whose logits are one product with the head and fit the caches.
 VOCAB_CHUNK = 2048
-# On CUDA, logits that exist at the same time: 256 MiB in fp32. In backward their gradient is made beside them, in the
-# head's dtype; then they are freed.
+# On CUDA, the logits that exist at the same time: 256 MiB in fp32. In backward their gradient exists beside them, in
+# the head's dtype; then they are freed.
 MAX_LOGITS = 1 << 26
-MIN_WIDTH = 512  # of a chunk on CUDA, also where the tokens are very many
+MIN_WIDTH = 512  # of a chunk on CUDA, even for very many tokens
 
 
 def chunk_width(num_tokens: int, vocab_size: int) -> int:
@@ -42,10 +42,10 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
 
 
 def mask_left_out(logits: Tensor, kept_ids: Tensor | None, first: int = 0) -> Tensor:
-    """Set the logits [T, W] of tokens that a truncated distribution leaves out to -inf, in place; return the logits.
+    """Set the logits [T, W] of tokens outside of a truncated distribution to -inf, in place; return the logits.
 
-    kept_ids int64 [T, K]: of the tokens that it keeps, -1 after a row's last one; a row without any keeps all tokens,
-    as do all rows if it is None. first: the first token of the W.
+    kept_ids int64 [T, K]: the kept tokens, -1 after a row's last one; a row without any keeps all tokens, and so do all
+    rows if it is None. first: the first token of the W.
     """
     if kept_ids is None:
         return logits

@@ -1,7 +1,7 @@
-"""Sizes with padding, which three kinds of work need.
+"""Sizes with padding, for the three kinds of work that need it.
 
-Products of few rows on the CPU and a rank's forward over no tokens (`pad_rows`), and decode steps that a CUDA graph
-replays (`graph_batch_size`).
+These are products of few rows on the CPU, a rank's forward over no tokens (both `pad_rows`), and decode steps that a
+CUDA graph replays (`graph_batch_size`).
 """
 
 import torch
@@ -45,5 +45,5 @@ def graph_batch_size(num_requests: int, max_requests: int) -> int:
 
 
 def next_power_of_two(size: int) -> int:
-    """Return the least power of two that is not below `size`, as the lengths of a Triton kernel's ranges are."""
+    """Return the least power of two that is not below `size`; a Triton kernel's ranges have such lengths."""
     return 1 << (size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Make a model that decodes with slices of its weights: `slices` says how."""
+"""Make a model that decodes with slices of its weights (see `slices`)."""
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,9 @@ class SlicedEmbedding(nn.Module):
 
 
 def slice_model(model: Transformer, slices: Slices) -> set[str]:
-    """Leave this rank's rows of a model on the meta device, and have it compute with its group from now on.
+    """Reduce a model on the meta device to this rank's rows; it then computes together with its group.
 
-    Returns the names of the parameters that have rows only: the matrices and biases of its layers, embedding and head.
+    Returns the names of the reduced parameters: the matrices and biases of its layers, embedding and head.
     """
     model.slices = slices
     sliced = set()
@@ -42,7 +42,7 @@ def slice_model(model: Transformer, slices: Slices) -> set[str]:
         if isinstance(module, Attention):
             module.o_proj.gathers_input = True
             if module.is_fused or model.config.qk_norm_over_heads:
-                module.slices = slices  # it takes its heads of the gathered ones
+                module.slices = slices  # it selects its heads from the gathered ones
             else:
                 for projection in (module.q_proj, module.k_proj, module.v_proj):
                     projection.gathers_output = False
@@ -61,9 +61,9 @@ def slice_model(model: Transformer, slices: Slices) -> set[str]:
 
 
 def _slice_rows(module: nn.Module, path: str, slices: Slices, total: int) -> set[str]:
-    """Give a module's parameters as many rows as this rank has of `total`, and zeros up to a full product's.
+    """Give a module's parameters this rank's number of `total` rows, padded with zeros to a full product's.
 
-    Of few columns the CPU computes other bits (1 to 11 of them, in all of 960 cases). Returns the parameters' names.
+    With few columns the CPU computes other bits (1 to 11 of them, in all of 960 cases). Returns the parameters' names.
     """
     sliced = set()
     for name in OF_ROWS:

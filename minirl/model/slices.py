@@ -1,8 +1,8 @@
 """Weights by slices: each rank of a group holds its rows of every matrix, as FSDP shards them, and no others.
 
-A row of a weight makes a column of the activations. A rank computes its own columns, and gathers those of the others
-where the next product needs all of them: four times in a layer. No sum is split, so the bits are those of whole
-weights. Only for decoding: nothing here has a gradient.
+A row of a weight makes a column of the activations. A rank computes its own columns, and gathers the others' when the
+next product needs all of them: four times in a layer. No sum is split, so the bits are those of whole weights. Only for
+decoding: nothing here has a gradient.
 """
 
 from dataclasses import dataclass
@@ -41,9 +41,9 @@ class Slices:
 
     @spent_on("decode_comm")
     def gather(self, own: Tensor, total: int) -> Tensor:
-        """Return all columns [T, total], of this rank's columns [T, n] (collective in the group).
+        """Gather all columns [T, total] from the ranks' columns [T, n] (collective in the group).
 
-        Those beyond the rank's own, of padded weights, are not used.
+        Columns beyond the rank's own, from padded weights, are dropped.
         """
         width = self.width(total)
         padded = F.pad(own[:, :width], (0, max(0, width - own.shape[1])))
@@ -58,9 +58,9 @@ class Slices:
 
     @spent_on("decode_comm")
     def combine(self, rows: Tensor) -> Tensor:
-        """Return rows [T, D] that are each one rank's, and 0 on the others (collective in the group).
+        """Return rows [T, D], each of which one rank has and the others have as 0 (collective in the group).
 
-        Their bytes are added as integers, which changes none.
+        It adds their bytes as integers, which changes none.
         """
         dist.all_reduce(rows.view(torch.uint8), group=self.group)
         return rows

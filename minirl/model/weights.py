@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 _INDEX = "model.safetensors.index.json"
 # The sizes and SHA-256 of a saved folder's files by their names.
 DIGESTS_FILE = "digests.json"
-# What other programs read from generation_config.json to know where a completion ends.
+# The keys of generation_config.json that tell other programs where a completion ends.
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
 
@@ -50,10 +50,10 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
-    """Raise InputError, as `load_weights` does, if the folder's tensors are not those of such a model.
+    """Raise InputError, like `load_weights`, if the folder's tensors do not fit such a model.
 
-    Also if a model that gets adapters is to begin with adapters. Reads only names, shapes and dtypes, and makes no
-    weights: a wrong config.json may ask for more memory than there is. Not collective.
+    Also if a model that gets adapters would begin with adapters. Reads only names, shapes and dtypes, and makes no
+    weights: a wrong config.json may ask for more memory than the machine has. Not collective.
     """
     refuse(
         config.adapters and has_adapters(folder),
@@ -86,7 +86,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
     for name, param in params.items():
         stored = _stored_name(name, model.config.weight_prefix)
         label = f"{files[stored]}: {stored}"
-        # Open the file for each tensor: while a file is open, its pages that were read stay in memory.
+        # Open the file for each tensor: while a file is open, its pages stay in memory once read.
         with open_tensors(files[stored]) as file:
             fill(param, merged(file.get_slice(stored), name, rank, alpha, adapters, label), label)
     refuse(
@@ -100,14 +100,14 @@ def _base_parameters(model: Transformer) -> dict[str, nn.Parameter]:
 
 
 def _stored_name(name: str, prefix: str) -> str:
-    """Return the name in a folder of the tensor that the model calls `name`: with another prefix than "model."."""
+    """Return a parameter's name in a folder, whose prefix may differ from "model."."""
     return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Return the folder's tensors that the model has not and that are saved with it (`config.kept_weights`).
+    """Return the folder's tensors outside of the model that are saved with it (`config.kept_weights`).
 
-    None are saved with a scalar head.
+    A model with a scalar head saves none.
     """
     if config.scalar_head or not config.kept_weights:
         return {}
@@ -152,14 +152,14 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
 
 
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
-    """Raise InputError, with `label`, if a stored tensor has another shape than the parameter."""
+    """Raise InputError, with `label`, if a stored tensor's shape differs from the parameter's."""
     shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
     if tuple(shape) != tuple(param.shape):
         raise InputError(f"{label} has shape {list(shape)}, the model's has {list(param.shape)}")
 
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
-    """Raise InputError if the head that is stored is not the embedding that the config ties it to."""
+    """Raise InputError if the stored head differs from the embedding that the config ties it to."""
     stored = []
     for name in ("lm_head.weight", embedding):
         with open_tensors(files[name]) as file:
@@ -178,7 +178,7 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False)
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
-    # Made on the meta device, as the values that it would begin with cost more time than loading.
+    # Made on the meta device: first values would take more time than loading.
     with torch.device("meta"):
         model = Transformer(config)
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
@@ -211,7 +211,7 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     """Return the safetensors file of each tensor: the only file, as transformers prefers it, or by the index.
 
-    Of a folder with adapters, those of its base.
+    For a folder with adapters, those of its base.
     """
     if has_adapters(folder):
         folder = base_folder(folder)
@@ -244,7 +244,7 @@ def _is_file_name(name: str) -> bool:
 def fill(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
 
-    stored: a whole tensor, or a slice of `safetensors.safe_open`, of which only the part that is needed is read.
+    stored: a whole tensor, or a slice of `safetensors.safe_open`, of which it reads only the needed part.
     Raises InputError, with `label`, if the shapes differ or a value is not finite.
     """
     _check_shape(param, stored, label)
@@ -305,7 +305,7 @@ def copy_model(source: Path, folder: Path) -> None:
     An earlier copy is replaced. Raises OSError, for example if the disk is full.
     """
     half_made = folder.with_name(f".half-{folder.name}")
-    shutil.rmtree(half_made, ignore_errors=True)  # of a copy that was killed
+    shutil.rmtree(half_made, ignore_errors=True)  # from a killed copy
     half_made.mkdir()
     paths = {file_of(source, "config.json")}
     if has_adapters(source):  # the base stays where it is

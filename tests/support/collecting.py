@@ -35,7 +35,7 @@ CHAT = (
 
 @functools.cache
 def letter_tokenizer(template=None, *, chat=False, tool_format=None) -> Tokenizer:
-    """A tokenizer of one id per letter, of as many as the model has."""
+    """A tokenizer of one id per letter, with the model's number of ids."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
         tokenizer = Tokenizer(Path(folder), chat=chat, tool_format=tool_format)
@@ -44,7 +44,7 @@ def letter_tokenizer(template=None, *, chat=False, tool_format=None) -> Tokenize
 
 
 class Prompts(PromptStream):
-    """Prompts whose completions have lengths of their own: no stop token, and one limit each."""
+    """Prompts whose completions differ in length: no stop token, and one limit each."""
 
     def __init__(self, length_of=None, *, num_rows=40, max_new_tokens=MAX_NEW_TOKENS, tokenizer=None):
         rng = random.Random(0)
@@ -82,7 +82,7 @@ def make_collector(
 
 
 def calculator(episode: Episode):
-    """Three turns at most, with a reply after each; it depends on what was sampled."""
+    """Up to three turns, with a reply after each that depends on the sampled text."""
     turn = yield episode.generate(stop="e", max_tokens=15)
     for _ in range(2):
         reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
@@ -95,14 +95,14 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT, *, tool_format=No
 
 
 def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """What the episode answers its first turn, and its third one."""
+    """The episode's answers to its first turn and its third one."""
     first = episode.turns[0]
     texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
     return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
 
 
 def replying(episode: Episode):
-    """Four turns, between which are messages or text; some of them end by themselves."""
+    """Four turns with messages or text between them; some end with a stop token."""
     yield episode.generate(max_tokens=15, stop=["ab", "f"])
     yield episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
     yield episode.generate(after=" yes, ", max_tokens=3)
@@ -110,7 +110,7 @@ def replying(episode: Episode):
 
 
 def chatting(episode: Episode):
-    """Messages that repeat what the episode says of itself; a copy of it runs in workers."""
+    """Messages that repeat the episode's facts about itself; a copy of it runs in workers."""
     turn = yield episode.generate(max_tokens=9, stop="f")
     for _ in range(2):
         said = " ".join([*(message["content"] for message in episode.messages), turn.message["content"]])
@@ -120,7 +120,7 @@ def chatting(episode: Episode):
 
 
 def end_of(turn) -> list[int]:
-    """What closes a turn that has not closed itself."""
+    """The text that closes a turn without an end token."""
     eos_id = TOKENS.index("<eos>")
     return [] if turn.ids[-1] == eos_id else [eos_id]
 
@@ -152,7 +152,7 @@ def make_frozen(max_tokens: int = 100) -> FrozenModel:
 
 
 def branching(episode: Episode):
-    """Turns in several branches; a copy of it runs in workers. One episode in three has none behind its own prompt."""
+    """Turns in several branches; a copy of it runs in workers. One episode in three has no turn in its own branch."""
     if episode.seed % 3 > 0:
         yield episode.generate(max_tokens=5)
     other = episode.branch("xyz" + "".join(turn.text[:2] for turn in episode.turns))
@@ -167,7 +167,7 @@ def branching(episode: Episode):
 
 
 def truncating(episode: Episode):
-    """Turns in two branches, most with a truncation of their own; a copy of it runs in workers."""
+    """Turns in two branches, most with their own truncation; a copy of it runs in workers."""
     turn = yield episode.generate(max_tokens=9, top_k=5)
     yield episode.generate(after=turn.text[:2], max_tokens=7)
     other = episode.branch("xyz")
@@ -177,7 +177,7 @@ def truncating(episode: Episode):
 
 
 def facts(rollout: Rollout) -> tuple:
-    """All of a rollout that has to be equal, bit for bit."""
+    """The parts of a rollout that must be equal, bit for bit."""
     kept = rollout.kept
     streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, kept.counts, kept.ids)
     own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
@@ -185,7 +185,7 @@ def facts(rollout: Rollout) -> tuple:
 
 
 def resumed(first: Collector, second: Collector) -> Collector:
-    """The second collector, which goes on from a checkpoint of the first one."""
+    """The second collector, which continues from a checkpoint of the first one."""
     second.num_served = first.num_served
     second.restore(first.state(), first.records())
     return second

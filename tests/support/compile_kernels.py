@@ -1,6 +1,6 @@
 """Compile Triton kernels for the architectures that minirl runs on; it takes no GPU. A program, run by test_fused.
 
-A process of its own, since kernels that were made under the interpreter cannot be compiled.
+A separate process, since kernels made under the interpreter cannot be compiled.
 """
 
 from collections.abc import Callable, Mapping

@@ -37,7 +37,7 @@ class Job:
         return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
 
     def kill(self) -> None:
-        """Kill all processes with what they started."""
+        """Kill all processes and everything that they started."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -84,7 +84,7 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> 
 
 @contextmanager
 def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> Iterator[Job]:
-    """A job of `start`; no process is left afterwards."""
+    """A job of `start`; kills all its processes at the end."""
     job = start(folder, commands, **variables)
     try:
         yield job
@@ -95,6 +95,6 @@ def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -
 def torchrun(
     script: str | Path, *flags: str, options: Sequence[str] = ("--standalone",), ranks: int = 2
 ) -> list[str]:
-    """The command that starts a script on so many ranks of a node under torchrun, by default the only node."""
+    """The command that starts a script on this number of ranks of a node under torchrun, by default the only node."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, f"--nproc-per-node={ranks}"]
     return [*command, str(script), *flags]

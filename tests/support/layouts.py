@@ -26,7 +26,7 @@ def layout_of(members):
     return Batch(lengths, nothing, nothing, nothing, prefixes=tuple(prefix for prefix, _ in members)).layout()
 
 
-# Prompts around the borders of blocks, of one to five members, one without a token of its own; two share nothing.
+# Prompts around the borders of blocks, of one to five members, one without own tokens; two share nothing.
 FAMILIES = [
     (1, 3, 140),
     (127, 1, 2, 60),

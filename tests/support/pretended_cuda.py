@@ -1,7 +1,7 @@
-"""A CUDA device that is not there: tensors with its name in host memory, which may not meet those of the host.
+"""A pretended CUDA device: tensors with its name in host memory, which may not mix with those of the host.
 
-All values are real, so that code runs that depends on them, and backward too (in which nothing is checked). What CUDA's
-kernels do is not shown, only where their arguments lie.
+All values are real, so code that depends on them runs, and so does backward (in which nothing is checked). It does not
+show the results of CUDA's kernels, only the devices of their arguments.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class OnDevice(Tensor):
 
 
 class ParameterOnDevice(OnDevice, nn.Parameter):
-    """What a parameter becomes when its data are set to those of the device."""
+    """The class of a parameter whose data are set to a device's tensor."""
 
 
 class PretendedCuda(TorchFunctionMode):
@@ -64,9 +64,9 @@ def _refuse_mixed(func: Any, inputs: list[Tensor]) -> None:
 
 
 def _target(func: Any, args: Any, leaves: list[Any]) -> str:
-    """The type of the device that results are on: that which the call names, else that of its tensors.
+    """The device type of a call's results: the one that it names, else that of its tensors.
 
-    Of what may take tensors of two devices it is that of the first.
+    For operations that may take tensors of two devices, that of the first.
     """
     if func is Tensor.cpu:
         return "cpu"
@@ -78,7 +78,7 @@ def _target(func: Any, args: Any, leaves: list[Any]) -> str:
 
 
 def _placed(result: Any, goes_to_device: bool, inputs: list[Tensor]) -> Any:
-    """A result on its device. What is moved is copied, so that the two share no memory."""
+    """A result on its device. Moving copies, so that the two share no memory."""
     if not isinstance(result, Tensor):
         return result
     if any(result is tensor for tensor in inputs) and isinstance(result, OnDevice) == goes_to_device:

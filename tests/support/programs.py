@@ -1,6 +1,6 @@
-"""Programs that own their loop, as a file of a user's has them."""
+"""Programs that own their loop, as in a user's file."""
 
-# Each of the first two asks for what `in_turns` does.
+# Each of the first two makes the requests of `in_turns`.
 AT_A_URL = """
 import asyncio, json, random, sys, time, urllib.error, urllib.request
 from minirl.agents.endpoint import run_program, serve
@@ -70,7 +70,7 @@ two_at_a_time.max_episodes = 2
 
 
 def in_turns(episode):
-    """What the programs above ask for."""
+    """The requests of the programs above."""
     turn = yield episode.generate(max_tokens=5, stop="e")
     for number in (1, 2):
         said = turn.text.partition("e")[0]

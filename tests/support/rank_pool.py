@@ -16,11 +16,12 @@ from support.forked import fork, make_pipe
 class RankPool:
     """Processes in one gloo group that run functions.
 
-    is_fake: only rank 0 exists, and its collectives return at once with whatever their outputs held. They take the
+    is_fake: only rank 0 exists, and its collectives return at once, leaving their outputs unchanged. They take the
     bytes of a real group.
     """
 
     def __init__(self, world_size: int, *, is_fake: bool = False):
+        self.num_ranks = world_size
         rendezvous = tempfile.mkdtemp()
         self._pipes, self._processes = [], []
         for rank in range(1 if is_fake else world_size):
@@ -29,7 +30,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(rank, *args)` on every rank at once; its results in rank order. Raises what a rank raised."""
+        """`function(rank, *args)` on every rank at once; its results in rank order. Raises a rank's error."""
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = []
@@ -65,6 +66,6 @@ def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool
         except (Exception, SystemExit):  # wrong flags exit
             answer = (f"rank {rank}: {traceback.format_exc()}", None)
         if answer[0] is not None:
-            # A cycle of the traceback may hold what failed, the lock of its run's folder too.
+            # A cycle in the traceback may hold objects of the failed run, such as the lock of its folder.
             gc.collect()
         pipe.send(answer)

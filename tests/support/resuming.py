@@ -1,22 +1,28 @@
-"""What a resumed run must give again, and runs as a kill leaves them."""
+"""The results that a resumed run must repeat, and runs as a kill leaves them."""
 
 import hashlib
 import json
 import shutil
 from pathlib import Path
 
-from support.scripts import untimed
+from support.rank_pool import RankPool
+from support.scripts import read_metrics, run_in_pool, untimed
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Of all that must be equal: tensor files, state, what the script remembers, rollouts, numbers that are no time."""
+def digests(folder: Path, *, has_workers: bool = False) -> dict[str, str]:
+    """Digests of all that must be equal: tensor files, state, the script's memory, rollouts, numbers except times.
+
+    has_workers: how full decode steps are depends on when the workers reply.
+    """
+    ignored = ("perf/decode",) if has_workers else ()
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
     files += (folder / "checkpoints").rglob("resume/**/*.json")
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     for path in (folder / "checkpoints").glob("*/manifest.json"):
         found[f"{path.parent.name} state"] = json.dumps(json.loads(path.read_text())["state"]).encode()
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        found[f"metrics {line['step']}"] = json.dumps(untimed(line)).encode()
+    for line in read_metrics(folder):
+        numbers = {name: value for name, value in untimed(line).items() if not name.startswith(ignored)}
+        found[f"metrics {line['step']}"] = json.dumps(numbers).encode()
     return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
 
 
@@ -31,3 +37,24 @@ def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "reward/me')
     return copy
+
+
+def resume(
+    pool: RankPool,
+    script: str,
+    folder: Path,
+    *flags: str,
+    last_step: int = 1,
+    has_workers: bool = False,
+) -> str:
+    """Train on in an `interrupted_copy`, which must end like the whole run, bit for bit; what rank 0 printed.
+
+    has_workers: of `digests`.
+    """
+    copy = interrupted_copy(folder, f"{folder.name}-after-{last_step}", last_step)
+    printed = run_in_pool(pool, script, *flags, f"--run-name {copy.name}", runs=copy.parent)
+    expected, found = (digests(path, has_workers=has_workers) for path in (folder, copy))
+    names = expected.keys() | found.keys()
+    assert found == expected, sorted(name for name in names if found.get(name) != expected.get(name))
+    assert not list((copy / "checkpoints").glob(".*")), "half-made checkpoints are left"
+    return printed

@@ -1,4 +1,4 @@
-"""The real engine with a model that computes nothing, to count what the scheduler does at real sizes."""
+"""The real engine with a model that computes nothing, to count the scheduler's work at real sizes."""
 
 import random
 from collections.abc import Iterator

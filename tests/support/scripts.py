@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from minirl import evaluate
 from minirl.ranks.time_account import TimeAccount
 from minirl.run.config import EVALUATION_FLAGS
@@ -63,7 +65,7 @@ def branching_fork(folder: Path, script: str) -> Path:
 
 
 def changed_fork(folder: Path, name: str, *changes: dict[str, str], most: int = 10) -> str:
-    """A copy of train_grpo.py with these lines in place of others; at most this many are new and not blank."""
+    """A copy of train_grpo.py with these lines replaced; at most this many are new and not blank."""
     original = (ROOT / "train_grpo.py").read_text()
     changed = original
     for old, new in itertools.chain(*(change.items() for change in changes)):
@@ -120,7 +122,7 @@ def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
 
 
 def run_under_torchrun(script: Path, *flags: str, runs: Path, nodes: int = 1) -> str:
-    """Run a script to its end as users start it, on two ranks on one node or one on each; what the first printed."""
+    """Run a script to its end as users start it, on two ranks on one node or one on each; returns one's output."""
     meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
     commands = [
         torchrun(
@@ -200,6 +202,12 @@ def load_script(script: str) -> Any:
     return importlib.import_module(path.stem)
 
 
+def read_config(module: Any, flags: Iterable[str]) -> Any:
+    """The config of a script's module by the command line of several texts."""
+    presets = getattr(module, "ALGORITHMS", None)
+    return parse(module.Config, description="", presets=presets, arguments=words(flags))
+
+
 def _run_main(
     rank: int,
     script: str,
@@ -209,8 +217,7 @@ def _run_main(
 ) -> str:
     os.environ["MINIRL_RUNS"] = runs
     module = load_script(script)
-    presets = getattr(module, "ALGORITHMS", None)
-    config = parse(module.Config, description="", presets=presets, arguments=words(flags))
+    config = read_config(module, flags)
     with under(), contextlib.redirect_stdout(io.StringIO()) as printed:
         code = module.main(config)
     assert code == 0, f"exit code {code}"
@@ -218,7 +225,7 @@ def _run_main(
 
 
 def evaluated(pool: RankPool, *flags: str, runs: Path, **variables: str) -> dict[str, Any]:
-    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: of the environment."""
+    """The JSON that an evaluation on every rank of a pool prints on rank 0. variables: environment variables."""
     first, *others = pool.run(_evaluate, str(runs), flags, variables)
     assert not any(others), "only rank 0 prints"
     return json.loads(first)
@@ -233,14 +240,45 @@ def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str,
     return printed.getvalue()
 
 
+def trained(
+    pool: RankPool, folder: Path, script: str, *flags: str, under: Any = contextlib.nullcontext
+) -> Path:
+    """The folder of a run by `run_in_pool`, made once for all tests that read it."""
+    if not folder.exists():
+        run_in_pool(pool, script, *flags, f"--run-name {folder.name}", runs=folder.parent, under=under)
+    return folder
+
+
+def in_nodes_of_two() -> Any:
+    """The variables that torchrun sets on nodes of two ranks."""
+    local_rank = torch.distributed.get_rank() % 2
+    return mock.patch.dict(os.environ, LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2")
+
+
+def reward_of(folder: Path, text: str) -> str:
+    """The flag of a new reward, `mine`, which is this expression of each completion `c`."""
+    (folder / "mine.py").write_text(f"def mine(completions):\n    return [{text} for c in completions]\n")
+    return f"--reward {folder}/mine.py:mine"
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    """Write a JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict]:
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
 def read_metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "metrics.jsonl")
 
 
 def read_rollouts(folder: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"rollouts/{step:06d}.jsonl").read_text().splitlines()]
+    return read_rows(folder / f"rollouts/{step:06d}.jsonl")
 
 
 def untimed(line: dict) -> dict:
-    """The numbers of a step that a second run must give again: all but seconds and what is computed from them."""
+    """The numbers of a step that a second run must repeat: all but seconds and numbers computed from them."""
     return {k: v for k, v in line.items() if not k.startswith(("time", "perf/tok_s_", "perf/idle"))}

@@ -12,7 +12,7 @@ MODULE = "fla.ops.gated_delta_rule"
 
 
 def install(monkeypatch):
-    """Make it what the model takes for packed sequences, on any device and in any dtype."""
+    """Make the model use it for packed sequences, on any device and in any dtype."""
     module = types.SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(device_kernels, "has_fla", lambda device, dtype: True)

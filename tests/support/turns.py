@@ -1,4 +1,4 @@
-"""Turns that say what a test wants."""
+"""Turns with the texts that a test gives them."""
 
 
 class SaidReader:
