@@ -4,8 +4,8 @@
         [--lengths lognormal:2200:16384:1.1] [--prompts 64] [--group 8]
 
 A kernel takes its launch, or its bytes or flops if they take longer. A gather takes `--gather-us` and its bytes. The
-second table has the steps of `rounds.py`, each engine on a group of ranks. Not in either: what is not in `rounds.py`,
-and the gathers of training, which overlap with its products. No GPU has checked them.
+second table has the steps of `rounds.py`, each engine on a group of ranks. Neither has the omissions of `rounds.py`,
+or the gathers of training, which overlap with its products. No GPU has checked them.
 """
 
 import argparse

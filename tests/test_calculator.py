@@ -12,7 +12,6 @@ import pytest
 from minirl import show
 from minirl.data.calculator import calls, load_calculator, score
 from minirl.run import embedded_model
-from support.marks import slow
 from support.resuming import digests, resume
 from support.scripts import ROOT, changed_fork, evaluated, read_metrics, read_rollouts, reward_of, trained
 
@@ -78,6 +77,7 @@ def on_two_ranks(two_ranks, calling) -> Path:
     return train(two_ranks, calling / "two", TOOL)
 
 
+@pytest.mark.slow
 def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_two_ranks):
     """Completions of one turn and of more; the gap is 0 in every step; appended tokens are not in the loss."""
     rollouts = [line for step in (1, 2, 3) for line in read_rollouts(on_two_ranks, step)]
@@ -124,7 +124,8 @@ def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processe
     assert digests(fork, has_workers=True) == digests(on_two_ranks, has_workers=True)
 
 
-@pytest.mark.parametrize("last_step", [slow(0), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("last_step", [0, 2])
 def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
     two_ranks, calling, on_two_ranks, last_step
 ):

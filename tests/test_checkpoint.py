@@ -285,7 +285,7 @@ OF_A_NODE = {"num_shards": 1}  # as of two nodes, of which one saves
     ("first", "second", "options", "restored_with"),
     [
         ("one_rank", "two_ranks", {}, {}),
-        ("two_ranks", "one_rank", OF_A_NODE, {}),
+        slow("two_ranks", "one_rank", OF_A_NODE, {}),
         slow("two_ranks", "one_rank", {}, {}),
         ("two_ranks", "two_ranks", OF_A_NODE, OF_A_NODE),
         ("one_rank", "one_rank", ON_HOST, {}),

@@ -16,6 +16,7 @@ from minirl.episodes.episode import Episode, Turns
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.flags import flag_of
 from support.collecting import chat_prompts, in_workers, make_collector
+from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.scripts import ROOT, read_metrics, trained
 from support.texts import TOKENS, save_tokenizer
@@ -239,7 +240,7 @@ def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):
 
 @pytest.mark.parametrize(
     ("line", "name", "package"),
-    [("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
+    [slow("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
 )
 def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path, line, name, package):
     """The program is Python's instead of node's, which the path finds first."""

@@ -39,6 +39,7 @@ def train_and_resume(pool, folder, script, *flags):
     return read_metrics(folder)
 
 
+@pytest.mark.slow
 def test_supervised_fine_tuning(two_ranks, runs):
     """The first step's loss is transformers' mean cross entropy of the answers' tokens and the end's."""
     lines = train_and_resume(two_ranks, runs / "sft", str(EXAMPLES / "sft.py"))

@@ -91,10 +91,9 @@ def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    ["", slow("--num-epochs 2 --old-logprobs scored --weight-decay 0.1")],
-    ids=["", "scored"],
+    "more", ["", "--num-epochs 2 --old-logprobs scored --weight-decay 0.1"], ids=["", "scored"]
 )
 def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_gradient_of_0_leaves(
     two_ranks, runs, tmp_path, more
@@ -118,6 +117,7 @@ def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_grad
         assert line["optim/lr"] == other["optim/lr"]
 
 
+@pytest.mark.slow
 def test_sampled_logprobs_are_compared_in_every_step(two_ranks, runs, tmp_path):
     """Also where nothing is left of the first minibatch: one prompt to a minibatch, half of them without a signal."""
     code = "def half(prompts, completions):\n"

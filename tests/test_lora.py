@@ -165,11 +165,12 @@ TURNS_AND_A_BRANCH = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "more"),
     [
         ("train_grpo.py", "--lora-rank 1 --num-steps 3 --kl-coef 0.1 --max-staleness 1"),
-        slow(
+        (
             "train_ppo.py",
             "--lora-rank 2 --kl-reward-coef 0.1 --dtype bfloat16 --lora-targets q_proj down_proj",
         ),

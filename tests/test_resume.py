@@ -177,7 +177,8 @@ def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks,
         assert on_one["level"] == last["level"] == 2
 
 
-@pytest.mark.parametrize("name", [slow("replay"), "curriculum"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replay", "curriculum"])
 def test_row_13_a_checkpoint_without_what_the_script_remembers_is_refused(one_rank, runs, tmp_path, name):
     """Both ways: no saved value is dropped, and none starts over, unless --resume force says so."""
     fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])

@@ -10,7 +10,6 @@ import pytest
 from transformers import AutoTokenizer
 
 import train_grpo
-from minirl.errors import InputError
 from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
 from support.cuda_rules import pad_as_on_cuda
 from support.marks import slow
@@ -22,7 +21,6 @@ from support.scripts import (
     SCRIPTS,
     branching_fork,
     extended_fork,
-    read_config,
     read_metrics,
     read_rollouts,
     reward_of,
@@ -55,7 +53,8 @@ def test_default_run_learns_and_leaves_what_the_readme_says(two_ranks, runs):
     assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(two_ranks, runs, script):
     """Pitfalls 38 and 61: the ratio is exactly 1. That one seed gives the same numbers is in test_resume."""
     flags = "--num-minibatches 1 --num-steps 2 --prompts-per-step 5 --group-size 3 --eval-rows 8"
@@ -246,6 +245,7 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_differ(two_ranks, runs
     assert full[-1]["count/rollouts"] == last[-1]["count/rollouts"] == 24
 
 
+@pytest.mark.slow
 def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(
     two_ranks, runs, tmp_path
 ):
@@ -397,16 +397,14 @@ def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(two_rank
     ("flags", "message"),
     [
         ("--group-size 1", "--group-size 1"),
-        ("--model /no/such/folder --data x.jsonl --task gsm8k", "x.jsonl"),
-        ("--model /no/such/folder --data one.jsonl --task gsm8k", "--model /no/such/folder"),
+        ("--model /no/such/folder --data {}/none.jsonl --task gsm8k", "none.jsonl"),
+        ("--model /no/such/folder --data {}/one.jsonl --task gsm8k", "--model /no/such/folder"),
         ("--task jsonl", "--data"),
     ],
 )
-def test_bad_flags_are_refused_at_once_by_name(flags, message, tmp_path, monkeypatch):
+def test_bad_flags_are_refused_at_once_by_name(one_rank, tmp_path, flags, message):
     """No model is made or loaded, and no folder; the message names the flag or the file. Fault 43."""
-    monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
-    monkeypatch.chdir(tmp_path)
-    Path("one.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}')
-    with pytest.raises(InputError, match=re.escape(message)):
-        train_grpo.main(read_config(train_grpo, [flags]))
-    assert not Path("runs").exists()
+    write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    with pytest.raises(AssertionError, match=rf"InputError: .*{re.escape(message)}"):
+        run_in_pool(one_rank, "train_grpo.py", flags.format(tmp_path), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -89,7 +89,8 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.parametrize("form", ["sampled", slow("reverse"), slow("forward")])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     one_rank, two_ranks, runs, teacher, data, form
 ):

@@ -539,7 +539,7 @@ class Engine:
     def _compute_appended(self) -> None:
         """Compute appended tokens of resumed requests: for each request, up to the end of one cache block.
 
-        Each token is decoded like the newest token of a sequence of its own, all with the request's block table. A step
+        Each token is decoded like the newest token of a separate sequence, all with the request's block table. A step
         computes up to `max_prefill_tokens`, later steps the rest. A request whose tokens are all computed samples the
         next one and runs.
         """

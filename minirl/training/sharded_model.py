@@ -404,7 +404,7 @@ class ShardedModel:
         """
         weights = [self.compute_weights[part.name] for part in parts]
         sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
-        # The last shards of a parameter may have fewer rows, or none; the rest of what they send is not used.
+        # The last shards of a parameter may have fewer rows, or none; the rest that they send is not used.
         own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
         values = [r.flatten() for r in rows]
         sent = [place[: len(v)] for place, v in zip(own.split(sizes), values, strict=True)]

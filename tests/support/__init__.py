@@ -1,1 +1,1 @@
-"""What several test files need."""
+"""Helpers of several test files."""

@@ -29,7 +29,7 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
 
 
 def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
-    """Free blocks hold no numbers, nor does the rest of these rows' last blocks in the first pool."""
+    """Fill free blocks, and the rest of these rows' last blocks in the first pool, with NaN."""
     for pool, blocks in zip(cache.pools, cache.free_lists, strict=True):
         pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
     pool = cache.pools[0]

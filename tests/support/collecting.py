@@ -35,7 +35,7 @@ CHAT = (
 
 @functools.cache
 def letter_tokenizer(template=None, *, chat=False, tool_format=None) -> Tokenizer:
-    """A tokenizer of one id per letter, of as many as the model has."""
+    """A tokenizer of one id per letter, with the model's number of ids."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
         tokenizer = Tokenizer(Path(folder), chat=chat, tool_format=tool_format)
@@ -102,7 +102,7 @@ def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
 
 
 def replying(episode: Episode):
-    """Four turns, between which are messages or text; some of them end by themselves."""
+    """Four turns with messages or text between them; some end with a stop token."""
     yield episode.generate(max_tokens=15, stop=["ab", "f"])
     yield episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
     yield episode.generate(after=" yes, ", max_tokens=3)
@@ -120,7 +120,7 @@ def chatting(episode: Episode):
 
 
 def end_of(turn) -> list[int]:
-    """What closes a turn that has not closed itself."""
+    """The text that closes a turn without an end token."""
     eos_id = TOKENS.index("<eos>")
     return [] if turn.ids[-1] == eos_id else [eos_id]
 
@@ -177,7 +177,7 @@ def truncating(episode: Episode):
 
 
 def facts(rollout: Rollout) -> tuple:
-    """All of a rollout that has to be equal, bit for bit."""
+    """The parts of a rollout that must be equal, bit for bit."""
     kept = rollout.kept
     streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, kept.counts, kept.ids)
     own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
@@ -185,7 +185,7 @@ def facts(rollout: Rollout) -> tuple:
 
 
 def resumed(first: Collector, second: Collector) -> Collector:
-    """The second collector, which goes on from a checkpoint of the first one."""
+    """The second collector, which continues from a checkpoint of the first one."""
     second.num_served = first.num_served
     second.restore(first.state(), first.records())
     return second

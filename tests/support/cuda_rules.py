@@ -1,4 +1,4 @@
-"""What CUDA does otherwise than the CPU, done on the CPU."""
+"""CUDA's rules, applied on the CPU."""
 
 from unittest import mock
 
@@ -8,7 +8,7 @@ from minirl.model import padding
 
 
 def pad_as_on_cuda() -> mock._patch:
-    """A patch under which tensors of the CPU are padded as those of a CUDA device are."""
+    """A patch under which tensors of the CPU are padded like those of a CUDA device."""
     num_padded = padding.num_padded
     return mock.patch.object(
         padding, "num_padded", lambda rows, device: num_padded(rows, torch.device("cuda"))

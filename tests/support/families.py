@@ -43,7 +43,7 @@ DELTA_NET = {
 }
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv_proj": 2.0, "lm_head": 3.0, "score": 3.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-# name: (family, what differs from `make_checkpoint`'s own keys, the windows that this asks for)
+# name: (family, the keys that differ from `make_checkpoint`'s own, the windows of the layers)
 CASES = {
     "llama": ("Llama", {}, (None, None)),
     "llama_tied_mha": (
@@ -232,7 +232,7 @@ def _published(
 def _beside_vision(
     sizes: str, billions: float, num_value_heads: int, **keys: Any
 ) -> tuple[dict[str, Any], float]:
-    """A Qwen3.5 within its vision model."""
+    """A Qwen3.5 text model inside its vision model."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     text, _ = _published(
         "qwen3_5_text",

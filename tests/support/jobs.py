@@ -84,7 +84,7 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> 
 
 @contextmanager
 def started(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> Iterator[Job]:
-    """A job of `start`; no process is left afterwards."""
+    """A job of `start`; kills all its processes at the end."""
     job = start(folder, commands, **variables)
     try:
         yield job

@@ -1,4 +1,4 @@
-"""How many bytes of tensors a piece of code has at once, and how many docs/memory.md says."""
+"""The peak of tensors in a piece of code, and the bytes that docs/memory.md gives."""
 
 import dataclasses
 import re

@@ -18,8 +18,8 @@ from minirl.data import prompts
 from minirl.run import embedded_model
 
 torch.set_num_threads(1)
-# To make the 20,000 rows of the embedded task and to tokenize them takes a third of a short run. They are the same for
-# all runs with the same tokenizer.
+# Making and tokenizing the 20,000 rows of the embedded task takes a third of a short run. They are the same for all
+# runs with the same tokenizer.
 _task = embedded_model.load_sorting()
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
 _check_prompts = prompts._check_prompts

@@ -1,7 +1,7 @@
-"""A CUDA device that is not there: tensors with its name in host memory, which may not meet those of the host.
+"""A pretended CUDA device: tensors with its name in host memory, which may not mix with those of the host.
 
-All values are real, so that code runs that depends on them, and backward too (in which nothing is checked). What CUDA's
-kernels do is not shown, only where their arguments lie.
+All values are real, so code that depends on them runs, and so does backward (in which nothing is checked). It does not
+show the results of CUDA's kernels, only the devices of their arguments.
 """
 
 from typing import Any
@@ -64,9 +64,9 @@ def _refuse_mixed(func: Any, inputs: list[Tensor]) -> None:
 
 
 def _target(func: Any, args: Any, leaves: list[Any]) -> str:
-    """The type of the device that results are on: that which the call names, else that of its tensors.
+    """The device type of a call's results: the one that it names, else that of its tensors.
 
-    Of what may take tensors of two devices it is that of the first.
+    For operations that may take tensors of two devices, that of the first.
     """
     if func is Tensor.cpu:
         return "cpu"

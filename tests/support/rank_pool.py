@@ -16,7 +16,7 @@ from support.forked import fork, make_pipe
 class RankPool:
     """Processes in one gloo group that run functions.
 
-    is_fake: only rank 0 exists, and its collectives return at once with whatever their outputs held. They take the
+    is_fake: only rank 0 exists, and its collectives return at once, leaving their outputs unchanged. They take the
     bytes of a real group.
     """
 
@@ -66,6 +66,6 @@ def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool
         except (Exception, SystemExit):  # wrong flags exit
             answer = (f"rank {rank}: {traceback.format_exc()}", None)
         if answer[0] is not None:
-            # A cycle of the traceback may hold what failed, the lock of its run's folder too.
+            # A cycle in the traceback may hold objects of the failed run, such as the lock of its folder.
             gc.collect()
         pipe.send(answer)
