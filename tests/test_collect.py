@@ -102,7 +102,7 @@ def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
     assert not rollout.sample_logprobs[~rollout.loss_mask].any()
 
 
-@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("attention", [slow("full"), "mixed"])
 def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once(attention):
     endings = set()
 
@@ -150,7 +150,7 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
     assert set(seen) == {behind}
 
 
-@pytest.mark.parametrize("attention", ["full", "mixed"])
+@pytest.mark.parametrize("attention", [slow("full"), "mixed"])
 def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_of_training(attention):
     seen = []
 
@@ -272,16 +272,10 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
 
 @pytest.mark.parametrize(
     ("rollout", "make_prompts", "budget"),
-    [
-        (one_turn, Prompts, 7),
-        (calculator, Prompts, 1),
-        slow(calculator, Prompts, 40),
-        slow(replying, chat_prompts, 6),
-        (branching, chat_prompts, 6),
-    ],
+    [(one_turn, Prompts, 7), slow(replying, chat_prompts, 20)],
 )
 def test_a_budget_a_checkpoint_and_a_small_cache_change_nothing_in_a_rollout(rollout, make_prompts, budget):
-    """Pitfall 40."""
+    """Other programs are in test_rollout_workers. Pitfall 40."""
     make = functools.partial(make_collector, make_prompts(), rollout=rollout)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     assert_pauses_change_nothing(functools.partial(make, engine_options=tight), make, make, budget=budget)
@@ -458,7 +452,7 @@ def test_a_record_has_all_branches(tmp_path):
 def test_refills_come_from_new_prompts_and_end():
     """Each round asks for as many prompts as groups are missing; equal groups fill up after the last one."""
     functions = {"equal": lambda completions: [1.0] * len(completions)}
-    collector = make_collector(functions=functions, group_size=2, max_refills=3)
+    collector = make_collector(Prompts(lambda _: 5), functions=functions, group_size=2, max_refills=3)
     groups = collector.collect(4)
     assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
     assert collector.num_served == 4 * 4

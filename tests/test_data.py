@@ -22,6 +22,7 @@ from minirl.errors import InputError
 from minirl.generation.sampling import request_key
 from minirl.rollouts import RolloutId
 from support.jobs import SLACK
+from support.marks import slow
 from support.texts import (
     DECODERS,
     TEMPLATE,
@@ -431,7 +432,7 @@ def whole_text(tokenizer, sampled):
     return text
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", [*DECODERS[:2], *map(slow, DECODERS[2:])])
 def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path, kind):
     """A bounded tail finds the strings that the whole turn's text has, anywhere in 1,000 random turns.
 

@@ -153,7 +153,7 @@ async def client_program(url, episode):
 """
 
 
-@pytest.mark.parametrize("name", ["client_async", "client_sync", "client_program"])
+@pytest.mark.parametrize("name", ["client_async", slow("client_sync"), slow("client_program")])
 def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path, name):
     pytest.importorskip("openai")
     (tmp_path / "mine.py").write_text(OPENAI)

@@ -152,7 +152,7 @@ SCHEDULES = {
     "late, preempted": {"async_decoding": True, "cache_tokens": 256},
 }
 # Together they have every part of a schedule.
-FEW_SCHEDULES = ["prompts by threes", "preempted less", "late, padded, preempted"]
+FEW_SCHEDULES = ["prompts by threes", "late, padded, preempted"]
 
 
 @on_every_model(

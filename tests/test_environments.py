@@ -30,6 +30,7 @@ from minirl.data.answers import parsed_answer
 from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended, Failed
@@ -294,8 +295,6 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
     ("kind", "name", "error"),
     [
         ("tools", "add,subtract", "--tools .*mine.py has no function subtract"),
-        ("tools", "add,add", "tools: two have the name 'add'"),
-        ("tools", "Guessing", "no JSON schema can be made of it|expected a function"),
         ("environment", "NoReset", r"NoReset has no method reset\(\*\*row\)"),
         ("environment", "Undocumented", "tools: 'guess': no JSON schema can be made of it"),
         ("environment", "Raises", "OSError: no server"),
@@ -507,10 +506,9 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
     assert messages[1]["content"] == [["x", "b'raw'"]]
 
 
-def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
+def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path):
     """Refused with the tokenizer, before there is a model."""
-
-    tools = load("tools", "add")
+    tools = types.SimpleNamespace(tools=tool_schemas([add]))
     save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")
     config = RunConfig(tools="mine.py:add", chat=True)
     with pytest.raises(InputError, match=r"no response template .* see --tool-format"):
@@ -654,16 +652,18 @@ def long_engine():
 COLUMNS = {"game": "GuessTheNumber-v0", "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "7"}}
 
 
+RUNS = [
+    ("openenv_client.py:play", "openenv.core.generic_client", {2}, "said"),
+    ("text_game.py:play", None, {5}, "uess a number"),
+    ("textarena_game.py:play", "textarena", set(range(1, 11)), ""),
+    ("skyrl_env.py:interact", "skyrl_gym", {3}, "ow provide"),
+]
+
+
 @pytest.mark.parametrize(
-    ("example", "package", "num_turns", "told"),
-    [
-        ("openenv_client.py:play", "openenv.core.generic_client", {2}, "said"),
-        ("text_game.py:play", None, {5}, "uess a number"),
-        ("textarena_game.py:play", "textarena", set(range(1, 11)), ""),
-        ("skyrl_env.py:interact", "skyrl_gym", {3}, "ow provide"),
-    ],
+    ("example", "package", "num_turns", "told", "is_real"),
+    [*((*run, True) for run in RUNS), *((*run, False) for run in RUNS if run[1])],
 )
-@pytest.mark.parametrize("is_real", [True, False])
 def test_the_examples_run_with_their_packages(
     tmp_path, monkeypatch, openenv_server, example, package, num_turns, told, is_real
 ):

@@ -530,34 +530,21 @@ def test_with_the_optimizer_on_the_host_a_model_trains_that_would_not_fit(config
     assert sizes.max_tokens_per_microbatch >= 8192
 
 
-def test_pinned_memory_is_counted_as_torch_rounds_it():
+def test_pinned_memory_is_counted_as_torch_rounds_it_and_a_host_that_is_too_small_is_refused():
     """By hand: each tensor, or a rank's shard of it, takes the next power of two; vectors are next to nothing.
 
-    Fault 38.
+    P = 7.6156e9 on 8 ranks: each parks 2 P, pinned, and copies 12 P / 8; the first copies 2 P more. Fault 38.
     """
     in_bf16 = 28 * (2 * 2**25 + 2 * 2**22 + 3 * 2**28) + 2 * 2**31
-    assert formulas.pinned_bytes(QWEN_7B, 2) == pytest.approx(in_bf16, rel=1e-4)
     eighths_in_fp32 = 28 * (2 * 2**23 + 2 * 2**20 + 3 * 2**26) + 2 * 2**29
-    assert formulas.pinned_bytes(QWEN_7B, 4, num_shards=8) == pytest.approx(eighths_in_fp32, rel=1e-4)
-    work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB, offloads_optimizer=True)
-    needed = needs.host_bytes(work, num_ranks=8)
-    assert needed["parked models"] == pytest.approx(8 * in_bf16, rel=1e-4)
-    # Masters and gradients are pinned, moments are not.
-    state = 8 * 2 * eighths_in_fp32 + 8 * 7.6156e9
-    assert needed["optimizer state and gradients"] == pytest.approx(state, rel=1e-3)
-    assert "leave out --offload-optimizer" in choice.host_too_small(work, num_ranks=8, free=1e9)
-
-
-def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
-    """By hand, P = 7.6156e9 on 8 ranks: each parks 2 P, pinned, and copies 12 P / 8; the first copies 2 P more.
-
-    Fault 38.
-    """
+    parked, copied = 8 * in_bf16, (8 * 12 / 8 + 2) * 7.6156e9
     work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
-    parked = 8 * formulas.pinned_bytes(QWEN_7B, 2)
-    needed = parked + (8 * 12 / 8 + 2) * 7.6156e9
-    assert sum(needs.host_bytes(work, num_ranks=8).values()) == pytest.approx(needed, rel=1e-3)
-    assert choice.host_too_small(work, num_ranks=8, free=1.01 * needed / choice.USABLE) is None
+    assert needs.host_bytes(work, num_ranks=8) == {
+        "parked models": pytest.approx(parked, rel=1e-4),
+        "copies for a checkpoint": pytest.approx(copied, rel=1e-3),
+    }
+    needed = sum(needs.host_bytes(work, num_ranks=8).values())
+    assert choice.host_too_small(work, num_ranks=8, free=1.001 * needed / choice.USABLE) is None
     reason = choice.host_too_small(work, num_ranks=8, free=0.99 * needed / choice.USABLE)
     assert (
         "8 ranks need 338 GB: parked models 232 GB, copies for a checkpoint 107 GB, of the 335 GB" in reason
@@ -565,8 +552,15 @@ def test_a_host_that_is_too_small_beside_its_gpus_is_refused():
     assert "set --no-park-frozen, or take more nodes" in reason
     unparked = dataclasses.replace(work, parks_frozen=False)
     assert needs.host_bytes(unparked, num_ranks=8) == {
-        "copies for a checkpoint": pytest.approx(needed - parked, rel=1e-3)
+        "copies for a checkpoint": pytest.approx(copied, rel=1e-3)
     }
+    offloaded = dataclasses.replace(work, offloads_optimizer=True)
+    # Masters and gradients are pinned, moments are not.
+    state = 8 * 2 * eighths_in_fp32 + 8 * 7.6156e9
+    needed = needs.host_bytes(offloaded, num_ranks=8)
+    assert needed["parked models"] == pytest.approx(parked, rel=1e-4)
+    assert needed["optimizer state and gradients"] == pytest.approx(state, rel=1e-3)
+    assert "leave out --offload-optimizer" in choice.host_too_small(offloaded, num_ranks=8, free=1e9)
     assert choice.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
 
 

@@ -245,26 +245,19 @@ def test_an_episode_shows_its_tokens_turns_and_room_in_both_hosts(load, tmp_path
         assert tokens[11:-1] == letter_tokenizer().encode_text(letter_tokenizer().decode(tokens[:4]), "")
 
 
-# Of each program its twin in this process.
-PROGRAMS = {
-    "overlapped": calculator_here,
-    "in_thread": in_turns,
-    "truncating": truncating,
-}
-SLOW_PROGRAMS = {
-    "slow": calculator_here,
-    "branching": branching,
-    "chatting": chatting,
-    "as_events": in_turns,
-    "in_loop": in_turns,
-}
+# Of each program its twin in this process, and the tokens of a round.
+PROGRAMS = [
+    ("branching", branching, 6),
+    slow("truncating", truncating, 6),
+    slow("overlapped", calculator_here, 1),
+    slow("chatting", chatting, 6),
+    ("in_thread", in_turns, 6),
+    slow("in_loop", in_turns, 6),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "here"),
-    [*PROGRAMS.items(), *(slow(*item) for item in SLOW_PROGRAMS.items())],
-)
-def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
+@pytest.mark.parametrize(("name", "here", "budget"), PROGRAMS)
+def test_a_program_makes_the_same_rollouts_anywhere(load, name, here, budget):
     """In this process, on one worker and on three, with a small cache, in parts, from a checkpoint and after a kill."""
     # Only `chatting` asks for the messages of its turns.
     make = functools.partial(
@@ -279,7 +272,8 @@ def test_a_program_makes_the_same_rollouts_anywhere(load, name, here):
         return make(rollout=three, engine_options=tight, **options)
 
     in_one = functools.partial(make, rollout=one)
-    assert_pauses_change_nothing(in_one, after_a_kill, functools.partial(make, rollout=here))
+    whole = functools.partial(make, rollout=here)
+    assert_pauses_change_nothing(in_one, after_a_kill, whole, budget=budget)
 
 
 def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(load):
@@ -315,6 +309,11 @@ def test_row_54_an_episode_that_asks_for_something_else_when_it_is_run_again_has
         rollouts_of(load("moody"), num_groups=8)
 
 
+def one_of_each_row(rollout):
+    """A collector of one episode for each of 20 rows."""
+    return make_collector(Prompts(num_rows=20), rollout=rollout, group_size=1)
+
+
 @functools.cache
 def calm_rollouts():
     """Those of the functions above without the one that fails."""
@@ -323,16 +322,16 @@ def calm_rollouts():
         yield episode.generate(max_tokens=4)
         yield episode.generate(after="a", max_tokens=3)
 
-    (rows,) = rollouts_of(calm, num_groups=40, group_size=1)
+    (rows,) = collected(one_of_each_row(calm), 1, 20)
     return {row[0]: row for row in rows}
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_row_53_a_failure_stops_the_run_or_ends_its_episode_alone(load, name):
-    """With function, row and turn, or counted: the other 39 are those of a function that does not fail."""
+    """With function, row and turn, or counted: the other 19 are those of a function that does not fail."""
     timeout_s = 0.5 if "hangs" in name else 20.0
-    collector = make_collector(rollout=load(name, timeout_s=timeout_s, on_error="end"), group_size=1)
-    found = {row[0]: row for row in collected(collector, 1, 40)[0]}
+    collector = one_of_each_row(load(name, timeout_s=timeout_s, on_error="end"))
+    found = {row[0]: row for row in collected(collector, 1, 20)[0]}
     (failed,) = [rollout_id for rollout_id, row in found.items() if row[1] == "error"]
     assert found.pop(failed)[3].count(True) == 4
     assert [collector.take_count("rollout_errors") for _ in range(2)] == [1, 0]
@@ -340,7 +339,7 @@ def test_row_53_a_failure_stops_the_run_or_ends_its_episode_alone(load, name):
         assert found == {key: row for key, row in calm_rollouts().items() if key != failed}
     expected = rf"rollout {name} for the row at f:3, after turn 1: (\w+\(episode\).*)?{FAILING[name]}"
     with pytest.raises(RolloutError) as raised:
-        rollouts_of(load(name, timeout_s=timeout_s), num_groups=40, group_size=1)
+        one_of_each_row(load(name, timeout_s=timeout_s)).collect(20)
     assert re.match(expected, str(raised.value)), str(raised.value)
     assert raised.value.exit_code == 4
 
@@ -375,9 +374,10 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()
-    (found,) = rollouts_of(load(name), num_groups=12)
+    one = load(name)
+    (found,) = rollouts_of(one, num_groups=12)
     assert rollouts_of(load(name, num_workers=3), num_groups=12) == [found]
-    assert rollouts_of(load(name), num_groups=1, group_size=1) == [found[:1]]
+    assert rollouts_of(one, num_groups=1, group_size=1) == [found[:1]]
     assert len({tuple(row[2]) for row in found}) == len(found)
 
 

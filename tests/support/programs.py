@@ -1,6 +1,6 @@
 """Programs that own their loop, as in a user's file."""
 
-# Each of the first three makes the requests of `in_turns`.
+# Each of the first two makes the requests of `in_turns`.
 AT_A_URL = """
 import asyncio, json, random, sys, time, urllib.error, urllib.request
 from minirl.agents.endpoint import run_program, serve
@@ -48,18 +48,6 @@ async def in_loop(url, episode):
         answer = await post_async(url, fields)
         await asyncio.sleep(random.SystemRandom().random() / 50)
         messages = chat(messages, answer)
-
-@serve
-def as_events(url, episode):
-    messages = first_messages(episode)
-    for number in range(3):
-        fields = {"messages": messages, "max_tokens": 5 + number, "stop": "e", "stream": True}
-        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(fields).encode())
-        with urllib.request.urlopen(request) as answer:
-            events = [line[6:] for line in answer.read().decode().splitlines() if line]
-        assert events.pop() == "[DONE]"
-        (choice,) = json.loads(events[0])["choices"]
-        messages = chat(messages, {"choices": [{"message": choice["delta"]}]})
 
 @serve
 def by_completion(url, episode):
