@@ -24,7 +24,7 @@ from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer
-from minirl.ranks.process_group import new_groups
+from minirl.ranks.process_group import host_group
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
@@ -226,7 +226,7 @@ def converse(engine, seed):
 def in_turns(rank, seeds):
     """For each seed whether the leader's conversations equal those of a whole model with the same calls."""
     whole = cached_model("full", torch.float32)
-    group = new_groups(2)
+    group = host_group(2)
     options = {"max_running_requests": 4, "cache_tokens": 384}
     model = sliced(whole, Slices(rank, 2, WORLD))
     engine = GroupEngine(
@@ -259,7 +259,7 @@ def with_a_wrong_follower(rank):
     """The error of a follower with other random numbers."""
     model = sliced(cached_model("full", torch.float32), Slices(rank, 2, WORLD))
     options = {"max_running_requests": 4, "cache_tokens": 512, "dtype": torch.float32, "device": CPU}
-    engine = GroupEngine(model, group=new_groups(2), make_stop_test=Endings, **options)
+    engine = GroupEngine(model, group=host_group(2), make_stop_test=Endings, **options)
 
     def others(keys, positions):
         return torch.where(positions > 25, 1 - uniforms(keys, positions), uniforms(keys, positions))

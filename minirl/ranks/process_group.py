@@ -5,6 +5,7 @@ rank runs the same script.
 """
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -283,8 +284,9 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> 
     gather(gathered, own, group)
 
 
-def new_groups(size: int) -> dist.ProcessGroup:
-    """This rank's group of `size` consecutive ranks, for tensors on the host (collective)."""
+@functools.cache
+def host_group(size: int) -> dist.ProcessGroup:
+    """This rank's group of `size` consecutive ranks, for tensors on the host; made once (collective)."""
     groups = [
         dist.new_group(list(range(first, first + size)), backend="gloo")
         for first in range(0, world_size(), size)

@@ -248,7 +248,7 @@ class Setup:
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
         make: Callable[..., Engine] = Engine
         if model.slices is not None:
-            group = process_group.new_groups(model.slices.size)
+            group = process_group.host_group(model.slices.size)
             make_stop_test = functools.partial(StopStrings, self.tokenizer)
             make = functools.partial(GroupEngine, group=group, make_stop_test=make_stop_test)
         return make(

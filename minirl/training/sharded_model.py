@@ -8,6 +8,7 @@ With `shard_weights` a rank keeps no full weights. It decodes with its rows of t
 shards. Training and scoring gather one layer at a time, and the root's weights for as long as they use the head.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -457,8 +458,12 @@ class ShardedModel:
         return gradients
 
 
+@functools.cache
 def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
-    """All ranks, or groups of `num_shards` consecutive ranks (collective)."""
+    """All ranks, or groups of `num_shards` consecutive ranks (collective).
+
+    All models share it: each group has a communicator, which takes memory on a GPU, or a thread that polls on the CPU.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     num_replicas = world_size() // num_shards
