@@ -267,6 +267,8 @@ def test_row_05_ctrl_c_saves_and_twice_leaves(tmp_path, runs):
 def test_row_04_signals_of_a_forked_child_are_its_own(tmp_path):
     """It can be terminated, and the run takes no notice."""
     body = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one for forks beside threads
 joined()
 if not (child := os.fork()):
     time.sleep(300)
