@@ -377,13 +377,15 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
 
 
 def test_rewards_are_told_apart_where_there_are_several(reduce_over_ranks):
-    """One mean per function, over all ranks' completions; a single one has no separate metric. Pitfall 58."""
+    """One mean per function, over all groups; a single one has no separate metric. Pitfall 58."""
     ranks = StepMetrics(), StepMetrics(), StepMetrics()
-    parts = torch.tensor([[1.0, -1.0], [0.0, -3.0], [1.0, 0.0], [0.0, -4.0]]).split([3, 1, 0])
-    for metrics, rewards in zip(ranks, parts, strict=True):
-        add_rewards(metrics, "reward", ["correct", "short"], rewards)
-        add_rewards(metrics, "reward", ["correct"], torch.ones(5, 1))
-    assert reduce_over_ranks(*ranks)[1] == {"reward/correct": 0.5, "reward/short": -2.0}
+    correct = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    short = torch.tensor([[-1.0, -3.0], [math.nan, -5.0]])
+    rewards = torch.stack([correct, short, torch.full((2, 2), math.nan)], dim=2)
+    for metrics in ranks:
+        add_rewards(metrics, ["correct", "short", "inapplicable"], rewards)
+        add_rewards(metrics, ["correct"], torch.ones(1, 5, 1))
+    assert reduce_over_ranks(*ranks)[1] == {"reward/correct": 0.5, "reward/short": -3.0}
 
 
 def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):

@@ -365,7 +365,8 @@ def test_updates_from_gathered_layers_have_the_bits_of_whole_weights(two_ranks, 
 
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 3 --eval-rows 4"
 COMMON += " --max-new-tokens 10"
-WORKERS = "--data {rows} --eval-data {rows} --rollout {functions}:calculate --reward {functions}:right"
+WORKERS = "--data {rows} --eval-data {rows} --rollout {functions}:calculate"
+WORKERS += " --reward {functions}:right {functions}:sevenths"
 RUNS = {
     "kl": ("train_grpo.py", "--kl-coef 0.05 --num-epochs 2 --num-minibatches 2 --eval-samples 2"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05"),
@@ -387,6 +388,10 @@ def calculate(episode):
 
 def right(completions, answer):
     return [float(len(completion) % 3) for completion in completions]
+
+
+def sevenths(completions):
+    return [len(completion) % 7 / 7 for completion in completions]
 """
 TIMED = ("perf/",)  # of groups there are fewer engines, with larger batches
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -220,10 +220,11 @@ def add_staleness(
     version: that of the present weights, which grows by `updates_per_step` in a step.
     """
     sampled = [branch.weight_version[branch.loss_mask] for branch in all_branches(rollouts)]
-    ages = (version - torch.cat([torch.arange(0), *sampled])).double() / updates_per_step
-    metrics.add_values("stale/frac", ages > 0)
-    metrics.add_values("stale/age_mean", ages)
-    metrics.add_max("stale/age_max", ages)
+    updates = version - torch.cat([torch.arange(0), *sampled])
+    metrics.add_values("stale/frac", updates > 0)
+    # Sums of integers are exact: the mean does not depend on which rank holds which rollout.
+    metrics.add("stale/age_mean", updates.sum(), updates.numel() * updates_per_step)
+    metrics.add_max("stale/age_max", updates.double() / updates_per_step)
 
 
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
@@ -242,14 +243,18 @@ def without_nan(values: Tensor) -> Tensor:
     return values[~is_missing] if is_missing.any() else values
 
 
-def add_rewards(metrics: StepMetrics, prefix: str, functions: Iterable[str], rewards: Tensor) -> None:
-    """Add the rewards [N, K] of each of the K named functions, as prefix/name, if there is more than one.
+def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
+    """Add the mean reward of each of K > 1 named functions, as reward/name.
 
-    Rewards that are NaN do not apply to their completion and are left out.
+    rewards fp64 [P, G, K]: those of all groups, equal on every rank, so that no mean depends on which rank holds which
+    rollout. Rewards that are NaN do not apply to their completion and are left out.
     """
-    for name, values in zip(functions, rewards.T, strict=True):
-        if rewards.shape[1] > 1:
-            metrics.add_values(f"{prefix}/{name}", without_nan(values))
+    if len(functions) == 1:
+        return
+    for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
+        scored = without_nan(values)
+        if scored.numel() > 0:
+            metrics.add(f"reward/{name}", scored.mean())
 
 
 @torch.no_grad()
