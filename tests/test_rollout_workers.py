@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minirl.errors import InputError, RolloutError
-from minirl.training.batch import pack
 from support.collecting import (
     Prompts,
     assert_pauses_change_nothing,
@@ -22,7 +21,6 @@ from support.collecting import (
     in_workers,
     letter_tokenizer,
     make_collector,
-    make_frozen,
     truncating,
 )
 from support.collecting import calculator as calculator_here
@@ -218,23 +216,6 @@ def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for(l
     rollouts_of(load("calculator"), prompts=chat_prompts())
     with pytest.raises(RolloutError, match="no response template that transformers can read"):
         rollouts_of(load("chatting"), prompts=chat_prompts())
-
-
-@pytest.mark.slow
-def test_frozen_models_score_what_has_ended_while_replies_are_waited_for(load):
-    """All that is not late, and of the late ones not the last, whose reply ends the wait."""
-    frozen = make_frozen()
-    collector = make_collector(rollout=load("late"), frozen=[frozen], group_size=1)
-    left = []
-    for rollout in collector.collect(40).rewarded.rollouts:
-        is_late = collector._prompts.row(rollout.rollout_id.prompt_ordinal).place == "f:3"
-        early = frozen.early_streams([rollout])["ref_logprobs"]
-        if early.isnan().any():
-            left.append(is_late)
-        else:
-            assert torch.equal(early, frozen.add_to(pack([rollout]), [[0]]).ref_logprobs)
-    assert left
-    assert all(left)
 
 
 def test_an_episode_shows_its_tokens_turns_and_room_in_both_hosts(load, tmp_path):
