@@ -320,7 +320,6 @@ def main(config: Config) -> int:
         rollout,
         num_greedy=1 if config.baseline == "greedy" else 0,
         max_refills=config.max_refills if config.dynamic_sampling else None,
-        frozen=frozen,
     )
     run = Run(setup, {"policy": (policy, optimizer)}, collector)
     progress = run.progress
@@ -348,8 +347,7 @@ def main(config: Config) -> int:
         add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
         minibatches = plan.of_rank(rank())
         microbatches = list(itertools.chain(*minibatches))
-        rollouts = groups.rewarded.rollouts
-        batch = exchange(rollouts, table, plan.rank_of, collector.early_streams(rollouts)).to(run.device)
+        batch = exchange(groups.rewarded.rollouts, table, plan.rank_of).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
         for model in frozen:  # advantages may have a KL term
             batch = model.add_to(batch, show_progress("score", microbatches))

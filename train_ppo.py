@@ -220,7 +220,7 @@ def main(config: Config) -> int:
     frozen = [setup.frozen(value, values_of, ["values", "end_values"])]
     if reference is not None:
         frozen.append(reference)
-    collector = setup.make_collector(engine, rollout, frozen=frozen)
+    collector = setup.make_collector(engine, rollout)
     run = Run(
         setup,
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
@@ -244,7 +244,7 @@ def main(config: Config) -> int:
         plan = run.plan_updates(table)
         minibatches = plan.of_rank(rank())
         microbatches = list(itertools.chain(*minibatches))
-        streams = collector.early_streams(rewarded.rollouts) | run.turn_rewards(rewarded.rollouts)
+        streams = run.turn_rewards(rewarded.rollouts)
         batch = exchange(rewarded.rollouts, table, plan.rank_of, streams).to(run.device)
         batch = run.with_old_logprobs(batch, policy, microbatches)
         for model in frozen:

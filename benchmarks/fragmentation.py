@@ -239,7 +239,7 @@ class Replay:
 
     @torch.no_grad()
     def generate(self) -> None:
-        """Allocate the cache, prefill, capture graphs, and score early if there is room."""
+        """Allocate the cache, prefill and capture graphs."""
         request = Request((1,), RolloutId(0, 0), 0, 1, 1.0, frozenset())
         self.engine.submit([request])
         layout = PackedLayout((PREFILLED,) * (needs.PREFILL_TOKENS // PREFILLED), META)
@@ -248,8 +248,6 @@ class Replay:
             logits = needs.phase_bytes(self.work, self.sizes)["generate"]["decode logits"]
             with self.tracker.on_stream("graphs"):
                 self.graphs = empty(int(logits / 4))
-        if choice.can_score_beside_cache(self.work, self.sizes, FREE):
-            self.score()
         self.engine.abort()
         if not self.engine.keeps_cache:
             self.graphs = None

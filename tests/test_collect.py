@@ -6,7 +6,6 @@ import itertools
 import random
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,22 +22,18 @@ from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.training.batch import pack
-from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import score, score_batch
+from minirl.training.scoring import score
 from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
     Prompts,
     assert_pauses_change_nothing,
     branching,
-    calculator,
     chat_prompts,
     end_of,
     facts,
     letter_tokenizer,
     make_collector,
-    make_frozen,
     replies_of,
     replying,
     resumed,
@@ -46,7 +41,6 @@ from support.collecting import (
     sums,
 )
 from support.engines import VOCAB, cached_model, make_engine
-from support.jobs import wait_for
 from support.marks import slow
 from support.rollouts import in_two_branches
 
@@ -325,7 +319,8 @@ def decode_steps(num_steps: int, **options) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("max_staleness", [2, slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [2, 8])
 def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_staleness):
     """A whole step decodes until its longest completion ends; in rounds that one decodes beside those of later steps.
 
@@ -457,90 +452,3 @@ def test_refills_come_from_new_prompts_and_end():
     assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
     assert collector.num_served == 4 * 4
     assert collector.collect(4).table.prompt_ordinal.tolist()[0] == 16
-
-
-def rollouts_and_streams(num_groups: int = 4) -> tuple[FrozenModel, list[Rollout], torch.Tensor]:
-    """A frozen model to which rollouts were added, these, and its streams of all of them at once."""
-    rollouts = make_collector().collect(num_groups).rewarded.rollouts
-    frozen = make_frozen()
-    frozen.add(rollouts)
-    batch = pack(rollouts)
-    return frozen, rollouts, frozen.add_to(batch, [list(range(len(rollouts)))]).ref_logprobs
-
-
-@pytest.mark.parametrize("num_microbatches", [0, 1, 2, 99])
-def test_what_a_frozen_model_scores_early_are_the_bits_of_a_later_pass(num_microbatches):
-    """As many microbatches as time allows; the rest is scored afterwards, and nothing is scored twice."""
-    frozen, rollouts, expected = rollouts_and_streams()
-    times = iter([True] * (1 + num_microbatches))
-    if num_microbatches:
-        frozen.score_early(lambda: next(times, False))
-    early = frozen.early_streams(rollouts)["ref_logprobs"]
-    assert torch.equal(early[~early.isnan()], expected[~early.isnan()])
-    assert early.isnan().all() == (num_microbatches == 0)
-    assert early.isnan().any() == (num_microbatches < 99)
-    batch = pack(rollouts).replace(ref_logprobs=early)
-    assert torch.equal(frozen.add_to(batch, [[i] for i in range(len(rollouts))]).ref_logprobs, expected)
-    frozen.begin()
-    assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
-
-
-def test_a_parked_model_is_not_copied_to_the_device_for_a_short_wait():
-    """It does not exist here, so a copy would fail."""
-    rollouts = make_collector().collect(1).rewarded.rollouts
-    model = make_frozen().model
-    outputs = functools.partial(score_batch, temperature=1.0)
-    device = torch.device("cuda")
-    frozen = FrozenModel(model, outputs, names=["ref_logprobs"], device=device, max_tokens=99, park=True)
-    frozen.add(rollouts)
-    waits = iter([True] * 5)
-    frozen.score_early(lambda: next(waits, False))
-    assert frozen.early_streams(rollouts)["ref_logprobs"].isnan().all()
-
-
-@pytest.mark.parametrize("beside_cache", [True, False])
-def test_frozen_models_score_beside_the_cache_only_where_both_fit(beside_cache, monkeypatch):
-    """While rollouts wait for replies the engine's cache is in memory; when the last one ends, it is freed."""
-    frozen = make_frozen()
-    collector = make_collector(rollout=calculator, frozen=[frozen], scores_beside_cache=beside_cache)
-    has_cache = []
-    monkeypatch.setattr(
-        frozen, "score_early", lambda _: has_cache.append(collector.engine._cache is not None)
-    )
-    collector.collect(3)
-    assert any(has_cache) == beside_cache
-    assert not has_cache[-1]
-
-
-def scored_early(rank: int, folder: Path) -> tuple[list[bool], bool]:
-    """Of this rank's rollouts whether they were scored early, and whether the streams are those of a later pass."""
-    frozen = make_frozen(max_tokens=1000)
-    has_scored = folder / "has_scored"
-
-    def late_on_the_first_rank(completion_ids):
-        if rank == 0:
-            wait_for(has_scored.exists, "the second rank did not score", 60)
-        return sums(completion_ids)
-
-    def score_early(is_waiting):
-        FrozenModel.score_early(frozen, is_waiting)
-        if rank == 1 and frozen._early and not frozen._pending:
-            has_scored.touch()
-
-    frozen.score_early = score_early
-    collector = make_collector(frozen=[frozen], group_size=2, functions={"late": late_on_the_first_rank})
-    rollouts = collector.collect(4).rewarded.rollouts
-    streams = collector.early_streams(rollouts)["ref_logprobs"].split([len(r.tokens) for r in rollouts])
-    batch = pack(rollouts)
-    later = frozen.add_to(batch, [list(range(len(rollouts)))]).ref_logprobs.split(batch.lengths)
-    is_early = [not bool(stream.isnan().any()) for stream in streams]
-    pairs = zip(is_early, streams, later, strict=True)
-    return is_early, all(not early or torch.equal(x, y) for early, x, y in pairs)
-
-
-def test_a_rank_scores_while_it_waits_for_another(two_ranks, tmp_path):
-    """The first rank comes once the frozen model of the second one has run over all of its rollouts."""
-    (_, first_equal), (second_early, second_equal) = two_ranks.run(scored_early, tmp_path)
-    assert second_early == [True] * 4
-    assert first_equal
-    assert second_equal

@@ -156,7 +156,7 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         torch.manual_seed(0)
         model = Transformer(config).to(place)
         batch = make_batch().to(place)
-        scorer = FrozenModel(model, values_of, names=names, device=place, max_tokens=999)
+        scorer = FrozenModel(model, values_of, names=names, device=place)
         scored = scorer.add_to(batch, [[2], [], [0, 1]])
         micro = batch.select(lengths)
         values = value_batch(model, micro)
@@ -185,7 +185,7 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
         outputs = after_prompts(teacher_states, lambda ordinal: [3, 1 + ordinal], max_tokens=999)
         options = {"park": True, "has_states": True}
         names = ["teacher_states"]
-        frozen = FrozenModel(teacher, outputs, names=names, device=place, max_tokens=999, **options)
+        frozen = FrozenModel(teacher, outputs, names=names, device=place, **options)
         micro = frozen.add_to(batch, [[2], [], [0, 1]]).select(lengths)
         *_, kl = score_with_teacher(model, micro, teacher, temperature=0.7, is_forward=False)
         assert kl.device == place

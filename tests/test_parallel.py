@@ -29,8 +29,7 @@ from minirl.run.run_folder import RunFolder
 from minirl.run.setup import num_shards
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
-from minirl.training.batch import Batch, exchange, gather_table
-from minirl.training.frozen_models import FrozenModel
+from minirl.training.batch import Batch, exchange, gather_table, pack
 from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
@@ -751,29 +750,14 @@ class TaughtBatch(Batch):
 
 
 def exchanged(rank):
-    """Some of ten rollouts, which rank 0 has from the last one backwards.
-
-    Their own stream was made early for those of rank 0, and after the exchange for the others.
-    """
+    """Some of ten rollouts, which rank 0 has from the last one backwards, with a stream of their own."""
     rollouts = make_rollouts(5, 2)
     mine = rollouts[::-1][:3] if rank == 0 else rollouts[:7]
     table = gather_table(mine, torch.zeros(len(mine), 1))
-
-    def teach(model, batch):
-        return (3.0 * batch.sample_logprobs,)
-
-    teacher = FrozenModel(
-        torch.nn.Linear(1, 1), teach, names=["teacher_logprobs"], device=CPU, max_tokens=1000
-    )
-    if rank == 0:
-        teacher.add(mine)
-        teacher.score_early(lambda: True)
-    streams = teacher.early_streams(mine)
+    streams = {"teacher_logprobs": 3.0 * pack(mine).sample_logprobs}
     rank_of = [None, 1, None, 0, 0, 0, None, 1, None, 0]
     batch = exchange(mine, table, rank_of, streams, batch_type=TaughtBatch)
-    everything = range(len(batch.lengths))
-    batch = teacher.add_to(batch, [everything])
-    return [(int(batch.table_index[i]), batch.select([i])) for i in everything]
+    return [(int(batch.table_index[i]), batch.select([i])) for i in range(len(batch.lengths))]
 
 
 def test_exchange_brings_rollouts_whole_to_their_ranks_in_order(two_ranks):

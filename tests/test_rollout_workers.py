@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minirl.errors import InputError, RolloutError
-from minirl.training.batch import pack
 from support.collecting import (
     Prompts,
     assert_pauses_change_nothing,
@@ -22,7 +21,6 @@ from support.collecting import (
     in_workers,
     letter_tokenizer,
     make_collector,
-    make_frozen,
     truncating,
 )
 from support.collecting import calculator as calculator_here
@@ -220,22 +218,6 @@ def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for(l
         rollouts_of(load("chatting"), prompts=chat_prompts())
 
 
-def test_frozen_models_score_what_has_ended_while_replies_are_waited_for(load):
-    """All that is not late, and of the late ones not the last, whose reply ends the wait."""
-    frozen = make_frozen()
-    collector = make_collector(rollout=load("late"), frozen=[frozen], group_size=1)
-    left = []
-    for rollout in collector.collect(40).rewarded.rollouts:
-        is_late = collector._prompts.row(rollout.rollout_id.prompt_ordinal).place == "f:3"
-        early = frozen.early_streams([rollout])["ref_logprobs"]
-        if early.isnan().any():
-            left.append(is_late)
-        else:
-            assert torch.equal(early, frozen.add_to(pack([rollout]), [[0]]).ref_logprobs)
-    assert left
-    assert all(left)
-
-
 def test_an_episode_shows_its_tokens_turns_and_room_in_both_hosts(load, tmp_path):
     """And the text of a turn is that of its tokens."""
     for rollout in (runpy.run_path(str(tmp_path / "mine.py"))["shows_all"], load("shows_all")):
@@ -251,7 +233,7 @@ PROGRAMS = [
     slow("truncating", truncating, 6),
     slow("overlapped", calculator_here, 1),
     slow("chatting", chatting, 6),
-    ("in_thread", in_turns, 6),
+    slow("in_thread", in_turns, 6),
     slow("in_loop", in_turns, 6),
 ]
 
@@ -284,6 +266,7 @@ def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(l
     assert sum(is_alive(pid) for pid in pids) == 1
 
 
+@pytest.mark.slow
 def test_row_54_a_kill_of_every_worker_in_the_middle_changes_nothing(load):
     workers = load("slow", num_workers=2)
     collector = make_collector(rollout=workers, group_size=4)
@@ -370,7 +353,8 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
     assert capfd.readouterr().out.count("failed at its end (said once)") == 1
 
 
-@pytest.mark.parametrize("name", [slow("random_replies"), "random_replies_async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["random_replies", "random_replies_async"])
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()

@@ -360,7 +360,7 @@ def frozen_results(language, scalar, batch, cut):
         (language, score_batch, ["old_logprobs"]),
         (scalar, values_of, ["values", "end_values"]),
     ):
-        batch = FrozenModel(model, of_model, names=names, device=CPU, max_tokens=999).add_to(batch, cut)
+        batch = FrozenModel(model, of_model, names=names, device=CPU).add_to(batch, cut)
     return batch.old_logprobs, batch.values, batch.end_values[batch.last_index]
 
 

@@ -23,7 +23,8 @@ from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel, after_prompts
 from minirl.training.scoring import score, score_batch
-from support.collecting import make_collector, make_frozen
+from support.collecting import make_collector
+from support.engines import make_model
 from support.marks import slow
 from support.memory import allocated_bytes
 from support.resuming import resume
@@ -206,10 +207,10 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     """Each sequence alone has these bits; of two branches the further one keeps its prompt. In small microbatches."""
     rollouts = list(map(in_two_branches, make_collector(group_size=3).collect(4).rewarded.rollouts))
     prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
-    model = make_frozen().model
+    model = make_model("mixed", torch.float32, seed=5)
     batch = pack([branch for rollout in rollouts for branch in rollout.branches])
     outputs = after_prompts(partial(score_batch, temperature=0.7), prompts.__getitem__, max_tokens=90)
-    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU, max_tokens=90)
+    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU)
     streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
     branches = itertools.chain.from_iterable(rollout.branches for rollout in rollouts)
     for branch, stream in zip(branches, streams, strict=True):

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
@@ -38,13 +37,12 @@ from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET, PausedEpisode
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
-from minirl.ranks.process_group import Arrival, all_gather_rows
+from minirl.ranks.process_group import all_gather_rows
 from minirl.report.progress_bar import progress_bar
 from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
-from minirl.training.frozen_models import FrozenModel
 
 # Tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts take the
 # places of finished ones sooner; with more, the ranks exchange less often (`benchmarks/rounds.py`).
@@ -78,8 +76,6 @@ class Collector:
         max_refills: int | None = None,
         max_staleness: int = 0,
         round_tokens: int | None = None,
-        frozen: Sequence[FrozenModel] = (),
-        scores_beside_cache: bool = True,
     ):
         """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
 
@@ -91,8 +87,6 @@ class Collector:
         step begin and end in it.
         round_tokens: with `max_staleness`, the most tokens that a rollout samples in a round. None: a share of the
         longest completion.
-        frozen: models that score the groups' rollouts, early if this rank would otherwise wait.
-        scores_beside_cache: score also while it waits for replies with the engine's cache in memory.
         """
         self.num_served = 0
         self.engine = engine
@@ -108,8 +102,6 @@ class Collector:
         self._round_tokens = NO_BUDGET
         if max_staleness:
             self._round_tokens = round_tokens or default_round_tokens(prompts.max_new_tokens)
-        self._frozen = frozen
-        self._scores_beside_cache = scores_beside_cache
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
@@ -138,8 +130,6 @@ class Collector:
         weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
         """
         self._num_steps += 1
-        for model in self._frozen:
-            model.begin()
         self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
         with self._queue.given_up_on_error():
             selection = self._select_step(num_groups, weight_version)
@@ -148,13 +138,6 @@ class Collector:
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
         return selection.groups
-
-    def early_streams(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """The streams that frozen models computed for these rollouts, for `exchange`. Not collective."""
-        streams: dict[str, Tensor] = {}
-        for model in self._frozen:
-            streams |= model.early_streams(rollouts)
-        return streams
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
         """The rollouts of these requests with their rewards, in order of their ids. Not collective.
@@ -251,15 +234,6 @@ class Collector:
         for ordinal in self._ended:
             self._add_if_whole(ordinal)
 
-    def _wait_for_ranks(self) -> None:
-        """Let frozen models score until all ranks arrive here (collective)."""
-        if not self._frozen:
-            return
-        arrival = Arrival()
-        for model in self._frozen:
-            model.score_early(lambda: not arrival.is_complete())
-        arrival.wait()
-
     def _paused_episode(self, record: Mapping[str, Any]) -> PausedEpisode:
         rollout_id = id_of(record)
         is_greedy = rollout_id.sample >= self._group_size
@@ -325,7 +299,6 @@ class Collector:
     def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
         """Select a step's groups of those that are ready (collective)."""
         self._rewarded += self._finish([ordinal for ordinal in self._ended if ordinal in ready])
-        self._wait_for_ranks()
         rewarded = self._rewarded
         return select_step(
             rewarded,
@@ -357,13 +330,9 @@ class Collector:
 
     def _run_round(self, weight_version: int) -> None:
         """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
-        # A round with a budget waits for too short a time.
-        scorers = self._frozen if self._scores_beside_cache and not self._max_staleness else ()
         self._runner.begin_round(self._round_tokens, weight_version=weight_version)
         with progress_bar("generate", total=self._num_running.total(), unit="completions") as bar:
             while not self._runner.is_round_over:
-                for model in scorers:
-                    model.score_early(self._runner.is_waiting)
                 rollouts = self._runner.step()
                 for rollout in rollouts:
                     self._take(rollout)
@@ -385,23 +354,12 @@ class Collector:
         self._add_if_whole(ordinal)
 
     def _add_if_whole(self, ordinal: int) -> None:
-        """If all rollouts of a prompt ended, pass them on to be rewarded and scored."""
-        if ordinal in self._num_running:
-            return
-        rollouts = self._ended[ordinal]
-        self._queue.add(rollouts)
-        for model in self._frozen:
-            model.add([rollout for rollout in rollouts if rollout.rollout_id.sample < self._group_size])
+        """If all rollouts of a prompt ended, pass them on to be rewarded."""
+        if ordinal not in self._num_running:
+            self._queue.add(self._ended[ordinal])
 
     def _finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take the rollouts of these prompts with their rewards, in order of their ids."""
         rollouts = [rollout for ordinal in ordinals for rollout in self._ended.pop(ordinal)]
         rollouts.sort(key=lambda rollout: rollout.rollout_id)
-
-        def is_waiting() -> bool:
-            self._queue.poll()
-            return not all(self._queue.is_ready(rollout.rollout_id) for rollout in rollouts)
-
-        for model in self._frozen:
-            model.score_early(is_waiting)
         return self._queue.finish(rollouts)

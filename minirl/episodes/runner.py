@@ -155,11 +155,6 @@ class EpisodeRunner:
         ended, self._ended = self._ended, []
         return ended
 
-    def is_waiting(self) -> bool:
-        """Return whether `step` would only wait for replies: it has no turn to decode, and no reply."""
-        self._take_replies(0.0)
-        return not (self._ended or self._engine.is_decoding or self.is_round_over)
-
     def take_count(self, counted: Counted) -> int:
         """Return this count since the last call."""
         return self._counts.pop(counted, 0)

@@ -96,16 +96,6 @@ def can_keep_cache(work: Workload, sizes: Sizes, free: float) -> bool:
     return peak_bytes(work, sizes, keeps_cache=True) <= USABLE * free
 
 
-def can_score_beside_cache(work: Workload, sizes: Sizes, free: float) -> bool:
-    """Return whether reference, teacher and value model fit beside the cache, to score while rollouts wait for replies.
-
-    A reward model scores after generation.
-    """
-    phases = phase_bytes(work, sizes, keeps_cache=True)
-    early = [phases.get(f"score ({name})", {}) for name in ("reference", "teacher", "value model")]
-    return max(sum(parts.values()) for parts in early) <= room_bytes(work, free)
-
-
 def largest(
     size: str, work: Workload, sizes: Sizes, room: float, *, most: int, keeps_cache: bool = False
 ) -> int:

@@ -226,23 +226,6 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-class Arrival:
-    """Announces that this rank has reached a point, without waiting: all ranks make one there (collective)."""
-
-    def __init__(self) -> None:
-        self._work = dist.all_reduce(torch.zeros(1), async_op=True) if has_joined() else None
-
-    def is_complete(self) -> bool:
-        """Return whether all ranks have joined. Not collective."""
-        return self._work is None or self._work.is_completed()
-
-    @spent_on("wait_ranks")
-    def wait(self) -> None:
-        """Wait until they have."""
-        if self._work is not None:
-            self._work.wait()
-
-
 @spent_on("wait_ranks")
 def barrier() -> None:
     """Wait for all ranks (collective)."""

@@ -18,7 +18,6 @@ from minirl.model.weights import check_weights
 from minirl.plan.choice import (
     USABLE,
     can_keep_cache,
-    can_score_beside_cache,
     host_too_small,
     largest,
     room_bytes,
@@ -179,8 +178,6 @@ def _print_memory(work: Workload, sizes: Sizes, capacity: _Capacity) -> None:
         print0(f"  {phase} {gb(total)}: always + {listed(parts)}")
     if keeps_cache:
         print0("  the cache is kept from step to step")
-    if not can_score_beside_cache(work, sizes, free):
-        print0("  frozen models do not fit beside the cache: they score after generation")
     if work.is_cuda:
         needed = host_bytes(work, num_ranks=capacity.host_ranks)
         there = "" if capacity.host_free is None else f" of {gb(capacity.host_free)}"

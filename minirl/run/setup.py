@@ -31,7 +31,7 @@ from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
-from minirl.plan.choice import can_keep_cache, can_score_beside_cache, host_too_small, too_large
+from minirl.plan.choice import can_keep_cache, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
 from minirl.plan.needs import peak_bytes
 from minirl.ranks import process_group
@@ -238,7 +238,6 @@ class Setup:
             outputs,
             names=names,
             device=self.device,
-            max_tokens=self.sizes.max_tokens_per_microbatch,
             park=park,
             has_states=has_states,
         )
@@ -267,7 +266,6 @@ class Setup:
         *,
         num_greedy: int = 0,
         max_refills: int | None = None,
-        frozen: Sequence[FrozenModel] = (),
     ) -> Collector:
         """The collector, which makes each step's rollouts with their rewards. Not collective.
 
@@ -286,8 +284,6 @@ class Setup:
             temperature=self.config.temperature,
             max_refills=max_refills,
             max_staleness=self.config.max_staleness,
-            frozen=frozen,
-            scores_beside_cache=self._scores_beside_cache,
         )
 
     def eval_requests(self, first: int, count: int) -> list[Request]:
@@ -425,7 +421,6 @@ class Setup:
         anyway = f". With all sizes given it starts anyway: {flags}" if work.trains else ""
         refuse(reason and "auto" in given.values(), f"{reason}{anyway}")
         self._keeps_cache = can_keep_cache(work, sizes, free)
-        self._scores_beside_cache = can_score_beside_cache(work, sizes, free)
         peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
         kept = ", the cache kept between steps" if self._keeps_cache else ""
         self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"

@@ -17,9 +17,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
 from minirl.episodes.rollout_workers import load_rollout
 from minirl.rollouts import Rollout, RolloutId, all_branches
-from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import score_batch
-from support.engines import CPU, VOCAB, cached_model, make_engine, make_model
+from support.engines import VOCAB, cached_model, make_engine
 from support.texts import TOKENS, save_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -142,13 +140,6 @@ def in_workers(folder: Path, make=load_rollout, **defaults):
     finally:
         for workers in loaded:
             workers.pool.stop()
-
-
-def make_frozen(max_tokens: int = 100) -> FrozenModel:
-    """Another model than the policy; its logprobs depend on nothing but the sequence."""
-    model = make_model("mixed", torch.float32, seed=5)
-    outputs = functools.partial(score_batch, temperature=1.0)
-    return FrozenModel(model, outputs, names=["ref_logprobs"], device=CPU, max_tokens=max_tokens)
 
 
 def branching(episode: Episode):
