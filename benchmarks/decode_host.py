@@ -16,9 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from minirl.generation import engine
-from minirl.generation.decode_step import DecodeStep
-from minirl.kernels import cuda_graphs
+from minirl.generation import decode_step, engine
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from support.scheduling import Load, requests_of, stub_engine
@@ -28,8 +26,8 @@ WARMUP = 20
 SIZES = ((32, 200), (256, 200), (1024, 200), (256, 4000), (1024, 4000))
 
 
-def no_decode(model: object, step: DecodeStep) -> Tensor:
-    return torch.ones(2, len(step.tokens), dtype=torch.int32)
+def no_decode(model: object, tokens: Tensor, *_: object) -> Tensor:
+    return torch.ones(2, len(tokens), dtype=torch.int32)
 
 
 def no_sample(hidden: Tensor, head: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,8 +46,8 @@ def step_ms(num_requests: int, context: int, *, num_ending: int) -> list[float]:
     options = {"async_decoding": True, "cuda_graphs": True, "max_prefill_tokens": 10**9}
     with (
         stub_engine(load, **options) as stub,
-        mock.patch.object(cuda_graphs, "decode", no_decode),
-        mock.patch.object(engine, "sample", no_sample),
+        mock.patch.object(engine, "decode", no_decode),
+        mock.patch.object(decode_step, "sample", no_sample),
     ):
         stub.submit(requests)
         stub.step()

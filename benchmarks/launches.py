@@ -287,14 +287,14 @@ def make_model(shape: str, adapters: Adapters | None = None) -> Transformer:
 
 def decode_counts(model: Transformer) -> Counts:
     """Of one eager decode step of NUM_REQUESTS requests, without its uploads."""
-    config = model.config
-    step = _decode_inputs(config)
+    layout = _decode_layout(model.config)
+    numbers = layout.positions
     with counting() as counts, torch.no_grad():
-        decode_step.decode(model, step)
+        decode_step.decode(model, numbers, layout, [numbers, numbers.float()])
     return counts
 
 
-def _decode_inputs(config: ModelConfig) -> decode_step.DecodeStep:
+def _decode_layout(config: ModelConfig) -> DecodeLayout:
     block = paged_attention.BLOCK
     blocks_per_request = CONTEXT // block
     num_blocks = NUM_REQUESTS * blocks_per_request
@@ -310,8 +310,7 @@ def _decode_inputs(config: ModelConfig) -> decode_step.DecodeStep:
         read=DecodeRead(table, numbers.int()),
     )
     pool_of_layer = {layer: (0, layer) for layer in range(config.num_hidden_layers)}
-    layout = DecodeLayout(numbers, [cached], pool_of_layer)
-    return decode_step.DecodeStep(numbers, layout, numbers, numbers.float())
+    return DecodeLayout(numbers, [cached], pool_of_layer)
 
 
 def microbatch_counts(model: Transformer) -> Counts:

@@ -172,7 +172,8 @@ def die_before_line(n: int) -> None:
     sys.settrace(trace)
 
 
-@pytest.mark.parametrize("num_kills", [10, slow(200)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [10, 200])
 def test_row_02_random_kills_leave_a_checkpoint_that_is_whole_and_never_an_older_one(num_kills):
     """Fast layer: a process that saves back to back is killed at random; the newest checkpoint verifies each time.
 

@@ -319,7 +319,8 @@ def decode_steps(num_steps: int, **options) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("max_staleness", [2, slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [2, 8])
 def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_staleness):
     """A whole step decodes until its longest completion ends; in rounds that one decodes beside those of later steps.
 

@@ -53,7 +53,7 @@ def table(name):
     return [[cell.strip() for cell in row] for row in rows if not row[0].startswith("---")]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["grpo", slow("ppo")])
 def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
     """With KL terms, several rewards that do not always apply, and an evaluation."""
     (tmp_path / "mine.py").write_text(REWARDS)
@@ -238,9 +238,10 @@ def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):
     assert any(len(rollout.episode.turns) > 1 for rollout in rollouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "name", "package"),
-    [slow("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
+    [("import openai", "agent", "openai"), ("run_program(", "agent", "json")],
 )
 def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path, line, name, package):
     """The program is Python's instead of node's, which the path finds first."""

@@ -272,7 +272,8 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
     assert asked[5][0]["content"].startswith("{'error': 'call 1: ")
 
 
-@pytest.mark.parametrize("name", [slow("Guessing"), "AsyncGuessing"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Guessing", "AsyncGuessing"])
 def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load, tokenizer, name, capfd):
     environment = load("environment", name, num_workers=2)
     names = [tool["function"]["name"] for tool in environment.tools]
@@ -662,7 +663,7 @@ RUNS = [
 
 @pytest.mark.parametrize(
     ("example", "package", "num_turns", "told", "is_real"),
-    [*((*run, True) for run in RUNS), *((*run, False) for run in RUNS if run[1])],
+    [*(slow(*run, True) for run in RUNS), *((*run, False) for run in RUNS if run[1])],
 )
 def test_the_examples_run_with_their_packages(
     tmp_path, monkeypatch, openenv_server, example, package, num_turns, told, is_real
@@ -870,6 +871,7 @@ def beside_stand_ins(tmp_path, monkeypatch):
         database.commit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     tmp_path, monkeypatch, beside_stand_ins, name

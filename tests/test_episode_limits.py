@@ -204,7 +204,7 @@ def test_a_function_that_has_yielded_its_end_is_closed():
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        ({}, "length"),
+        slow({}, "length"),
         ({"max_turns": 3}, "max_turns"),
         ({"max_sampled_tokens": 5}, "max_tokens"),
     ],

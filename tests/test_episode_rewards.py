@@ -31,7 +31,6 @@ from support.collecting import (
     make_collector,
     rollout_records,
 )
-from support.marks import slow
 from support.scripts import read_metrics, run_in_pool, untimed
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
@@ -202,7 +201,8 @@ def if_odd(completion_ids):
     return [1.0 if len(ids) % 2 else None for ids in completion_ids]
 
 
-@pytest.mark.parametrize("where", [slow("here"), "workers"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["here", "workers"])
 def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
     """With groups judged whole, and rewards that do not apply to all."""
     rollout = giving if where == "here" else load("giving", num_workers=2)

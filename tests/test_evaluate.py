@@ -23,7 +23,6 @@ from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from support.collecting import Prompts, facts, make_collector
 from support.jobs import started, wait_for
-from support.marks import slow
 from support.models import QWEN_7B
 from support.scripts import (
     evaluated,
@@ -174,7 +173,8 @@ def texts_of_transformers(folder, prompts, max_new_tokens):
     return texts
 
 
-@pytest.mark.parametrize("task", [slow("sorting"), "jsonl", slow("gsm8k")])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sorting", "jsonl", "gsm8k"])
 def test_greedy_texts_of_a_trained_model_are_those_of_transformers(one_rank, runs, tmp_path, request, task):
     """Of the embedded model, and of a pretrained one on files of stories and of GSM8K; rewards are those of the texts.
 
@@ -277,6 +277,7 @@ def test_half_a_prompt_is_not_finished(tmp_path):
     assert [r["id"] for r in finished_records(tmp_path, 2)] == [[0, 0], [0, 1]]
 
 
+@pytest.mark.slow
 def test_a_changed_evaluation_is_refused(one_rank, runs, tmp_path):
     """With other flags, data, rewards or weights than the one in the folder; nothing forces it."""
     model = shutil.copytree(next(runs.glob("toy-*")), tmp_path / "model")

@@ -108,7 +108,8 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path, body, last_s
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("killed", [slow(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
 def test_row_01_a_rank_that_dies_before_the_rendezvous_is_not_waited_for_for_ever(tmp_path, killed):
     """Without torchrun, and whether or not it would have kept the store: the other reports within a minute."""
     assert process_group.GONE_S < watchdog.START_S < 60
@@ -387,7 +388,8 @@ def test_row_37_a_beat_costs_a_microsecond():
     assert time.process_time() - start < 0.5
 
 
-@pytest.mark.parametrize("into", ["| head -n 1", slow("> /dev/full 2>&1")])
+@pytest.mark.slow
+@pytest.mark.parametrize("into", ["| head -n 1", "> /dev/full 2>&1"])
 def test_row_41_no_output_stops_a_run(tmp_path, into):
     """The reader of a pipe leaves, or the disk is full, in a locale of ASCII; the run goes on to its end."""
     body = "for i in range(300):\n    process_group.print0('\\u4f60' * 100)\nopen(sys.argv[1], 'w').close()"

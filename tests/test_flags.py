@@ -93,6 +93,7 @@ def test_help_has_a_box_per_group_and_the_comments(capsys):
     assert "No help." not in shown
 
 
+@pytest.mark.slow
 def test_a_config_may_have_the_name_and_title_of_the_one_that_it_extends(capsys):
     """Their flags share a box."""
     twin = dataclasses.make_dataclass("Config", [("twin", int, 1)], bases=(train_grpo.Config,), frozen=True)

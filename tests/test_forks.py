@@ -69,6 +69,7 @@ TRAIN_ALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_term_that_is_trained_does_not_know_of_is_refused_and_then_learned(one_rank, runs, tmp_path):
     """A hinge on the entropy has a gradient on rollouts of equal rewards too."""
     flags = f"{FLAGS} --temperature 0.5"
@@ -87,6 +88,7 @@ RATIO = {
 }
 
 
+@pytest.mark.slow
 def test_the_old_logprobs_of_a_microbatch_are_there_with_one_update_a_step(one_rank, runs, tmp_path):
     """So the natural ratio trains as the script's does."""
     fork = changed_fork(tmp_path, "ratio", RATIO)

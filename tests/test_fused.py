@@ -78,6 +78,7 @@ def test_a_nan_among_the_logits_shows_in_the_fused_samplers_logprob(interpreted)
     assert ((tokens >= 0) & (tokens < 700)).all()
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_the_largest_uniform_takes_the_fused_samplers_last_possible_token(interpreted):
     """Also where the sum of a block rounds above its last cumulative sum, as in some of these rows."""

@@ -48,6 +48,7 @@ def test_a_microbatch_stays_within_its_budget(launches, model):
     assert bytes_of(counts, "mm.dtype", "fused_head", "copy_") <= 40e9
 
 
+@pytest.mark.slow
 def test_adapters_launch_two_kernels_a_layer_more_and_write_no_second_product(launches):
     """7B, with adapters on all 7 linear layers of 24 layers."""
     base = launches.make_model("qwen2.5-7b")

@@ -30,7 +30,6 @@ from minirl.training.sharded_model import ShardedModel
 from support import models
 from support.engines import cached_model, make_engine, make_request
 from support.families import PUBLISHED
-from support.marks import slow
 from support.memory import PAGE, allocated_bytes, formula, make_workload, saved_bytes
 from support.models import make_folder
 from support.rank_pool import RankPool
@@ -243,13 +242,14 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute", "num_ranks"),
     [
-        slow(SHAPES[0], 64, True, 1),
+        (SHAPES[0], 64, True, 1),
         (SHAPES[1], 6500, False, 1),
-        slow(SHAPES[0], 64, False, 2),
-        slow(SHAPES[2], 64, True, 1),
+        (SHAPES[0], 64, False, 2),
+        (SHAPES[2], 64, True, 1),
     ],
 )
 def test_no_phase_on_the_cpu_takes_more_than_the_code_says(
@@ -330,13 +330,14 @@ def bytes_of_shards(
     return found
 
 
-@pytest.mark.parametrize("on_host", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize(
     ("shape", "vocab", "recompute"),
     [
         (SHAPES[0], 64, False),
-        slow(SHAPES[1], 10_000, False),
-        slow(SHAPES[2], 64, True),
+        (SHAPES[1], 10_000, False),
+        (SHAPES[2], 64, True),
     ],
 )
 def test_sharded_gradients_take_what_the_code_says(

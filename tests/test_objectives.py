@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from minirl.training.batch import Batch, RolloutTable
-from support.marks import slow
 from support.resuming import resume
 from support.scripts import (
     ROOT,
@@ -25,10 +24,10 @@ ROWS = objectives()
 OBJECTIVES = ROOT / "docs" / "objectives"
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
 FLAGS += " --lr 1e-3"
-ALL = [name if name == "KL-cov" else slow(name) for name in ROWS]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
 def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, tmp_path, name):
     """Killed after its first step, it ends like the undisturbed run; a statistic of the step ignores the split."""
     fork, run_name = objective_fork(tmp_path, name), re.sub(r"\W", "_", name)

@@ -46,7 +46,8 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     assert (got.float() - expected).abs().max() <= 5 * tolerance
 
 
-@pytest.mark.parametrize("attention", [slow("full"), "mixed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["full", "mixed"])
 def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, monkeypatch):
     """The path of CUDA with the kernel interpreted and the graphs called: the portable engine's rollouts, rounded."""
     model = cached_model(attention, torch.float32)

@@ -76,6 +76,7 @@ def test_runs_without_steps_are_refused_by_name(run, tmp_path):
         read_run("mine")
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_also_with_hardly_any_metrics(run, tmp_path, monkeypatch):
     """One of them given twice by another name, and four of one step without times."""
     pytest.importorskip("matplotlib")

@@ -67,10 +67,10 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
     ("case", "num_ranks", "splits"),
     [
         slow("grpo", 2, EVERY_SPLIT),
-        ("partial", 2, [1]),
-        slow("partial", 2, [0, 2, 3]),
+        slow("partial", 2, EVERY_SPLIT),
         slow("skips", 2, [1]),
-        slow("grpo", 1, EVERY_SPLIT),
+        ("grpo", 1, [1]),
+        slow("grpo", 1, [0, 2, 3]),
         slow("partial", 1, EVERY_SPLIT),
         slow("ppo", 1, EVERY_SPLIT),
         slow("ppo", 2, EVERY_SPLIT),

@@ -173,6 +173,7 @@ def test_row_23_forgiven_failures_are_counted_over_the_phase(load, make_groups, 
     assert capfd.readouterr().out.count("note: reward raises for the row at f.jsonl") == 1
 
 
+@pytest.mark.slow
 def test_row_25_a_call_that_hangs_delays_no_other_group(load, make_groups, tmp_path):
     """All others are judged while it hangs, by the other worker; then it is killed and its row is named."""
     prompts, groups = make_groups([("bad",)] + [("ok",)] * 7)

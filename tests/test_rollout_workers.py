@@ -233,7 +233,7 @@ PROGRAMS = [
     slow("truncating", truncating, 6),
     slow("overlapped", calculator_here, 1),
     slow("chatting", chatting, 6),
-    ("in_thread", in_turns, 6),
+    slow("in_thread", in_turns, 6),
     slow("in_loop", in_turns, 6),
 ]
 
@@ -266,6 +266,7 @@ def test_row_54_episodes_of_a_process_that_died_are_run_again_from_their_turns(l
     assert sum(is_alive(pid) for pid in pids) == 1
 
 
+@pytest.mark.slow
 def test_row_54_a_kill_of_every_worker_in_the_middle_changes_nothing(load):
     workers = load("slow", num_workers=2)
     collector = make_collector(rollout=workers, group_size=4)
@@ -352,7 +353,8 @@ def test_what_a_function_raises_at_its_end_is_said_once_and_harms_nothing(load, 
     assert capfd.readouterr().out.count("failed at its end (said once)") == 1
 
 
-@pytest.mark.parametrize("name", [slow("random_replies"), "random_replies_async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["random_replies", "random_replies_async"])
 def test_row_55_random_replies_depend_on_the_episode_alone(load, tmp_path, name):
     """Neither on its neighbours in the process nor on their number, with `random` and with NumPy."""
     (tmp_path / "needs_numpy").touch()

@@ -24,7 +24,6 @@ from support.collecting import (
     rollout_records,
 )
 from support.jobs import wait_for
-from support.marks import slow
 from support.processes import is_alive
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -198,6 +197,7 @@ def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(loa
         evaluator.run(requests)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_prompts_that_were_taken():
     collector = make_collector(make_prompts(), rollout=calculator, **OPTIONS)
     collected(collector, 12, 2)
@@ -263,6 +263,7 @@ def test_a_function_that_fails_in_flight_stops_the_run_naming_row_and_turn(load)
         collected(make_collector(make_prompts(), rollout=load("fails"), **OPTIONS), 2, 2)
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_for_all_in_flight_decodes_them_in_turns():
     """Those that have spent a round's budget make room for others, which would decode one by one: it has room for 7."""
     prompts = Prompts(lambda one: 50 + one.sample, num_rows=50)
@@ -280,7 +281,8 @@ class Skewed(rounds.Workload):
         return 60 if prompt % 2 == 0 and sample == 3 else 6
 
 
-@pytest.mark.parametrize(("max_staleness", "round_tokens"), [slow(0, None), slow(1, 5), (2, 5), slow(8, 16)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_staleness", "round_tokens"), [(0, None), (1, 5), (2, 5), (8, 16)])
 def test_the_simulation_counts_the_decode_steps_and_ages_of_the_collector(max_staleness, round_tokens):
     arguments = argparse.Namespace(
         lengths="equal:60",

@@ -105,6 +105,7 @@ def test_restarted_ranks_find_the_run_of_the_same_torchrun(tmp_path, monkeypatch
         assert run_before_restart() == found
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps(one_rank, runs):
     """With a constant learning rate as if it had been asked for all of them at once; fewer steps are refused.
 

@@ -14,23 +14,20 @@ from support.scheduling import Load, requests_of, stub_engine
 
 # Far more requests than places, in caches that have room and in tight ones.
 LOADS = {
-    "long prompts, tight": Load(64, 16_384, 8, 16, 1000, 300),
     "one place": Load(1, 4096, 3, 4, 500, 20),
-}
-LARGE_LOADS = {
+    "long prompts, tight": Load(64, 16_384, 8, 16, 1000, 300),
     "room": Load(256, 65_536, 16, 8, 200, 350),
     "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
     "large, tight": Load(256, 65_536, 32, 16, 200, 350),
     "large, long prompts": Load(256, 300_000, 32, 16, 1000, 300),
     "large, long prompts, tight": Load(256, 65_536, 32, 16, 1000, 300),
 }
-SLOW = [slow(name) for name in LARGE_LOADS]
 
 
-@pytest.mark.parametrize("name", [*LOADS, *SLOW])
+@pytest.mark.parametrize("name", [name if name == "one place" else slow(name) for name in LOADS])
 def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name, monkeypatch):
     """One that was thrown out and taken in again decodes at least 64 tokens before that happens again."""
-    load = (LOADS | LARGE_LOADS)[name]
+    load = LOADS[name]
     thrown_out_at = defaultdict(list)
 
     def unfinished(running, row):
@@ -92,9 +89,10 @@ def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool])
 LEAST = EPISODES.unique_prompt_tokens + EPISODES.num_requests * (NUM_TURNS - 1) * (len(REPLY) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_frac", "reply_steps"),
-    [slow(1.0, 400), (0.2, 40)],
+    [(1.0, 400), (0.2, 40)],
     ids=["all fit", "a fifth fits"],
 )
 def test_episodes_that_wait_for_replies_are_not_computed_again(cache_frac, reply_steps):
@@ -108,6 +106,7 @@ def test_episodes_that_wait_for_replies_are_not_computed_again(cache_frac, reply
     assert stats.most_running == load.max_running_requests
 
 
+@pytest.mark.slow
 def test_episodes_whose_replies_wait_for_all_others_end_in_a_cache_for_a_third_of_them():
     """Without a deadlock: some are dropped, which is counted, and are computed again once a turn at most."""
     load = replace(EPISODES, cache_tokens=EPISODES.cache_tokens // 3)

@@ -119,6 +119,7 @@ def test_world_size_need_not_divide_anything(two_ranks, runs):
     assert last["policy/logp_gap_max"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
     """Five rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
     flags = "--num-steps 3 --prompts-per-step 5 --eval-rows 3 --value-warmup-steps 1"
@@ -149,7 +150,7 @@ def assert_all_time_has_a_cause(line: dict) -> None:
     [
         slow("two_ranks", "train_ppo.py", ""),
         slow("one_rank", "train_grpo.py", "--max-staleness 2"),
-        ("one_rank", "train_grpo.py", ""),
+        slow("one_rank", "train_grpo.py", ""),
         slow("one_rank", "train_ppo.py", ""),
         slow("two_ranks", "train_grpo.py", ""),
         slow("two_ranks", "train_grpo.py", "--max-staleness 2"),

@@ -221,6 +221,7 @@ def test_the_plan_computes_what_the_page_says():
     assert phases["generate"]["decode logits"] == 2 * whole
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_gathers_of_each_family():
     """Those of the layers' columns, the embedding and the logits."""
     for name, (raw, _) in PUBLISHED.items():

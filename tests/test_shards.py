@@ -173,6 +173,7 @@ def decode_on_a_device(rank):
     return [tokens for tokens, *_ in expected], [rollout.tokens.tolist() for rollout in got]
 
 
+@pytest.mark.slow
 def test_no_tensor_of_the_host_meets_one_of_the_device(two_ranks):
     """Asynchronously, in the buffers of graphs, with adapters; the sampled tokens are broadcast."""
     for expected, got in two_ranks.run(decode_on_a_device):
@@ -248,6 +249,7 @@ def in_turns(rank, seeds):
     return equal
 
 
+@pytest.mark.slow
 def test_followers_do_as_a_leader_whose_replies_come_at_any_time(two_ranks):
     """Turns with stop tests, a full cache, dropped and preempted requests: the order of calls is the leader's alone."""
     seeds = [int(time.time() * 1000) % 100_000 + i for i in range(2)]

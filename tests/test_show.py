@@ -149,6 +149,7 @@ def test_row_57_a_field_that_is_something_else_never_ends_in_a_traceback(tmp_pat
                 assert text_of(found)
 
 
+@pytest.mark.slow
 def test_the_command_prints_without_colors_to_a_pipe_that_may_end(run):
     """And in a terminal that has letters of ASCII only."""
     line = json.dumps(ANSWER | {"completion": "\u00fc\U0001f600" * 9})

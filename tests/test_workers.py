@@ -213,7 +213,11 @@ def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, acti
 
 
 @pytest.mark.parametrize("kind", [slow("reward"), slow("rollout"), "rollout_async"])
-@pytest.mark.parametrize("action", DIED, ids=lambda action: f"row-25-{action}")
+@pytest.mark.parametrize(
+    "action",
+    [slow(action) if action == "hangs_in_c" else action for action in DIED],
+    ids=lambda action: f"row-25-{action}",
+)
 def test_a_process_that_dies_hangs_or_lies_is_told_and_replaced(functions, monkeypatch, kind, action):
     """Fault 53 for a rollout, fault 26 for output: never taken for an answer."""
     function = functions[kind]

@@ -17,6 +17,7 @@ advance which requests reach their token limit. A request that ends with a stop 
 one token too far, and that token is discarded.
 """
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor
 
 from minirl.errors import InputError
-from minirl.generation.decode_step import DecodeStep, decode, sample_packed
+from minirl.generation.decode_step import decode, sample_packed
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
 from minirl.generation.packed_upload import upload_together
-from minirl.generation.running_requests import NextTurn, PendingTokens, RunningRequests
+from minirl.generation.running_requests import PendingTokens, RunningRequests
 from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
@@ -60,15 +61,6 @@ class _Stem:
     def tokens(self) -> Tensor:
         """The prompt and the tokens sampled before the request was preempted or aborted; int64, on the host."""
         return torch.cat([token_tensor(self.first.prompt_ids), self.first.sampled.tokens])
-
-
-@dataclass
-class _AdmittedGroup:
-    """Admitted requests with their stem, which is kept if others of the group still wait."""
-
-    requests: list[Request]
-    stem: _Stem
-    keeps_stem: bool
 
 
 class Engine:
@@ -124,8 +116,6 @@ class Engine:
         self._dropped: dict[RolloutId, Request] = {}
         # The rows of resumed requests that have tokens which the cache lacks.
         self._resumed: deque[int] = deque()
-        # Their turns that were requested since the last step.
-        self._next_turns: list[NextTurn] = []
         # Have requests finished since the cache was last compacted?
         self._has_gaps = False
         # Launched, but not yet read by the host; oldest first.
@@ -146,7 +136,7 @@ class Engine:
         begins after its tokens.
         """
         for request in requests:
-            self._check(request, request.max_new_tokens)
+            self._check(request)
             if not 0 <= request.turn_start <= len(request.sampled):
                 raise InputError(
                     f"{request.rollout_id}: turn_start {request.turn_start} is not one of 0 to the"
@@ -157,11 +147,11 @@ class Engine:
         self.weight_version = weight_version
         self._waiting.extend(requests)
 
-    def _check(self, request: Request, max_new_tokens: int) -> None:
-        """Raise InputError for a request that can never run with this limit."""
-        if not request.prompt_ids or max_new_tokens < 1:
+    def _check(self, request: Request) -> None:
+        """Raise InputError for a request that can never run."""
+        if not request.prompt_ids or request.max_new_tokens < 1:
             raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
-        max_length = len(request.prompt_ids) + max_new_tokens
+        max_length = len(request.prompt_ids) + request.max_new_tokens
         max_positions = self.config.max_position_embeddings
         if max_length > max_positions:
             raise InputError(
@@ -201,30 +191,25 @@ class Engine:
         if max_new_tokens < 1:
             raise InputError(f"{rollout_id}: a turn needs max_new_tokens >= 1")
         row = self._held.get(rollout_id)
+        request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
+        sampled = request.sampled + appended(tokens)
+        request = replace(
+            request,
+            sampled=sampled,
+            max_new_tokens=len(sampled) + max_new_tokens,
+            stop_test=stop_test,
+            turn_start=len(sampled) if turn_start is None else turn_start,
+            truncation=truncation or request.truncation,
+        )
+        self._check(request)
         if row is None:
-            request = self._dropped[rollout_id]
-            sampled = request.sampled + appended(tokens)
-            request = replace(
-                request,
-                sampled=sampled,
-                max_new_tokens=len(sampled) + max_new_tokens,
-                stop_test=stop_test,
-                turn_start=len(sampled) if turn_start is None else turn_start,
-                truncation=truncation or request.truncation,
-            )
-            self._check(request, request.max_new_tokens)
             del self._dropped[rollout_id]
             self._waiting.appendleft(request)
             if self._cache is None:
                 self._allocate()
         else:
-            num_tokens = int(self._running.counts[row]) + len(tokens)
-            self._check(self._running.requests[row], num_tokens + max_new_tokens)
             del self._held[rollout_id]
-            turn_start = num_tokens if turn_start is None else turn_start
-            truncation = truncation or self._running.requests[row].truncation
-            turn = NextTurn(row, tokens, max_new_tokens, stop_test, turn_start, truncation)
-            self._next_turns.append(turn)
+            self._running.admit(request, row)
             self._resumed.append(row)
 
     def release(self, *rollout_ids: RolloutId) -> None:
@@ -262,7 +247,6 @@ class Engine:
             self._live_cache.compact()
             self._has_gaps = False
         with torch.no_grad(), spent_on("prefill"):
-            self._begin_turns()
             self._compute_appended()
             self._prefill(self._admit())
         with torch.no_grad(), spent_on("decode"):
@@ -291,7 +275,6 @@ class Engine:
         Returns the unfinished requests with the tokens read so far, to be submitted again. Those that wait for a
         further turn can still be resumed.
         """
-        self._begin_turns()
         if self._running:
             self._count_discarded(self._running.rows)
         rows = [*self._running.rows.tolist(), *self._resumed]
@@ -363,7 +346,7 @@ class Engine:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
             from minirl.kernels.cuda_graphs import DecodeGraphs
 
-            self._graphs = DecodeGraphs(self.model, max_blocks=max_blocks)
+            self._graphs = DecodeGraphs(self._cache.states.values(), max_blocks=max_blocks)
             padding_row = self._cache.add(1)
             assert padding_row is not None
             self._padding_row = torch.tensor([padding_row])
@@ -388,21 +371,21 @@ class Engine:
             self._graphs = None
             self._padding_row = torch.arange(0)
 
-    def _admit(self) -> list[_AdmittedGroup]:
+    def _admit(self) -> list[tuple[Request, _Stem]]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
 
         Blocks are reserved only for the tokens that exist: lengths are not known in advance. But a request is admitted
         only if all can then decode `room_tokens` more, because a prefill is wasted on a request that is soon
         preempted. `_extend_or_preempt` copes with a full cache.
         """
-        groups: list[_AdmittedGroup] = []
+        admitted: list[tuple[Request, _Stem]] = []
         self.lacks_room = False
         # Resumed requests that are not computed yet take a place, too.
         num_running = len(self._running) + len(self._resumed)
         while self._waiting and num_running == 0 and self._num_places == 0:
             self._free_one()
         if not self._waiting or num_running >= self._num_places:
-            return groups
+            return admitted
         cache = self._live_cache
         num_prefill_tokens = 0
         # Reserved free blocks: for tokens that requests may decode soon, and for forks, which are made after the
@@ -412,7 +395,7 @@ class Engine:
             first = self._waiting[0]
             length = len(first.prompt_ids) + len(first.sampled)
             stem = self._stem if self._stem and _have_one_stem(first, self._stem.first) else None
-            if stem is None and groups and num_prefill_tokens + length > self.max_prefill_tokens:
+            if stem is None and admitted and num_prefill_tokens + length > self.max_prefill_tokens:
                 break
             num_spare = cache.num_free_blocks if stem else cache.spare_blocks(length)
             blocks_per_request = cache.num_new_blocks(length, self.room_tokens)
@@ -437,16 +420,15 @@ class Engine:
             # If nothing is running, the first request is admitted in any case, without a fork.
             requests = self._take_group(min(num_places, max(1, max_admitted)))
             has_more = bool(self._waiting) and _have_one_stem(self._waiting[0], first)
-            group = _AdmittedGroup(requests, stem, keeps_stem=has_more and max_admitted >= 1)
-            if group.keeps_stem:
+            if has_more and max_admitted >= 1:
                 assert self._stem in (None, stem), "requests of another stem wait further ahead"
                 self._stem = stem
             elif stem is self._stem:
                 self._stem = None
-            groups.append(group)
+            admitted += [(request, stem) for request in requests]
             num_running += len(requests)
             num_promised += len(requests) * blocks_per_request
-        return groups
+        return admitted
 
     def _take_group(self, max_requests: int) -> list[Request]:
         """Take the first waiting request off the queue, and those right after it that can share its stem."""
@@ -501,11 +483,12 @@ class Engine:
             num_blocks += ceil_div(length + self.room_tokens, cache.block_size)
         return num_blocks
 
-    def _prefill(self, groups: list[_AdmittedGroup]) -> None:
-        """Run the groups' new stems packed end to end, fork them, and sample the next token of each request."""
-        if not groups:
+    def _prefill(self, admitted: list[tuple[Request, _Stem]]) -> None:
+        """Run the new stems packed end to end, fork them, and sample the next token of each request."""
+        if not admitted:
             return
-        new_stems = [group.stem for group in groups if group.stem.hidden is None]
+        stems = list(dict.fromkeys(stem for _, stem in admitted))
+        new_stems = [stem for stem in stems if stem.hidden is None]
         if new_stems:
             layout = self._live_cache.prefill_layout([stem.row for stem in new_stems])
             tokens = upload(torch.cat([stem.tokens for stem in new_stems]), self.device)
@@ -515,26 +498,19 @@ class Engine:
             for stem, end in zip(new_stems, ends.tolist(), strict=True):
                 stem.hidden = hidden[end - 1].clone()  # a view would keep the states of the whole prefill
 
-        # The last request of a group takes the stem's own sequence, if none still waits; the others take forks.
-        # Every one of them samples from the stem's hidden state.
-        admitted: list[int] = []
+        # The last request of a stem takes its row, unless others still wait for it; the rest take forks. Every one of
+        # them samples from the stem's hidden state.
+        rows: list[int] = []
         states: list[Tensor] = []
-        for group in groups:
-            assert group.stem.hidden is not None
-            for left, request in zip(reversed(range(len(group.requests))), group.requests, strict=True):
-                takes_stem = left == 0 and not group.keeps_stem
-                row = group.stem.row if takes_stem else self._live_cache.fork(group.stem.row)
-                assert row is not None, "admission reserved no block for a fork"
-                self._running.admit(request, row)
-                admitted.append(row)
-                states.append(group.stem.hidden)
-        self._join(torch.tensor(admitted), torch.stack(states))
-
-    def _begin_turns(self) -> None:
-        """Give the resumed requests the tokens that were appended since the last step."""
-        turns, self._next_turns = self._next_turns, []
-        if turns:
-            self._running.begin_turns(turns)
+        last_of = {stem: request for request, stem in admitted if stem is not self._stem}
+        for request, stem in admitted:
+            assert stem.hidden is not None
+            row = stem.row if last_of.get(stem) is request else self._live_cache.fork(stem.row)
+            assert row is not None, "admission reserved no block for a fork"
+            self._running.admit(request, row)
+            rows.append(row)
+            states.append(stem.hidden)
+        self._join(torch.tensor(rows), torch.stack(states))
 
     def _compute_appended(self) -> None:
         """Compute appended tokens of resumed requests: for each request, up to the end of one cache block.
@@ -589,15 +565,8 @@ class Engine:
         """Start the requests in these rows int64 [n]: sample the next token of each from its hidden state [D]."""
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
         inputs = (self._live_cache.lengths[rows], *self._running.sampling(rows))
-        positions, keys, temperature, *truncation = upload_together(inputs, self.device)
-        packed = sample_packed(
-            self.model,
-            states,
-            keys=keys,
-            positions=positions,
-            temperature=temperature,
-            truncation=truncation,
-        )
+        positions, *sampling = upload_together(inputs, self.device)
+        packed = sample_packed(self.model, states, positions, sampling)
 
         # Append the new tokens to those of the running requests, whose `token_index` stays valid.
         self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
@@ -657,11 +626,13 @@ class Engine:
         sampling = running.sampling(padded)
         inputs = [running.token_index[padded], *sampling, *self._live_cache.decode_inputs(padded)]
         token_index, *uploaded = upload_together(inputs, self.device)
-        keys, temperature, *truncation = uploaded[: len(sampling)]
-        layout = self._live_cache.decode_layout(padded, uploaded[len(sampling) :])
-        step = DecodeStep(self._newest_tokens[token_index], layout, keys, temperature, truncation)
-        sampled = self._graphs.decode(step) if self._graphs is not None else decode(self.model, step)
-        sampled = sampled[:, :num_requests]
+
+        def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:
+            layout = self._live_cache.decode_layout(padded, uploaded[len(sampling) :])
+            return decode(self.model, tokens, layout, uploaded[: len(sampling)])
+
+        run = step if self._graphs is None else functools.partial(self._graphs.run, step)
+        sampled = run(self._newest_tokens[token_index], *uploaded)[:, :num_requests]
         self._newest_tokens = sampled[0]
         running.token_index[rows] = torch.arange(num_requests)
         self._start_reading(rows, sampled)

@@ -6,19 +6,35 @@ them with each step, and the followers repeat them. They sample the same tokens;
 along.
 """
 
+import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from minirl.errors import GuardError
 from minirl.generation.engine import Engine
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, Rollout, RolloutId, StopTest
+from minirl.rollouts import Rollout, StopTest
+
+# A method's name and its arguments.
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def _recorded(method: Any) -> Any:
+    """The same method, whose calls the leader sends to its followers."""
+
+    @functools.wraps(method)
+    def call(engine: "GroupEngine", *args: Any, **options: Any) -> Any:
+        result = method(engine, *args, **options)
+        if engine.leads:
+            engine.calls.append((method.__name__, args, options))
+        return result
+
+    return call
 
 
 class GroupEngine(Engine):
@@ -43,26 +59,14 @@ class GroupEngine(Engine):
         self._group = group
         self._leader = dist.get_global_rank(group, 0)
         self._make_stop_test = make_stop_test
-        # Calls since the last message: the method's name and its arguments.
-        self._calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        # The leader's calls since its last message.
+        self.calls: list[Call] = []
         self._checksum = 0
 
-    def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
-        super().submit(requests, weight_version=weight_version)
-        self._note("submit", requests, weight_version=weight_version)
-
-    def resume(self, rollout_id: RolloutId, tokens: Sequence[int], **turn: Any) -> None:
-        super().resume(rollout_id, tokens, **turn)
-        self._note("resume", rollout_id, tokens, **turn)
-
-    def release(self, *rollout_ids: RolloutId) -> None:
-        super().release(*rollout_ids)
-        self._note("release", *rollout_ids)
-
-    def abort(self) -> list[Request]:
-        unfinished = super().abort()
-        self._note("abort")
-        return unfinished
+    submit = _recorded(Engine.submit)
+    resume = _recorded(Engine.resume)
+    release = _recorded(Engine.release)
+    abort = _recorded(Engine.abort)
 
     def step(self) -> list[Rollout]:
         """`Engine.step`, which the followers repeat (collective in the group, unless there is nothing to do)."""
@@ -99,34 +103,22 @@ class GroupEngine(Engine):
         stats = super().take_stats()
         return stats if self.leads else EngineStats()
 
-    def _note(self, name: str, *args: Any, **options: Any) -> None:
-        if self.leads:
-            self._calls.append((name, args, options))
-
     def _send(self, *, is_step: bool) -> None:
-        """Send the calls since the last message."""
-        calls, self._calls = self._calls, []
-        header = torch.tensor([self._checksum, is_step, bool(calls)])
-        dist.broadcast(header, self._leader, self._group)
-        if calls:
-            sent = [_with_stop_tests(call, lambda test: test.strings) for call in calls]
-            dist.broadcast_object_list([sent], self._leader, self._group)
+        """Send the calls since the last message, and whether a step follows them."""
+        calls = [_with_stop_tests(call, lambda test: test.strings) for call in self.calls]
+        self.calls = []
+        dist.broadcast_object_list([self._checksum, is_step, calls], self._leader, self._group)
 
     @spent_on("wait_ranks")
-    def _receive(self) -> tuple[int, bool, list[Any]]:
+    def _receive(self) -> tuple[int, bool, list[Call]]:
         """The leader's checksum before its next calls, whether a step follows them, and the calls."""
-        header = torch.empty(3, dtype=torch.int64)
-        dist.broadcast(header, self._leader, self._group)
-        checksum, is_step, has_calls = header.tolist()
-        received: list[Any] = [[]]
-        if has_calls:
-            dist.broadcast_object_list(received, self._leader, self._group)
-        return checksum, bool(is_step), [_with_stop_tests(call, self._make_stop_test) for call in received[0]]
+        message: list[Any] = [None] * 3
+        dist.broadcast_object_list(message, self._leader, self._group)
+        checksum, is_step, calls = message
+        return checksum, is_step, [_with_stop_tests(call, self._make_stop_test) for call in calls]
 
 
-def _with_stop_tests(
-    call: tuple[str, tuple[Any, ...], dict[str, Any]], change: Callable[[Any], Any]
-) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+def _with_stop_tests(call: Call, change: Callable[[Any], Any]) -> Call:
     """A call with other stop tests: those of its requests, or of its turn."""
     name, args, options = call
     if name == "submit":

@@ -3,13 +3,11 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.attention import concatenated_ranges
 from minirl.rollouts import (
     NO_TOKENS,
     Completion,
@@ -20,21 +18,6 @@ from minirl.rollouts import (
     rollout_of,
     token_tensor,
 )
-from minirl.truncation import Truncation
-
-
-class NextTurn(NamedTuple):
-    """The next turn of the request in `row`: append `tokens`, then sample up to `max_new_tokens`.
-
-    turn_start: see `Request`.
-    """
-
-    row: int
-    tokens: Sequence[int]
-    max_new_tokens: int
-    stop_test: StopTest | None
-    turn_start: int
-    truncation: Truncation
 
 
 class RunningRequests:
@@ -103,7 +86,7 @@ class RunningRequests:
         return tensors
 
     def admit(self, request: Request, row: int) -> None:
-        """Give a request a row, with the tokens sampled in an earlier phase or before it was preempted."""
+        """Give a request a row, with the tokens that it has so far. The next turn of one that has a row replaces it."""
         kept = request.sampled.kept.rows()
         self._make_room(row, request.max_new_tokens, max(request.truncation.top_k, kept.shape[1]))
         self.requests[row] = request
@@ -123,35 +106,9 @@ class RunningRequests:
             self._num_kept[row, :count] = request.sampled.kept.counts
             self._kept_ids[row, :count, : kept.shape[1]] = kept
         self._stop_ids |= request.stop_ids
-        self._set_stop_test(row, request.stop_test)
-
-    def begin_turns(self, turns: Sequence[NextTurn]) -> None:
-        """Append the tokens of these turns of different requests. All at once: a call costs more than a token."""
-        rows = torch.tensor([turn.row for turn in turns])
-        num_appended = torch.tensor([len(turn.tokens) for turn in turns])
-        starts = self.counts[rows]
-        ends = starts + num_appended
-        limits = ends + torch.tensor([turn.max_new_tokens for turn in turns])
-        num_kept = max(turn.truncation.top_k for turn in turns)
-        self._make_room(int(rows.max()), int(limits.max()), num_kept)
-        columns = concatenated_ranges(starts, num_appended)
-        places = (rows.repeat_interleave(num_appended), columns)
-        self._tokens[places] = token_tensor(
-            list(itertools.chain.from_iterable(turn.tokens for turn in turns))
-        )
-        self._logprobs[places] = 0
-        self._weight_versions[places] = 0
-        self._is_sampled[places] = False
-        self._num_kept[places] = 0
-        self.counts[rows] = ends
-        self.turn_starts[rows] = torch.tensor([turn.turn_start for turn in turns])
-        self.limits[rows] = limits
-        for turn in turns:
-            self._set_stop_test(turn.row, turn.stop_test)
-            request = self.requests[turn.row]
-            if turn.truncation != request.truncation:
-                self.requests[turn.row] = replace(request, truncation=turn.truncation)
-                self.top_ks[turn.row], self.top_ps[turn.row], self.min_ps[turn.row] = turn.truncation
+        self._stop_tests.pop(row, None)
+        if request.stop_test is not None:
+            self._stop_tests[row] = request.stop_test
 
     def run(self, rows: Tensor) -> None:
         """Start the requests in these rows int64 [n], as the youngest ones."""
@@ -209,7 +166,7 @@ class RunningRequests:
         return reasons
 
     def unfinished(self, row: int) -> Request:
-        """The request with the tokens sampled so far, to be submitted again."""
+        """The request with the tokens that it has so far, to be submitted again or to get another turn."""
         return replace(
             self.requests[row],
             sampled=NO_TOKENS + self._completion(row),  # a copy
@@ -240,12 +197,6 @@ class RunningRequests:
             turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
             stopped += itertools.compress(tested, test(turns))
         return stopped
-
-    def _set_stop_test(self, row: int, stop_test: StopTest | None) -> None:
-        if stop_test is None:
-            self._stop_tests.pop(row, None)
-        else:
-            self._stop_tests[row] = stop_test
 
     def _completion(self, row: int) -> Completion:
         """The tokens read so far; they share this object's memory."""

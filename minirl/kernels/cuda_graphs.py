@@ -10,13 +10,13 @@ the cache does. A batch size is captured at its first use, which costs about two
 CPU nothing is captured: the same buffers are passed to the eager step, for tests.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.generation.decode_step import DecodeStep, decode
-from minirl.model.transformer import Transformer
+from minirl.model.delta_rule import DeltaStates
 
 
 class DecodeGraphs:
@@ -25,79 +25,63 @@ class DecodeGraphs:
     Each is captured at its first use.
     """
 
-    def __init__(self, model: Transformer, *, max_blocks: int):
-        """max_blocks: the largest number of columns of a block table."""
-        self.model = model
-        self.max_blocks = max_blocks
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+    def __init__(self, states: Iterable[DeltaStates], *, max_blocks: int):
+        """states: those of the cache, which a step advances; max_blocks: the largest width of a block table."""
+        self._states = [pool for of_layer in states for pool in vars(of_layer).values()]
+        self._max_blocks = max_blocks
+        # By the batch size and the number of inputs.
+        self._buffers: dict[tuple[int, int], list[Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # A handle of a memory pool. Graphs run one after another, so they can share their temporary memory.
         self._memory: Any = None
 
-    def decode(self, step: DecodeStep) -> Tensor:
-        """Run `decode_step.decode`. On CUDA the next step of the same kind overwrites the result."""
-        kind = (len(step.tokens), bool(step.truncation))
-        graph = self._graphs.get(kind)
-        if graph is None:
-            if step.tokens.is_cuda and self._memory is None:
-                self._memory = torch.cuda.graph_pool_handle()
-            graph = _Graph(self.model, step, self.max_blocks, self._memory)
-            self._graphs[kind] = graph
-        return graph.decode(step)
+    def run(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return what `step` makes of these inputs. On CUDA the next step of the same kind overwrites the result.
 
-
-class _Graph:
-    """Input buffers for decode steps of one batch size and, on CUDA, the graph that reads them."""
-
-    def __init__(self, model: Transformer, step: DecodeStep, max_blocks: int, memory: Any):
-        self.model = model
-        self.buffers: list[Tensor] = []
-        for tensor in step.inputs:
-            shape = list(tensor.shape)
-            is_block_table = tensor.ndim == 2
-            if is_block_table:
-                shape[1] = max_blocks
-            self.buffers.append(tensor.new_zeros(shape))
-        self._fill_buffers(step)
-        self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
-        if step.tokens.is_cuda:
-            self._captured = self._capture(step.with_inputs(self.buffers), memory)
-
-    def decode(self, step: DecodeStep) -> Tensor:
-        self._fill_buffers(step)
-        if self._captured is None:
-            return decode(self.model, step.with_inputs(self.buffers))
-        graph, sampled = self._captured
+        inputs: vectors [B] and block tables [B, n]; with states, the slots int64 [B] come last.
+        """
+        kind = (len(inputs[0]), len(inputs))
+        if kind not in self._buffers:
+            self._buffers[kind] = list(map(self._buffer_for, inputs))
+        buffers = self._buffers[kind]
+        for buffer, tensor in zip(buffers, inputs, strict=True):
+            # A block table may be narrower than its buffer; the other columns keep old block numbers, never read.
+            target = buffer[:, : tensor.shape[1]] if tensor.ndim == 2 else buffer
+            target.copy_(tensor)
+        if not inputs[0].is_cuda:
+            return step(*buffers)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(step, buffers)
+        graph, sampled = self._graphs[kind]
         graph.replay()
         return sampled
 
-    def _fill_buffers(self, step: DecodeStep) -> None:
-        for buffer, tensor in zip(self.buffers, step.inputs, strict=True):
-            is_block_table = tensor.ndim == 2
-            if is_block_table:
-                # It may be narrower than its buffer; the other columns keep old block numbers, never read.
-                num_blocks = tensor.shape[1]
-                buffer[:, :num_blocks].copy_(tensor)
-            else:
-                buffer.copy_(tensor)
+    def _buffer_for(self, tensor: Tensor) -> Tensor:
+        """Zeros in the shape of an input, or in the largest of a block table."""
+        shape = [len(tensor), self._max_blocks] if tensor.ndim == 2 else tensor.shape
+        return tensor.new_zeros(shape)
 
-    def _capture(self, step: DecodeStep, memory: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(
+        self, step: Callable[..., Tensor], buffers: Sequence[Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Run the step once so that its kernels are compiled, then capture it. Returns graph and result.
 
         The replay that follows stores the same keys and values in the same places of the cache once more.
         """
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
         # A state would advance twice: it is put back.
-        slots = step.layout.slots
-        pools = [pool for states in step.layout.states.values() for pool in vars(states).values()]
-        before = [pool[slots] for pool in pools]
+        slots = buffers[-1]
+        before = [pool[slots] for pool in self._states]
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            decode(self.model, step)
+            step(*buffers)
         torch.cuda.current_stream().wait_stream(side_stream)
-        for pool, values in zip(pools, before, strict=True):
+        for pool, values in zip(self._states, before, strict=True):
             pool[slots] = values
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            sampled = decode(self.model, step)
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            sampled = step(*buffers)
         return graph, sampled
