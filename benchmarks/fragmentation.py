@@ -34,7 +34,7 @@ from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
-from minirl.training.sharded_model import GATHER_BYTES, ShardedModel
+from minirl.training.sharded_model import ShardedModel
 
 MB = 2**20
 FREE = 79.1 * 2**30 * 0.985  # bytes of a card of 80 GB once CUDA has started
@@ -235,7 +235,8 @@ class Replay:
             self.backward(part, is_last=i == len(MICROBATCHES) - 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        empty(GATHER_BYTES // 2)  # twice as many bytes, in fp32
+        largest = max(self.parameters, key=Tensor.numel)
+        empty(*largest.shape, dtype=largest.dtype)  # gathered to refresh it
 
     @torch.no_grad()
     def generate(self) -> None:

@@ -18,7 +18,6 @@ from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.rollouts import KeptIds
-from minirl.training import sharded_model
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
@@ -197,14 +196,10 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
     assert_close(*results)
 
 
-def updated_on_a_device(
-    rank: int, folder: Path, dtype: torch.dtype, gather_bytes: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def updated_on_a_device(rank: int, folder: Path, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Weights on the device after an update of masters in host memory, and the masters that they are copied from."""
     options = {"dtype": dtype, "device": CPU, "offload_optimizer": True}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_model, "GATHER_BYTES", gather_bytes)
-        model = ShardedModel(read_config(folder), folder, **options)
+    model = ShardedModel(read_config(folder), folder, **options)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     with PretendedCuda():
         weights = {
@@ -220,18 +215,15 @@ def updated_on_a_device(
     return copied, [master.full_tensor().detach().to(dtype) for master in model.masters.values()]
 
 
-@pytest.mark.parametrize("gather_bytes", [32 * 2**20, 2000], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pool", [slow("one_rank"), "two_ranks"])
 def test_masters_in_host_memory_are_updated_there_and_copied_to_the_weights_of_the_device(
-    request, tmp_path, pool, dtype, gather_bytes
+    request, tmp_path, pool, dtype
 ):
     """The norm, clipping and AdamW meet nothing of the device; the shards of all ranks come together there.
 
     Pitfall 47.
     """
     folder = make_folder(tmp_path / "model", RAW_CONFIG)
-    for copied, masters in request.getfixturevalue(pool).run(
-        updated_on_a_device, folder, dtype, gather_bytes
-    ):
+    for copied, masters in request.getfixturevalue(pool).run(updated_on_a_device, folder, dtype):
         assert all(torch.equal(weight, master) for weight, master in zip(copied, masters, strict=True))

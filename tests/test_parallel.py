@@ -22,7 +22,7 @@ from minirl.model.families import read_config, scalar_config
 from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
-from minirl.ranks.process_group import all_gather_rows, broadcast_object, world_size
+from minirl.ranks.process_group import broadcast_object, gather_objects, world_size
 from minirl.rollouts import KeptIds, Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run_folder import RunFolder
@@ -612,7 +612,7 @@ def waiting_for_a_late_rank(rank, folder, shard_gradients):
     model.step(optimizer, lr=1e-3, max_grad_norm=1.0)
     account.switch("report")
     time.sleep(0.5 * rank)
-    all_gather_rows(torch.zeros(rank, 2))
+    gather_objects(rank)
     elapsed, seconds = account.take()
     return seconds, elapsed
 
@@ -729,13 +729,13 @@ def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks,
 
 
 def gathered(rank):
-    return all_gather_rows(torch.arange(3 * rank).view(-1, 1) + 10 * rank), broadcast_object(f"rank {rank}")
+    return torch.cat(gather_objects(torch.arange(3 * rank) + 10 * rank)), broadcast_object(f"rank {rank}")
 
 
 def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
     """A rank may have no rows at all."""
     for rows, name in two_ranks.run(gathered):
-        assert rows[:, 0].tolist() == [10, 11, 12]
+        assert rows.tolist() == [10, 11, 12]
         assert name == "rank 0"
 
 

@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
@@ -37,7 +35,7 @@ from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET, PausedEpisode
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
-from minirl.ranks.process_group import all_gather_rows
+from minirl.ranks.process_group import gather_objects
 from minirl.report.progress_bar import progress_bar
 from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
 from minirl.rewards.reward_queue import RewardQueue
@@ -289,7 +287,7 @@ class Collector:
             self._queue.poll(left_s)
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
         own |= {ordinal for ordinal in self._ended if self._is_ready(ordinal)}
-        return set(all_gather_rows(torch.tensor(sorted(own), dtype=torch.int64)).tolist())
+        return set().union(*gather_objects(own))
 
     def _is_ready(self, ordinal: int) -> bool:
         """Return whether all rollouts of a prompt ended, and no worker still rewards them."""

@@ -25,7 +25,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import has_messages, has_turns_to_tell, messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
-from minirl.ranks.process_group import all_gather_rows, gather_objects, has_joined, rank, world_size
+from minirl.ranks.process_group import gather_objects, has_joined, rank, world_size
 from minirl.rollouts import Request, Rollout, RolloutId
 from minirl.truncation import NO_TRUNCATION, Truncation
 
@@ -395,7 +395,7 @@ def _check_prompts(
         counts = gather_objects(len(rows))
         differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
         refuse(error is None and len(set(counts)) > 1, differ)
-        own = all_gather_rows(own)
+        own = torch.cat(gather_objects(own))
     if error is not None:
         raise InputError(error)
     return own[:, 0], own[:, 1]

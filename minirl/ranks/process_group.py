@@ -220,7 +220,12 @@ def broadcast_object(value: Any) -> Any:
 
 @spent_on("wait_ranks")
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value in rank order, on every rank (collective)."""
+    """Every rank's value in rank order, on every rank (collective).
+
+    A process that has not joined the process group, as in a notebook, is alone.
+    """
+    if not has_joined():
+        return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
@@ -230,27 +235,6 @@ def gather_objects(value: Any) -> list[Any]:
 def barrier() -> None:
     """Wait for all ranks (collective)."""
     dist.barrier()
-
-
-@spent_on("wait_ranks")
-def all_gather_rows(rows: Tensor) -> Tensor:
-    """Concatenate the ranks' host tensors [n_r, ...] along dimension 0, in rank order (collective).
-
-    n_r may differ between ranks and may be 0; the other dimensions and the dtype are the same. A process that has not
-    joined the process group, as in a notebook, is alone.
-    """
-    if not has_joined():
-        return rows
-    counts = torch.zeros(world_size(), dtype=torch.int64)
-    counts[rank()] = len(rows)
-    dist.all_reduce(counts)
-    # all_gather needs the same shape from every rank: send zeros up to the largest count, and drop them
-    # afterwards.
-    padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in range(world_size())]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[:count] for part, count in zip(gathered, counts.tolist(), strict=True)])
 
 
 @spent_on("wait_ranks")

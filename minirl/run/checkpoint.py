@@ -75,23 +75,9 @@ _DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds within which rank 0 must see a file that another rank has written
 IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records`
 _NO_RECORD = object()  # fills up the records of a rank that has fewer than another
-_THREAD_DIED = "its thread died, see the traceback"
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """The folder that a model was loaded from, the config.json to save, and the tokenizer's files.
-
-    kept: see `weights.kept_tensors`.
-    """
-
-    folder: Path
-    config: dict[str, Any]
-    tokenizer_files: dict[str, bytes]
-    kept: dict[str, Tensor]
-
-
-# Writes files into the given folder, and returns their digests by path within it.
+# Write files into the given folder, and return their digests by path within it.
 _FileWriter = Callable[[Path], dict[str, Digest]]
 
 
@@ -114,16 +100,11 @@ class Checkpoints:
     ):
         self._run = run
         self._models = models
-        self._origins: dict[str, _Origin] = {}
+        self._write_model: dict[str, Callable[..., dict[str, Digest]]] = {}
         if rank() == 0:
             (run.path / "checkpoints").mkdir(exist_ok=True)
             for name, (model, _) in models.items():
-                source = sources[name]
-                config = read_json_object(file_of(source, "config.json"))
-                if model.module.config.scalar_head:
-                    config = scalar_config(config)
-                kept = kept_tensors(model.module.config, source)
-                self._origins[name] = _Origin(source, config, read_tokenizer_files(source), kept)
+                self._write_model[name] = _model_writer(model, sources[name])
         self._keep = keep
         self._current_save: _Save | None = None
         self._newest = run.checkpoint
@@ -175,19 +156,17 @@ class Checkpoints:
         copies = {_record_files(world_size())[rank()]: records_copy}
         if rank() == 0:
             copies[EXTRA_FILE] = extra_copy
-        writers: list[_FileWriter] = [
-            functools.partial(copy.write, stem=stem) for stem, copy in copies.items() if copy.plain
+        writers: list[tuple[str, _FileWriter]] = [
+            ("", functools.partial(copy.write, stem=stem)) for stem, copy in copies.items() if copy.plain
         ]
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
             path = _shard_files(name, world_size())[rank()]
-            writers.append(_shards_writer(path, model.state_tensors(optimizer)))
-            prefix = "" if i == 0 else f"{name}/"
+            writers.append(("", functools.partial(_write_shards, path, model.state_tensors(optimizer))))
             has_adapters = model.module.config.adapters is not None
             weights = model.full_masters() if has_adapters else model.whole_weights(keep=rank() == 0)
-            if rank() == 0 and has_adapters:
-                writers.append(_adapters_writer(prefix, model, weights, self._origins[name]))
-            elif rank() == 0:
-                writers.append(_model_writer(prefix, weights, self._origins[name]))
+            if rank() == 0:
+                prefix = "" if i == 0 else f"{name}/"
+                writers.append((prefix, functools.partial(self._write_model[name], tensors=weights)))
         manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
         self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
 
@@ -276,41 +255,29 @@ def copy_remembered(
     return extra_copy, records_copy
 
 
-def _shards_writer(path: str, tensors: Mapping[str, Tensor]) -> _FileWriter:
-    return lambda folder: {path: write_tensors(folder / path, tensors)}
+def _write_shards(path: str, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Digest]:
+    return {path: write_tensors(folder / path, tensors)}
 
 
-def _model_writer(prefix: str, weights: Mapping[str, Tensor], origin: _Origin) -> _FileWriter:
-    """A writer that makes a Hugging Face folder of the weights."""
+def _model_writer(model: ShardedModel, source: Path) -> Callable[..., dict[str, Digest]]:
+    """What writes `tensors` into a folder: a Hugging Face model, or adapters beside the config of their base.
 
-    def write(folder: Path) -> dict[str, Digest]:
-        digests = write_folder(
-            folder / prefix,
-            weights,
-            config=origin.config,
-            tokenizer_files=origin.tokenizer_files,
-            kept=origin.kept,
-        )
-        return {prefix + name: digest for name, digest in digests.items()}
-
-    return write
-
-
-def _adapters_writer(
-    prefix: str, model: ShardedModel, masters: Mapping[str, Tensor], origin: _Origin
-) -> _FileWriter:
-    """A writer that makes a folder of adapters in PEFT's form, beside config and tokenizer of their base.
-
-    masters: the trained parameters in fp32, whole.
+    It reads config, tokenizer and the tensors that no model uses in `source`, the model's folder, once. Adapters are
+    written in PEFT's form, of masters in fp32.
     """
-    config = model.module.config
-    dtype = model.dtype
+    model_config = model.module.config
+    config = read_json_object(file_of(source, "config.json"))
+    if model_config.scalar_head:
+        config = scalar_config(config)
+    tokenizer_files = read_tokenizer_files(source)
+    if model_config.adapters is None:
+        kept = kept_tensors(model_config, source)
+        return functools.partial(write_folder, config=config, tokenizer_files=tokenizer_files, kept=kept)
+    base = str(source.resolve())
 
-    def write(folder: Path) -> dict[str, Digest]:
-        digests = write_configs(folder / prefix, origin.config, origin.tokenizer_files, dtype=dtype)
-        base = str(origin.folder.resolve())
-        digests |= write_adapters(folder / prefix, masters, config, base=base)
-        return {prefix + name: digest for name, digest in digests.items()}
+    def write(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
+        digests = write_configs(folder, config, tokenizer_files, dtype=model.dtype)
+        return digests | write_adapters(folder, tensors, model_config, base=base)
 
     return write
 
@@ -322,31 +289,35 @@ class _Save:
     """
 
     def __init__(
-        self, run: RunFolder, manifest: dict[str, Any], writers: Iterable[_FileWriter], *, keep: int
+        self,
+        run: RunFolder,
+        manifest: dict[str, Any],
+        writers: list[tuple[str, _FileWriter]],
+        *,
+        keep: int,
     ):
+        """writers: they are taken out of the list. Each gets the folder with this path in the checkpoint."""
         self._run = run
         self._manifest = manifest
-        self._writers = list(writers)
+        self._writers = writers
         self._keep = keep
         self._rank = rank()
         name = checkpoint_name(manifest["state"]["step"])
         self.folder = run.path / "checkpoints" / name
         # The temporary folders of all ranks.
         self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(world_size())]
-        self._has_written = threading.Event()  # this rank has written its files, or failed to
-        self._is_abandoned = threading.Event()  # some rank could not write its files
+        self._has_written = threading.Event()  # this rank has written its files
         self._deadline = math.inf  # by time.monotonic(), for the other ranks' files to become visible
-        self._write_error: str | None = _THREAD_DIED  # the error from writing this rank's files
-        self._error: str | None = _THREAD_DIED  # the error from writing them or from the commit
+        self._error: str | None = "its thread died, see the traceback"
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         watchdog.this_process.checkpoint_thread = self._thread
         self._thread.start()
 
     def wait_for_own_files(self) -> str | None:
         """Wait until the thread has written this rank's files; returns its error, or None. Not collective."""
-        while not self._has_written.wait(1.0):
+        while self._thread.is_alive() and not self._has_written.wait(1.0):
             watchdog.heartbeat()
-        return self._write_error
+        return None if self._has_written.is_set() else self._error
 
     def end(self, *, is_abandoned: bool) -> str | None:
         """Wait for the thread to end; returns its error, or None. Not collective.
@@ -354,9 +325,7 @@ class _Save:
         Called when every rank has written its files or failed to. is_abandoned: some rank failed, so the thread of
         rank 0 must not wait for that rank's files.
         """
-        if is_abandoned:
-            self._is_abandoned.set()
-        self._deadline = time.monotonic() + SHARED_S
+        self._deadline = time.monotonic() + (0 if is_abandoned else SHARED_S)
         while self._thread.is_alive():
             self._thread.join(1.0)
             watchdog.heartbeat()
@@ -374,9 +343,10 @@ class _Save:
             digests: dict[str, Digest] = {}
             while self._writers:
                 # A writer holds copies of tensors: remove it to free them once they are written.
-                digests |= self._writers.pop()(half_made)
+                prefix, write = self._writers.pop()
+                written = write(half_made / prefix)
+                digests |= {prefix + name: digest for name, digest in written.items()}
             durable.replace_file(half_made / _DIGESTS_FILE, json.dumps(digests))
-            self._write_error = None
             self._has_written.set()
             if self._rank == 0:
                 self._commit(half_made)
@@ -385,17 +355,11 @@ class _Save:
             free = shutil.disk_usage(self._run.path).free
             what = error.filename or half_made
             self._error = f"{what}: {error.strerror or error} ({free:,} bytes are free)"
-            if self._write_error is not None:  # raised before all files were written
-                self._write_error = self._error
             shutil.rmtree(half_made, ignore_errors=True)
-        finally:
-            self._has_written.set()
 
     def _commit(self, half_made: Path) -> None:
-        """On rank 0, make one checkpoint of all ranks' files, unless the save is abandoned."""
+        """On rank 0, make one checkpoint of all ranks' files."""
         self._wait_for_digests()
-        if self._is_abandoned.is_set():
-            return
         files: dict[str, Digest] = {}
         for path in self._half_made:
             digests = json.loads((path / _DIGESTS_FILE).read_text())
@@ -420,16 +384,14 @@ class _Save:
         prune(self._run.path, keep=self._keep)
 
     def _wait_for_digests(self) -> None:
-        """Wait until rank 0 sees the digests of every rank, or the save is abandoned.
+        """Wait until rank 0 sees the digests of every rank.
 
-        Raises TimeoutError (an OSError) if a rank's digests do not become visible.
+        Raises TimeoutError (an OSError) if a rank's digests do not become visible, or if the save is abandoned.
         """
-        while True:
-            missing = [path for path in self._half_made if not (path / _DIGESTS_FILE).exists()]
-            if not missing or self._is_abandoned.wait(0.02):
-                return
+        while missing := [path for path in self._half_made if not (path / _DIGESTS_FILE).exists()]:
             if time.monotonic() > self._deadline:
                 raise TimeoutError(f"{missing[0]} does not appear here; do all nodes share $MINIRL_RUNS?")
+            time.sleep(0.02)
 
 
 def prune(run_folder: Path, *, keep: int) -> None:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,14 +150,10 @@ def plan_microbatches(
     if not prefixes:
         prefixes = [PromptPrefix(i, 0) for i in range(len(lengths))]
     by_rank = []
-    for members in _balance(_PieceQueue(range(len(lengths)), lengths, prefixes), num_ranks):
-        bins = _first_fit(_PieceQueue(members, lengths, prefixes), max_tokens)
-        by_rank.append([sorted(microbatch) for microbatch in bins])
-    num_microbatches = max(len(microbatches) for microbatches in by_rank)
-    for microbatches in by_rank:
-        num_missing = num_microbatches - len(microbatches)
-        microbatches.extend([] for _ in range(num_missing))
-    return by_rank
+    for members in _balance(lengths, prefixes, num_ranks):
+        by_rank.append(list(map(sorted, _first_fit(members, lengths, prefixes, max_tokens))))
+    num_microbatches = max(map(len, by_rank))
+    return [[*microbatches, *[[]] * (num_microbatches - len(microbatches))] for microbatches in by_rank]
 
 
 # Sequences are placed in two stages, both by pieces and bins. A piece is several sequences with one prompt:
@@ -165,13 +161,14 @@ def plan_microbatches(
 # microbatch (`_first_fit`). Pieces are placed largest first; one that is too large for a bin is halved.
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Sequences with one prompt that are placed together."""
+class _Piece(NamedTuple):
+    """Sequences with one prompt that are placed together. The largest sorts first, then that of the first sequence."""
 
+    minus_size: (
+        int  # tokens that the model computes for these sequences: the prompt once, and every completion
+    )
     members: list[int]  # longest first
     prefix: PromptPrefix
-    size: int  # tokens that the model computes for these sequences: the prompt once, and every completion
 
 
 class _Bin:
@@ -184,121 +181,78 @@ class _Bin:
 
     def load_with(self, piece: _Piece) -> int:
         """The load after adding the piece, whose prompt is free if the bin already has it."""
-        if piece.prefix in self.prefixes:
-            return self.load + piece.size - piece.prefix.num_tokens
-        return self.load + piece.size
-
-    def add(self, piece: _Piece) -> None:
-        self.load = self.load_with(piece)
-        self.members += piece.members
-        self.prefixes.add(piece.prefix)
+        shared = piece.prefix.num_tokens if piece.prefix in self.prefixes else 0
+        return self.load - piece.minus_size - shared
 
 
-class _PieceQueue:
-    """A priority queue of pieces, largest first; at first one piece for each prompt."""
+def _place(
+    members: Sequence[int],
+    lengths: Sequence[int],
+    prefixes: Sequence[PromptPrefix],
+    choose_bin: Callable[[_Piece], _Bin | None],
+) -> None:
+    """Add pieces of these sequences to the bins chosen for them, largest first; None: halve the piece."""
 
-    def __init__(self, members: Sequence[int], lengths: Sequence[int], prefixes: Sequence[PromptPrefix]):
-        self.num_members = len(members)
-        self._lengths = lengths
-        self._prefixes = prefixes
-        self._heap: list[tuple[int, int, _Piece]] = []
-        groups: dict[PromptPrefix, list[int]] = {}
-        for i in sorted(members, key=lambda i: (-lengths[i], i)):
-            groups.setdefault(prefixes[i], []).append(i)
-        for group in groups.values():
-            self._push(group)
+    def piece_of(group: list[int]) -> _Piece:
+        prefix = prefixes[group[0]]
+        completions = sum(lengths[i] - prefix.num_tokens for i in group)
+        return _Piece(-prefix.num_tokens - completions, group, prefix)
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def pop(self) -> _Piece:
-        """Remove and return the largest piece."""
-        _, _, piece = heapq.heappop(self._heap)
-        return piece
-
-    def push_halves(self, piece: _Piece) -> None:
-        """Put a piece back as two: sorted by length, every second member makes about half of the tokens."""
-        self._push(piece.members[::2])
-        self._push(piece.members[1::2])
-
-    def total_size(self) -> int:
-        """Tokens that the model computes for all pieces in the queue."""
-        return sum(piece.size for _, _, piece in self._heap)
-
-    def _push(self, members: list[int]) -> None:
-        prefix = self._prefixes[members[0]]
-        completions = sum(self._lengths[i] - prefix.num_tokens for i in members)
-        piece = _Piece(members, prefix, prefix.num_tokens + completions)
-        # heapq pops the smallest entry: the largest piece, and among equals the one with the smallest first
-        # member. No two pieces have the same first member, so the pieces themselves are never compared.
-        heapq.heappush(self._heap, (-piece.size, members[0], piece))
+    groups: dict[PromptPrefix, list[int]] = {}
+    for i in sorted(members, key=lambda i: (-lengths[i], i)):
+        groups.setdefault(prefixes[i], []).append(i)
+    pieces = list(map(piece_of, groups.values()))
+    heapq.heapify(pieces)
+    while pieces:
+        piece = heapq.heappop(pieces)
+        chosen = choose_bin(piece)
+        if chosen is None:
+            # Sorted by length, every second member makes about half of the tokens.
+            heapq.heappush(pieces, piece_of(piece.members[::2]))
+            heapq.heappush(pieces, piece_of(piece.members[1::2]))
+            continue
+        chosen.load = chosen.load_with(piece)
+        chosen.members += piece.members
+        chosen.prefixes.add(piece.prefix)
 
 
-def _balance(queue: _PieceQueue, num_bins: int) -> list[list[int]]:
-    """Distribute the pieces over bins of about equal load; returns the members of each bin.
+def _balance(lengths: Sequence[int], prefixes: Sequence[PromptPrefix], num_bins: int) -> list[list[int]]:
+    """Distribute the sequences over bins of about equal load; returns the members of each bin.
 
     Each piece, largest first, goes into the bin that has the smallest load with it. If that bin would then
     hold more than an equal share of all tokens, the piece is halved instead, down to single sequences. So
     most prompts are computed in one bin only, and the loads are as equal as if single sequences were placed.
     """
     bins = [_Bin() for _ in range(num_bins)]
-    limit = queue.total_size() / num_bins
-    while queue:
-        piece = queue.pop()
+    completions = sum(lengths) - sum(prefix.num_tokens for prefix in prefixes)
+    limit = (sum(prefix.num_tokens for prefix in set(prefixes)) + completions) / num_bins
+
+    def emptiest(piece: _Piece) -> _Bin | None:
         best = min(bins, key=lambda b: b.load_with(piece))
-        if len(piece.members) > 1 and best.load_with(piece) > limit:
-            queue.push_halves(piece)
-        else:
-            best.add(piece)
+        return best if len(piece.members) == 1 or best.load_with(piece) <= limit else None
+
+    _place(range(len(lengths)), lengths, prefixes, emptiest)
     return [b.members for b in bins]
 
 
-def _first_fit(queue: _PieceQueue, limit: int) -> list[list[int]]:
+def _first_fit(
+    members: Sequence[int], lengths: Sequence[int], prefixes: Sequence[PromptPrefix], limit: int
+) -> list[list[int]]:
     """First-fit bin packing, largest piece first; returns the members of each bin.
 
     Each piece goes into the first bin that it fits into, but a bin that already holds its prompt is
     preferred. A piece that is larger than a whole bin is halved.
     """
-    bins = [_Bin() for _ in range(queue.num_members)]  # more than are needed
-    space = _Space(len(bins), limit)
-    bins_with: dict[PromptPrefix, list[int]] = {}
-    while queue:
-        piece = queue.pop()
-        if piece.size > limit:
-            queue.push_halves(piece)
-            continue
-        with_prompt = bins_with.setdefault(piece.prefix, [])
-        fitting = [i for i in with_prompt if bins[i].load_with(piece) <= limit]
-        # A bin with the prompt that does not fit has no space for the piece and another copy of the prompt.
-        chosen = min(fitting) if fitting else space.first_bin_with(piece.size)
-        bins[chosen].add(piece)
-        space.set(chosen, limit - bins[chosen].load)
+    bins: list[_Bin] = []
+
+    def first_with_space(piece: _Piece) -> _Bin | None:
+        if -piece.minus_size > limit:
+            return None
+        fitting = [b for b in bins if b.load_with(piece) <= limit]
         if not fitting:
-            with_prompt.append(chosen)
-    return [b.members for b in bins if b.members]
+            bins.append(_Bin())
+            return bins[-1]
+        return min(fitting, key=lambda b: piece.prefix not in b.prefixes)
 
-
-class _Space:
-    """The space of n bins as a binary tree: `first_bin_with` takes log(n) steps."""
-
-    def __init__(self, num_bins: int, limit: int):
-        self._num_leaves = 1 << max(0, num_bins - 1).bit_length()
-        # Node 1 is the root, 2 i and 2 i + 1 are the children of i. Each holds the greatest space below it.
-        self._greatest = [limit] * (2 * self._num_leaves)
-
-    def first_bin_with(self, size: int) -> int:
-        """Return the first bin with this much space; one must exist."""
-        node = 1
-        while node < self._num_leaves:
-            node *= 2
-            if self._greatest[node] < size:
-                node += 1
-        return node - self._num_leaves
-
-    def set(self, index: int, size: int) -> None:
-        """Set the space of this bin."""
-        node = index + self._num_leaves
-        self._greatest[node] = size
-        while node > 1:
-            node //= 2
-            self._greatest[node] = max(self._greatest[2 * node], self._greatest[2 * node + 1])
+    _place(members, lengths, prefixes, first_with_space)
+    return [b.members for b in bins]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
-from minirl.ranks.process_group import all_gather_rows, all_reduce_sum, world_size
+from minirl.ranks.process_group import all_reduce_sum, gather_objects, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches, token_tensor
 from minirl.training.assignment import PromptPrefix
@@ -251,33 +251,22 @@ def gather_table(
 
     branch_rewards [m, K] belong to their m branches, end to end; None: each branch has its rollout's rewards.
     """
-    facts = []
-    for rollout in rollouts:
-        for branch in rollout.branches:
-            facts.append(
-                [
-                    *branch.rollout_id,
-                    branch.num_prompt_tokens,
-                    len(branch.tokens),
-                    int(branch.loss_mask.sum()),
-                    branch.own_end in CUT_OFF,
-                ]
-            )
-    # All columns, in the order of the table's, are in one tensor, to gather once. fp64 holds the integers and the
-    # rewards exactly.
-    own_facts = torch.tensor(facts, dtype=torch.float64).view(-1, 7)
     num_branches = torch.tensor([len(rollout.branches) for rollout in rollouts], dtype=torch.int64)
-    own_rewards = rewards.double().repeat_interleave(num_branches, 0)
-    if branch_rewards is None:
-        branch_rewards = own_rewards
-    own = torch.cat([own_facts, own_rewards, branch_rewards], 1)
-    table = all_gather_rows(own)
-    ids = table[:, :3].tolist()  # the prompt ordinal, the sample and the branch
-    order = sorted(range(len(ids)), key=lambda i: ids[i])
-    table = table[order]
-
-    integers, is_truncated, all_rewards, of_branches = table.split([6, 1, *2 * [rewards.shape[1]]], 1)
-    columns = [*integers.long().T, is_truncated[:, 0].bool(), all_rewards, of_branches]
+    of_rollouts = rewards.repeat_interleave(num_branches, 0)
+    of_branches = of_rollouts if branch_rewards is None else branch_rewards
+    own = []
+    for branch, *both_rewards in zip(
+        all_branches(rollouts), of_rollouts.tolist(), of_branches.tolist(), strict=True
+    ):
+        lengths = branch.num_prompt_tokens, len(branch.tokens), int(branch.loss_mask.sum())
+        own.append((*branch.rollout_id, *lengths, branch.own_end in CUT_OFF, *both_rewards))
+    # No two branches have the same id.
+    rows = sorted(itertools.chain(*gather_objects(own)))
+    integers = torch.tensor([row[:6] for row in rows], dtype=torch.int64).view(-1, 6)
+    is_truncated = torch.tensor([row[6] for row in rows], dtype=torch.bool)
+    all_rewards = torch.tensor([row[7:] for row in rows], dtype=torch.float64)
+    by_kind = all_rewards.view(len(rows), 2, rewards.shape[1]).unbind(1)
+    columns = [*integers.T, is_truncated, *by_kind]
     return RolloutTable(*columns)
 
 

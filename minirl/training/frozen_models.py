@@ -80,6 +80,8 @@ class FrozenModel:
         streams = {name: missing.clone() for name in self._names}
         with self._on_device():
             for indices in microbatches:
+                if not indices and self._gathered is None:
+                    continue
                 token_index = batch.token_index(indices)
                 outputs = self._outputs(self.model, batch.select(indices))
                 for stream, output in zip(streams.values(), outputs, strict=False):

@@ -11,7 +11,6 @@ shards. Training and scoring gather one layer at a time, and the root's weights 
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,6 @@ from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-GATHER_BYTES = 32 * 2**20  # bytes of compute weights that `refresh` gathers at a time
 
 
 class ShardedModel:
@@ -146,7 +143,7 @@ class ShardedModel:
         self._frozen = {name: parameters[name] for name in frozen}
         self._names = list(parameters)
         if self.shards_weights:
-            self._slice(config, dtype, device)
+            self._slice(config, device)
             return
         for parameter in self._frozen.values():
             parameter.data = parameter.data.to(device)
@@ -156,7 +153,6 @@ class ShardedModel:
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
         self._sliced: set[str] = set()
-        self._gathers = self._plan_gathers(self.masters)
         self.decoder = self.scorer = self._on_same_storage(config)
 
     def _freeze(
@@ -186,14 +182,14 @@ class ShardedModel:
         model.load_state_dict(parameters, assign=True)
         return model
 
-    def _slice(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def _slice(self, config: ModelConfig, device: torch.device) -> None:
         """Make the decoder of this rank's rows, if the model decodes (collective)."""
         self.scorer = self.decoder = self.module
         self.compute_weights = {}
         self._sliced = set()
         if not config.scalar_head and self.masters:
             with torch.device("meta"):
-                self.decoder = Transformer(config).to(dtype)
+                self.decoder = Transformer(config).to(self.dtype)
             slices = Slices(rank() % self._num_shards, self._num_shards, self._shard_group)
             self._sliced = slice_model(self.decoder, slices)
             self.decoder._apply(lambda tensor: torch.zeros_like(tensor, device=device))
@@ -204,8 +200,7 @@ class ShardedModel:
                 weight = self.compute_weights[name]
                 if shard.shape == weight.shape and shard.device == weight.device:
                     weight.data = shard  # both share one storage
-        self._copy(self._frozen, self._plan_gathers(self._frozen))
-        self._gathers = self._plan_gathers(self.masters)
+        self._copy(self._frozen)
         self.refresh()
 
     def full_masters(self) -> dict[str, Tensor]:
@@ -371,58 +366,30 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
-        Needs twice `GATHER_BYTES` of memory, or none on a single rank whose masters are on the device.
+        Needs the memory of the largest parameter; on a single rank whose masters are on the device none.
         """
         # Copies from the host are asynchronous. The optimizer next writes to the masters once it has gradients, which
         # are computed with the weights copied here: the copies end before that.
-        self._copy(self.masters, self._gathers)
+        self._copy(self.masters)
         wait_for_device()
 
-    def _copy(self, parameters: Mapping[str, Tensor], gathers: Sequence[Sequence["_Rows"]]) -> None:
-        """Copy sharded parameters into the compute weights: own rows if sliced, else `gathers` (collective)."""
-        shards = {name: _local(parameter).detach() for name, parameter in parameters.items()}
-        for name in shards.keys() & self._sliced:
-            self.compute_weights[name][: len(shards[name])].copy_(shards[name], non_blocking=True)
-        for parts in gathers:
-            rows = [shards[part.name][part.first : part.first + part.num_rows] for part in parts]
-            if self._num_shards > 1:
-                targets, sources = self._gather(parts, rows)
-            else:
-                targets = [self.compute_weights[p.name][p.first : p.first + p.num_rows] for p in parts]
-                sources = rows
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-
-    def _plan_gathers(self, parameters: Mapping[str, Tensor]) -> list[list["_Rows"]]:
-        """The rows to gather together, for those of these parameters that are whole in the compute weights."""
-        names = (parameters.keys() & self.compute_weights.keys()) - self._sliced
-        weights = {name: self.compute_weights[name] for name in parameters if name in names}
-        return _plan_gathers(weights, self._num_shards, GATHER_BYTES)
-
-    def _gather(self, parts: Sequence["_Rows"], rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """All ranks' rows of these parts, given this rank's `rows` of its masters, on the device (collective).
-
-        Returns the places in the compute weights, and the values for them in their dtype.
-        """
-        weights = [self.compute_weights[part.name] for part in parts]
-        sizes = [part.num_rows * weight[0].numel() for part, weight in zip(parts, weights, strict=True)]
-        # The last shards of a parameter may have fewer rows, or none; the rest that they send is not used.
-        own = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=weights[0].device)
-        values = [r.flatten() for r in rows]
-        sent = [place[: len(v)] for place, v in zip(own.split(sizes), values, strict=True)]
-        torch._foreach_copy_(sent, values, non_blocking=True)
-        gathered = own.new_empty(self._num_shards * len(own))
-        all_gather_flat(gathered, own, self._shard_group)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for part, weight, by_rank in zip(
-            parts, weights, gathered.view(self._num_shards, -1).split(sizes, 1), strict=True
-        ):
-            for shard, received in enumerate(by_rank):
-                start = shard * part.rows_per_shard + part.first
-                target = weight[start : start + part.num_rows]
-                targets.append(target)
-                sources.append(received[: target.numel()].view_as(target))
-        return targets, sources
+    def _copy(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy sharded parameters into the compute weights, if these have them: own rows or all (collective)."""
+        for name, parameter in parameters.items():
+            weight = self.compute_weights.get(name)
+            if weight is None:
+                continue
+            shard = _local(parameter).detach()
+            if name in self._sliced or self._num_shards == 1:
+                weight[: len(shard)].copy_(shard, non_blocking=True)
+                continue
+            # FSDP cuts the rows into chunks of this many; the last ones may have fewer, or none.
+            num_rows = math.ceil(len(weight) / self._num_shards)
+            own = weight.new_zeros(num_rows, *weight.shape[1:])
+            own[: len(shard)].copy_(shard, non_blocking=True)
+            gathered = own.new_empty(self._num_shards * num_rows, *weight.shape[1:])
+            all_gather_flat(gathered, own, self._shard_group)
+            weight.copy_(gathered[: len(weight)])
 
     def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
         """Describe where sharded tensors are not finite: the first such tensor, and the ranks (collective)."""
@@ -503,31 +470,3 @@ class _CountedReduceScatter:
         old_name = torch.distributed.reduce_scatter_tensor
         reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", old_name)
         return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows `first` to `first + num_rows` of each rank's shard of a parameter. FSDP shards the first dimension."""
-
-    name: str
-    first: int
-    num_rows: int
-    rows_per_shard: int
-
-
-def _plan_gathers(weights: Mapping[str, Tensor], num_ranks: int, max_bytes: int) -> list[list[_Rows]]:
-    """Cut the shards of all parameters into parts to gather together, up to `max_bytes` from all ranks."""
-    gathers: list[list[_Rows]] = [[]]
-    num_bytes = 0
-    for name, weight in weights.items():
-        rows_per_shard = math.ceil(len(weight) / num_ranks)
-        bytes_per_row = weight[0].nbytes * num_ranks
-        max_rows = max(1, max_bytes // bytes_per_row)
-        for first in range(0, rows_per_shard, max_rows):
-            num_rows = min(max_rows, rows_per_shard - first)
-            if gathers[-1] and num_bytes + num_rows * bytes_per_row > max_bytes:
-                gathers.append([])
-                num_bytes = 0
-            gathers[-1].append(_Rows(name, first, num_rows, rows_per_shard))
-            num_bytes += num_rows * bytes_per_row
-    return [parts for parts in gathers if parts]
