@@ -121,15 +121,24 @@ class ModelConfig:
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Those of `LINEAR_LAYERS` that its layers have, with the numbers of their inputs and outputs."""
-        from minirl.model.transformer import Transformer  # which imports this module
-
-        with torch.device("meta"):
-            model = Transformer(self)
-        return {
-            path.rpartition(".")[2]: (layer.in_features, layer.out_features)
-            for path, layer in model.model.layers.named_modules()
-            if isinstance(layer, torch.nn.Linear)
-        }
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        _, fused_name, down_name = self.mlp_names
+        layers = {"o_proj": (queries, hidden), down_name: (inner, hidden)}
+        outputs = {"q_proj": queries * (1 + self.attention_gate), "k_proj": keys, "v_proj": keys}
+        if self.fused_qkv:
+            outputs = {"qkv_proj": queries + 2 * keys}
+        if self.fused_gate_up:
+            outputs[fused_name] = 2 * inner
+        else:
+            outputs |= {"gate_proj": inner, "up_proj": inner} if self.gated_mlp else {"up_proj": inner}
+        if self.delta_net is not None:
+            heads, values = self.delta_net.num_value_heads, self.delta_net.num_values
+            outputs |= {"in_proj_qkv": self.delta_net.num_channels, "in_proj_z": values}
+            outputs |= {"in_proj_b": heads, "in_proj_a": heads}
+            layers["out_proj"] = (values, hidden)
+        return layers | {name: (hidden, num_outputs) for name, num_outputs in outputs.items()}
 
     def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":
         """This shape with adapters on the targets that it has; all of `LINEAR_LAYERS` means all that it has.
