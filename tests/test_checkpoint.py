@@ -3,6 +3,7 @@
 The fast and the point layer of the kill test are here; whole jobs are killed by `benchmarks/kill_jobs.py`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -35,7 +36,6 @@ from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered, own_r
 from minirl.run.run_folder import (
     RunFolder,
     checkpoints_in,
-    claim_folder,
     open_run_folder,
     read_manifest,
 )
@@ -409,19 +409,20 @@ class TestWhatIsGoneOnFrom:
         fork(lambda: (open_run(), os.kill(os.getpid(), signal.SIGKILL))).join()
         open_run().lock.close()
 
-    def test_runs_with_one_generated_name_get_their_own_folders(self, runs):
-        """Though all ask for it at once."""
+    def test_row_14_of_runs_that_begin_with_one_name_at_once_one_gets_it(self, runs):
+        """The others are refused, whether it has written its flags or not."""
+        begun = [open_run_folder("now", FLAGS) for _ in range(8)]
 
-        def create(_) -> RunFolder:
-            return open_run_folder("now", FLAGS, is_name_generated=True).create()
+        def create(run) -> RunFolder | None:
+            with contextlib.suppress(InputError):
+                return run.create()
 
         with ThreadPoolExecutor(8) as pool:
-            created = list(pool.map(create, range(8)))
-        names = {"now", *(f"now-{number}" for number in range(2, 9))}
-        assert {run.path.name for run in created} == {path.name for path in runs.iterdir()} == names
-        (runs / "file").touch()
-        with pytest.raises(InputError, match=r"file.*see \$MINIRL_RUNS"):
-            claim_folder(runs / "file" / "now")
+            (created,) = filter(None, pool.map(create, begun))
+        (created.path / "args.json").touch()
+        created.lock.close()
+        with pytest.raises(InputError, match="another run has just taken this name"):
+            begun[0].create()
 
     def test_row_47_a_name_that_is_a_path_is_refused(self, tmp_path, runs, source):
         """Nothing is made outside of the runs' folder, or in it."""

@@ -9,7 +9,6 @@ runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.ch
 import contextlib
 import dataclasses
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -68,26 +67,22 @@ class RunFolder:
     checkpoint: Path | None  # to resume from; None: start from the first step
     token: str  # random for each start of the run, to make the names of temporary folders unique
     lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
-    is_name_generated: bool = False
 
     def create(self) -> "RunFolder":
         """Make and lock the folder, unless `open_run_folder` found and locked it (collective).
 
-        If another run has just taken a generated name, the name gets a number. Raises InputError on every rank if it
-        cannot make the folder, or if another run has taken the user's name.
+        Raises InputError on every rank if it cannot make the folder, or if another run has just taken its name.
         """
 
         def made() -> RunFolder:
-            path = claim_folder(self.path) if self.is_name_generated else self.path
-            _make_folder(path)
-            lock = _take_lock(path)
-            is_taken = (path / "args.json").is_file()
-            refuse(is_taken, f"{path}: another run has just taken this name; choose another --run-name")
-            return dataclasses.replace(self, path=path, lock=lock)
+            if self.lock is not None:
+                return self
+            _make_folder(self.path)
+            lock = _take_lock(self.path)
+            is_taken = (self.path / "args.json").is_file()
+            refuse(is_taken, f"{self.path}: another run has just taken this name; choose another --run-name")
+            return dataclasses.replace(self, lock=lock)
 
-        is_made = broadcast_object(self.lock is not None)
-        if is_made:
-            return self
         folder = _on_rank_0(made)
         print0(f"run {folder.path}; the same command with --run-name {folder.path.name} resumes it")
         return folder
@@ -126,9 +121,7 @@ def run_before_restart() -> str | None:
     return None
 
 
-def open_run_folder(
-    name: str, flags: Mapping[str, Any], *, resume: str = "auto", is_name_generated: bool = False
-) -> RunFolder:
+def open_run_folder(name: str, flags: Mapping[str, Any], *, resume: str = "auto") -> RunFolder:
     """Find and lock the folder of the earlier run `name`, or choose that of a new run (collective).
 
     An earlier run resumes from its newest intact checkpoint; newer ones, which are damaged, are reported and renamed,
@@ -146,18 +139,15 @@ def open_run_folder(
     def found() -> RunFolder:
         path = _checked_path(name)
         token = secrets.token_hex(4)
-        if is_name_generated or not path.is_dir():
-            return RunFolder(path, None, token, None, is_name_generated)
+        if not path.is_dir():
+            return RunFolder(path, None, token, None)
         _make_folder(path)
         lock = _take_lock(path)
         _refuse_changes(path, flags, resume)
         checkpoint = None if resume == "exact" else _newest_checkpoint(path)
         return RunFolder(path, checkpoint, token, lock)
 
-    folder = _on_rank_0(found)
-    if not is_name_generated and folder.path.is_dir():
-        print0(f"run {folder.path}; the same command with --run-name {name} resumes it")
-    return folder
+    return _on_rank_0(found)
 
 
 def _on_rank_0(opened: Callable[[], RunFolder]) -> RunFolder:
@@ -195,24 +185,6 @@ def _checked_path(name: str) -> Path:
     nearest = next(path for path in parents if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise InputError(f"{folder}: cannot be written to; see --run-name and $MINIRL_RUNS")
-    return folder
-
-
-def claim_folder(folder: Path) -> Path:
-    """Make a new folder, adding a number to its name if that is taken. No two processes get the same one.
-
-    Not collective. Raises InputError if that fails.
-    """
-    first = folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(PRIVATE)
-                break
-            folder = first.with_name(f"{first.name}-{number}")
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; see $MINIRL_RUNS") from None
     return folder
 
 

@@ -6,6 +6,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 import dataclasses
 import functools
 import math
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -357,25 +358,16 @@ class Setup:
         of_prompts = self.held_out.notes()
         if self.config.trains:
             of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
-        in_workers = self._rollout_workers or any(
-            isinstance(function, RewardWorkers) for function in self.reward_functions.values()
-        )
-        if self.config.max_staleness and in_workers:
-            of_prompts.append(
-                "with --max-staleness, a step leaves replies and rewards of workers that take longer than 50 ms to a "
-                "later round: which rollouts it trains on then depends on the clock"
-            )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
 
     def _open_folder(self, name: str) -> RunFolder:
         """The folder of --run-name, of the run before torchrun's restart, or of a new run (collective)."""
-        run_name = self.config.run_name or broadcast_object(run_before_restart())
+        new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         return open_run_folder(
-            run_name or broadcast_object(time.strftime(f"{name}-%Y%m%d-%H%M%S")),
+            self.config.run_name or broadcast_object(run_before_restart() or new_name),
             self._flags,
             resume=self.config.resume if self.config.trains else "exact",
-            is_name_generated=run_name is None,
         )
 
     def _original_model(self) -> Path:

@@ -205,12 +205,10 @@ class ShardedModel:
 
     def full_masters(self) -> dict[str, Tensor]:
         """Copies on the host of all masters in fp32, whole (collective)."""
-        copies = {}
-        for name, master in self.masters.items():
-            whole = master.full_tensor().detach()  # type: ignore[attr-defined]
-            # On a single rank it is the master itself.
-            copies[name] = torch.empty_like(whole, device="cpu").copy_(whole)
-        return copies
+        return {
+            name: _host_copy(master.full_tensor())  # type: ignore[attr-defined]
+            for name, master in self.masters.items()
+        }
 
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
         """Copies on the host of all weights in the compute dtype; {} without `keep`.
@@ -225,7 +223,7 @@ class ShardedModel:
                 whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
             if keep:
                 assert whole is not None
-                copies[name] = torch.empty(whole.shape, dtype=self.dtype).copy_(whole.detach())
+                copies[name] = _host_copy(whole.to(self.dtype))
         return copies
 
     def reshard(self) -> None:
@@ -281,7 +279,11 @@ class ShardedModel:
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
         """
-        gradients = self._take_gradients(optimizer)
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for master in self.masters.values():
+            if id(master) not in trained:
+                master.grad = None
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = self._total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
             where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
@@ -318,11 +320,7 @@ class ShardedModel:
             state = optimizer.state.get(master, {})
             for kind, value in state.items():
                 tensors[f"{kind}.{name}"] = value
-        copies = {}
-        for name, tensor in sorted(tensors.items()):
-            local = _local(tensor)
-            copies[name] = torch.empty_like(local, device="cpu").copy_(local.detach())
-        return copies
+        return {name: _host_copy(_local(tensor)) for name, tensor in sorted(tensors.items())}
 
     @torch.no_grad()
     def load_state(
@@ -413,17 +411,6 @@ class ShardedModel:
                 torch.distributed.broadcast(total, 0)
         return float(total)
 
-    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The gradients of the optimizer's parameters; those of the others are dropped."""
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        gradients = []
-        for master in self.masters.values():
-            if id(master) not in trained:
-                master.grad = None
-            elif master.grad is not None:
-                gradients.append(master.grad)
-        return gradients
-
 
 @functools.cache
 def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
@@ -443,6 +430,11 @@ def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, also of a tensor that is there already."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 class _CountedReduceScatter:
