@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.attention import concatenated_ranges
 from minirl.model.delta_rule import DeltaRows, DeltaStates
 
 
@@ -70,10 +69,9 @@ def index_segments(
         segments.append((begin, end, previous))
     indexed = []
     for segments in rounds:
-        begins, ends, previous_ones = torch.tensor(segments).unbind(1)
-        lengths = ends - begins
-        rows = concatenated_ranges(begins, lengths)
-        indexed.append(Round(rows, F.pad(lengths.cumsum(0), (1, 0)), previous_ones.contiguous()))
+        rows = torch.cat([torch.arange(begin, end) for begin, end, _ in segments])
+        ends = torch.tensor([end - begin for begin, end, _ in segments]).cumsum(0)
+        indexed.append(Round(rows, F.pad(ends, (1, 0)), torch.tensor([number for _, _, number in segments])))
     order = torch.cat([part.rows for part in indexed])
     return SegmentIndex(tuple(Round(*map(upload, part)) for part in indexed), upload(order.argsort()))
 
