@@ -192,11 +192,11 @@ class KVCache:
                 # The window - 1 keys before a token and the token itself touch at most this many blocks.
                 blocks_per_window = (window - 1) // self.block_size + 2
                 num_blocks = min(num_blocks, max_sequences * blocks_per_window)
-            key_block, value_block = self._block_shapes(head_dim)
-            key_shape = (len(layers), num_blocks, *key_block)
-            value_shape = (len(layers), num_blocks, *value_block)
-            keys = torch.empty(key_shape, dtype=dtype, device=device)
-            values = torch.empty(value_shape, dtype=dtype, device=device)
+            key_block, value_block = (head_dim, self.block_size), (self.block_size, head_dim)
+            shapes = [(len(layers), num_blocks, num_kv_heads, *block) for block in (key_block, value_block)]
+            if self.kernel == "flash":
+                shapes = [(len(layers), num_blocks, self.block_size, num_kv_heads, head_dim)] * 2
+            keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
             self.pools.append(CachePool(keys, values, window, self.kernel))
             self.blocks.append(Blocks(num_blocks))
         self._parts = list(zip(self.pools, self.blocks, strict=True))
@@ -207,15 +207,6 @@ class KVCache:
                 self.states[layer] = make_states(delta_net, max_sequences + 1, dtype=dtype, device=device)
         # For each pool the portable kernel's index of the last decode step.
         self._last_index: list[_LastIndex | None] = [None] * len(self.pools)
-
-    def _block_shapes(self, head_dim: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The shapes of one block of keys and of one block of values (see `CachePool`)."""
-        if self.kernel == "flash":
-            shape = (self.block_size, self.num_kv_heads, head_dim)
-            return shape, shape
-        key_block = (self.num_kv_heads, head_dim, self.block_size)
-        value_block = (self.num_kv_heads, self.block_size, head_dim)
-        return key_block, value_block
 
     def _first_block(self, pool: CachePool, position: int) -> int:
         """The number within its sequence of the first block that a token at `position` sees."""

@@ -170,9 +170,7 @@ class PackedLayout:
         """The same on the host."""
         indices: list[Tensor] = []
         num_hidden = 0
-        for i, length in enumerate(self.lengths):
-            parent, num_shared = self.shared[i] if self.shared else (i, 0)
-            num_own = length - num_shared
+        for parent, num_shared, num_own in zip(self.parents, self.num_shared, self.num_own, strict=True):
             index = torch.arange(num_hidden, num_hidden + num_own)
             if num_shared:
                 index = torch.cat([indices[parent][:num_shared], index])
@@ -200,9 +198,7 @@ class PackedLayout:
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
         """How many tokens of each sequence are computed as part of another one."""
-        if not self.shared:
-            return (0,) * len(self.lengths)
-        return tuple(n for _, n in self.shared)
+        return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
 
     @functools.cached_property
     def num_own(self) -> tuple[int, ...]:
