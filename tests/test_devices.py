@@ -9,7 +9,7 @@ from torch import Tensor
 
 import train_grpo
 from minirl.generation.engine import Engine
-from minirl.model import device_kernels, transformer
+from minirl.model import device_kernels, gated_delta_net
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import read_config
 from minirl.model.rotation import rope_table
@@ -122,7 +122,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
 ):
     """Microbatches, logprobs, loss, metrics and gradients; also of a microbatch that is empty."""
     # In backward nothing is pretended, so nothing can be computed again there.
-    monkeypatch.setattr(transformer, "checkpoint", lambda function, *args, use_reentrant: function(*args))
+    monkeypatch.setattr(gated_delta_net, "checkpoint", lambda function, *args, use_reentrant: function(*args))
     gradients = []
     for place in (CPU, device):
         attention = "mixed" if has_fla is None else "states"
