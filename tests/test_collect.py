@@ -350,7 +350,9 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
 
     first, second = make(), make()
     first.collect(1)
-    paused = {tuple(record["id"]) for record in rollout_records(first) if record["finish_reason"] is None}
+    paused = {
+        tuple(record["rollout_id"]) for record in rollout_records(first) if record["finish_reason"] is None
+    }
     replies.append("b")
     resumed(first, second)
     assert second.take_count("restarted") == len(paused) > 0

@@ -204,7 +204,7 @@ class Collector:
         records = [paused_record(running) for running in self._runner.running]
         records += map(finished_record, itertools.chain(*self._ended.values()))
         records += rewarded_records(self._rewarded)
-        records.sort(key=lambda record: record["id"])
+        records.sort(key=id_of)
         groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
         return [{"rollouts": list(group)} for _, group in groups]
 

@@ -259,12 +259,14 @@ def _answers(reply: Reply, count: int) -> Answers:
 
 
 def _signature(description: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of the user's function, as its worker describes the arguments."""
-    parameters = []
-    for name in description["required"]:
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
-    for name in description["optional"]:
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    if description["takes_all"]:
-        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
-    return inspect.Signature(parameters)
+    """Return the signature of the user's function, as its worker describes it."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                getattr(inspect.Parameter, kind),
+                default=inspect.Parameter.empty if is_required else None,
+            )
+            for name, kind, is_required in description["parameters"]
+        ]
+    )
