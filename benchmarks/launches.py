@@ -258,8 +258,8 @@ def counting() -> Iterator[Counts]:
         counts.launch("paged_attention", 2 * q.nbytes + blocks.numel() * block_bytes)
         return torch.empty_like(q)
 
-    def launch(make_kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-        counts.launch(make_kernel.__module__, _nbytes(tensors_in(args)))
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
+        counts.launch(kernel.fn.__module__, _nbytes(tensors_in(args)))
 
     def upload(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True)

@@ -92,6 +92,7 @@ def backward(model: ShardedModel, batch: Batch, *, is_last: bool) -> None:
 @pytest.fixture
 def saved_by_a_layer(monkeypatch):
     """Counts them on meta tensors: torch 2.11's attention for sequences of varying lengths, and a fused norm."""
+    pytest.importorskip("triton")
     monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)

@@ -3,10 +3,11 @@
 The kernels keep gate and up for backward but not silu(gate), so the feed-forward keeps a quarter less.
 """
 
-import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from minirl.kernels import launching
@@ -50,42 +51,28 @@ def _grid(x: Tensor) -> tuple[int]:
     return (-(-x.numel() // TILE),)
 
 
-@functools.cache
-def gate_kernel() -> Any:
+@triton.jit
+def gate_kernel(gate, up, out, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The kernel of forward."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def gate_tile(gate, up, out, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
-        g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
-        u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
-        silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype.element_ty)
-        tl.store(out + place, silu.to(wide) * u, mask=place < size)
-
-    return gate_tile
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
+    g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
+    u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
+    silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype.element_ty)
+    tl.store(out + place, silu.to(wide) * u, mask=place < size)
 
 
-@functools.cache
-def gate_gradient_kernel() -> Any:
+@triton.jit
+def gate_gradient_kernel(  # type: ignore[no-untyped-def]
+    gate, up, grad, grad_gate, grad_up, size, TILE: tl.constexpr
+):
     """The kernel of backward."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def gate_gradient_tile(  # type: ignore[no-untyped-def]
-        gate, up, grad, grad_gate, grad_up, size, TILE: tl.constexpr
-    ):
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
-        g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
-        u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
-        d = tl.load(grad + place, mask=place < size, other=0.0).to(wide)
-        sigmoid = 1.0 / (1.0 + tl.exp(-g))
-        # d silu / d gate = sigmoid (1 + gate (1 - sigmoid))
-        tl.store(grad_gate + place, d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=place < size)
-        tl.store(grad_up + place, d * (g * sigmoid), mask=place < size)
-
-    return gate_gradient_tile
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
+    g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
+    u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
+    d = tl.load(grad + place, mask=place < size, other=0.0).to(wide)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    # d silu / d gate = sigmoid (1 + gate (1 - sigmoid))
+    tl.store(grad_gate + place, d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=place < size)
+    tl.store(grad_up + place, d * (g * sigmoid), mask=place < size)
