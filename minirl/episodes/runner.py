@@ -207,9 +207,10 @@ class EpisodeRunner:
         return RunningEpisode(request, episode, self._host.begin(episode))
 
     def _asks_again(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
-        """Return whether a function asks for its next turn of an earlier process; if not, it is stopped.
+        """Return whether a function asks for its next turn of an earlier process, after the same tokens.
 
-        It gets the turn if that was finished; else the episode has its tokens. Raises RolloutError like `restore`.
+        It gets the turn if that was finished; else the episode has its tokens. If not, the function is stopped. Raises
+        RolloutError like `restore`.
         """
         if isinstance(reply, Failed):
             raise RolloutError(self._failure(running, reply.why))
@@ -222,11 +223,16 @@ class EpisodeRunner:
             )
         except InputError as error:
             raise RolloutError(self._failure(running, str(error))) from None
+        if is_same:
+            present, turn = running.present
+            rollout = paused.branches[turn.branch]
+            # A chat template may write the date.
+            before = [*present.request.prompt_ids, *present.branch.tokens, *turn.appended]
+            is_same = rollout.tokens[: len(before)].tolist() == before
         if not is_same:
             self._host.close(running.number)
             return False
-        present, turn = running.present
-        present.tokens.rollout = paused.branches[turn.branch]
+        present.tokens.rollout = rollout
         if place < len(paused.turns):
             facts = paused.turns[place]
             self._finish_turn(running, facts["num_tokens"], facts["finish_reason"])
