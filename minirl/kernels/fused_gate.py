@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirl.kernels import launching
-
 TILE = 1024  # elements of one program
 
 
@@ -24,7 +22,7 @@ class FusedGate(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
-        launching.launch(gate_kernel, _grid(gate), gate, up, out, gate.numel(), TILE=TILE)
+        gate_kernel[_grid(gate)](gate, up, out, gate.numel(), TILE=TILE)
         return out
 
     @staticmethod
@@ -33,9 +31,7 @@ class FusedGate(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate = torch.empty_like(gate)
         grad_up = torch.empty_like(up)
-        launching.launch(
-            gate_gradient_kernel,
-            _grid(gate),
+        gate_gradient_kernel[_grid(gate)](
             gate,
             up,
             grad.contiguous(),

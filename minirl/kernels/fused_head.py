@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirl.kernels import launching
 from minirl.model.batch_invariance import at_least_fp32, head_logits, wide_mm
 from minirl.model.logprobs import chunk_width, chunked_entropies, log_softmax, mask_left_out
 
@@ -45,9 +44,8 @@ class FusedLogprobs(torch.autograd.Function):
         for i, head_chunk in enumerate(head_chunks):
             logits = mask_left_out(head_logits(hidden, head_chunk), kept_ids, i * width)
             # Fills in column i of totals (logsumexps) and entropies, and the logits of the targets in the chunk.
-            launching.launch(
-                statistics_kernel,
-                (len(logits),),
+            # Without tokens the grid is empty, and Triton launches nothing.
+            statistics_kernel[(len(logits),)](
                 logits,
                 targets,
                 divisor,
@@ -84,9 +82,7 @@ class FusedLogprobs(torch.autograd.Function):
             head_chunk = head[first : first + ctx.width]
             logits = mask_left_out(head_logits(hidden, head_chunk), kept_ids, first)
             grad = torch.empty_like(logits, dtype=head.dtype)
-            launching.launch(
-                gradient_kernel,
-                (len(logits), -(-len(head_chunk) // TILE)),
+            gradient_kernel[(len(logits), -(-len(head_chunk) // TILE))](
                 logits,
                 targets,
                 divisor,

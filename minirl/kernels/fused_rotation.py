@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirl.kernels import launching
 from minirl.model.padding import next_power_of_two
 
 
@@ -35,9 +34,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -
     k = k.contiguous()
     rotated_q = torch.empty_like(q)
     rotated_k = torch.empty_like(k)
-    launching.launch(
-        rotation_kernel,
-        (num_tokens, num_heads + num_kv),
+    rotation_kernel[(num_tokens, num_heads + num_kv)](
         q,
         k,
         cos,

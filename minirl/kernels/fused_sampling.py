@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minirl.kernels import launching
 from minirl.model.padding import next_power_of_two
 
 BLOCK = 512  # tokens per block of the two-level search, as many as in `sampling.inverse_cdf`
@@ -26,9 +25,7 @@ def sample_logits(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple
     greatest = logits.new_empty(num_requests, num_blocks)
     likeliest = torch.empty_like(greatest, dtype=torch.int32)
     totals = torch.empty_like(greatest, dtype=torch.float64)
-    launching.launch(
-        blocks_kernel,
-        (num_requests, num_blocks),
+    blocks_kernel[(num_requests, num_blocks)](
         logits,
         temperature,
         greatest,
@@ -39,9 +36,7 @@ def sample_logits(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple
     )
     tokens = torch.empty_like(uniform, dtype=torch.int64)
     logprobs = logits.new_empty(num_requests)
-    launching.launch(
-        tokens_kernel,
-        (num_requests,),
+    tokens_kernel[(num_requests,)](
         logits,
         temperature,
         uniform,
