@@ -12,7 +12,8 @@ metrics, and its head has as many rows as the batch has loss tokens. Neither FSD
 import argparse
 import contextlib
 import dataclasses
-from collections import Counter
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from workload import print_result
 
 import train_grpo  # found by workload
 from minirl.generation import decode_step
-from minirl.kernels import launching, paged_attention
+from minirl.kernels import fused_gate, fused_head, fused_rotation, fused_sampling, paged_attention
 from minirl.model import attention
 from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead
 from minirl.model.config import Adapters, ModelConfig
@@ -258,22 +259,26 @@ def counting() -> Iterator[Counts]:
         counts.launch("paged_attention", 2 * q.nbytes + blocks.numel() * block_bytes)
         return torch.empty_like(q)
 
-    def launch(make_kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-        counts.launch(make_kernel.__module__, _nbytes(tensors_in(args)))
+    def launch(name: str, *args: Any, **constants: int) -> None:
+        counts.launch(name, _nbytes(tensors_in(args)))
 
     def upload(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True)
 
     with (
+        contextlib.ExitStack() as patches,
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(attention, "kernel_for", return_value="varlen"),
         mock.patch.object(paged_attention, "decode", decode),
-        mock.patch.object(launching, "launch", launch),
         mock.patch.object(attention, "upload", upload),
         mock.patch.object(batching, "upload", upload),
         mock.patch.object(losses, "upload", upload),
         counter,
     ):
+        for module in (fused_gate, fused_head, fused_rotation, fused_sampling):
+            of_any_grid = functools.partial(functools.partial, launch, module.__name__)
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                patches.enter_context(mock.patch.object(module, name, defaultdict(of_any_grid)))
         yield counts
 
 

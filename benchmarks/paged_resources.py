@@ -36,7 +36,7 @@ def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tup
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}  # torch's tensors are
     types |= {"max_blocks": "i32", "window": "i32", "scale": "fp32"}
     source = ASTSource(
-        paged_attention.kernel(),
+        paged_attention.attend_blocks,
         types | dict.fromkeys(constants, "constexpr"),
         constexprs={(len(types) + i,): value for i, value in enumerate(constants.values())},
         attrs=aligned,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import train_grpo
 from minirl.generation.engine import Engine
-from minirl.kernels import paged_attention
 from minirl.model import device_kernels, transformer
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import read_config
@@ -72,7 +71,8 @@ ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
 )
 def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
     """Asynchronously, in the graphs' buffers, with a plain kernel instead of the decode kernel."""
-    monkeypatch.setattr(paged_attention, "decode", plain_decode)
+    pytest.importorskip("triton")
+    monkeypatch.setattr("minirl.kernels.paged_attention.decode", plain_decode)
     model = make_model(attention, torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]
     expected = make_engine(model).generate(requests)

@@ -167,6 +167,10 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
     adapted = config.with_adapters(Adapters(16, 16.0, LINEAR_LAYERS))
     with torch.device("meta"):
         layers = Transformer(config).model.layers
-    linear = [layer for layer in layers.modules() if isinstance(layer, torch.nn.Linear)]
-    expected = sum(16 * (layer.in_features + layer.out_features) for layer in linear)
-    assert num_trained_parameters(adapted) == expected
+    shapes = {
+        path: (layer.in_features, layer.out_features)
+        for path, layer in layers.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+    assert num_trained_parameters(adapted) == sum(16 * sum(shape) for shape in shapes.values())
+    assert config.linear_layers == {path.rpartition(".")[2]: shape for path, shape in shapes.items()}

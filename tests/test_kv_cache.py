@@ -33,7 +33,7 @@ def make_cache(windows=FULL, *, num_blocks: int = 12, max_sequences: int = 64) -
 
 def tables_of(cache: KVCache, row: int) -> list[tuple[int, list[int]]]:
     """In each pool the number of the sequence's first block, and its blocks."""
-    return [tables.of_row(row) for tables in cache.tables]
+    return [blocks.of_row(row) for blocks in cache.blocks]
 
 
 def blocks_of(cache: KVCache, row: int) -> list[int]:
@@ -46,13 +46,13 @@ def first_visible_block(window: int | None, position: int) -> int:
 
 
 def snapshot(cache: KVCache, sequences: list[int]) -> tuple:
-    pools = [(sorted(blocks.free), list(blocks.references)) for blocks in cache.free_lists]
+    pools = [(sorted(blocks.free), list(blocks.references)) for blocks in cache.blocks]
     return pools, [(length_of(cache, s), tables_of(cache, s)) for s in sequences]
 
 
 def check_accounting(cache: KVCache, sequences: list[int]) -> None:
     """Every property that must hold after any operation."""
-    for i, (pool, blocks) in enumerate(zip(cache.pools, cache.free_lists, strict=True)):
+    for i, (pool, blocks) in enumerate(zip(cache.pools, cache.blocks, strict=True)):
         held = Counter(block for s in sequences for block in tables_of(cache, s)[i][1])
         assert blocks.references == [held[b] for b in range(len(blocks.references))]
         assert sorted(blocks.free) == [b for b in range(len(blocks.references)) if not held[b]]
@@ -74,17 +74,17 @@ def can_add(cache: KVCache, length: int) -> bool:
     """Each pool has room for the blocks that it would keep."""
     end = (length - 1) // BLOCK + 1
     needed = [end - first_visible_block(pool.window, length) for pool in cache.pools]
-    return all(len(blocks.free) >= n for blocks, n in zip(cache.free_lists, needed, strict=True))
+    return all(len(blocks.free) >= n for blocks, n in zip(cache.blocks, needed, strict=True))
 
 
 def can_fork(cache: KVCache, sequence: int) -> bool:
-    return length_of(cache, sequence) % BLOCK == 0 or all(blocks.free for blocks in cache.free_lists)
+    return length_of(cache, sequence) % BLOCK == 0 or all(blocks.free for blocks in cache.blocks)
 
 
 def can_extend(cache: KVCache, sequence: int) -> bool:
     """Not at the border of a block, or each pool has a free one, counting blocks that have left the window."""
     length = length_of(cache, sequence)
-    parts = zip(cache.pools, cache.free_lists, tables_of(cache, sequence), strict=True)
+    parts = zip(cache.pools, cache.blocks, tables_of(cache, sequence), strict=True)
     spare = []
     for pool, blocks, (first, table) in parts:
         left = table[: first_visible_block(pool.window, length) - first]
@@ -105,7 +105,7 @@ def test_blocks_are_handed_out_lowest_first():
 def test_a_windowed_pool_has_room_for_its_sequences_at_any_length(window):
     """A pool far smaller than the tokens it serves never refuses `max_sequences` sequences, forks among them."""
     cache = make_cache((window,), num_blocks=1000, max_sequences=3)
-    assert len(cache.free_lists[0].references) < 20
+    assert len(cache.blocks[0].references) < 20
     first = cache.add(1000)
     live = [first, cache.fork(first), cache.add(3000)]
     for _ in range(700):
@@ -164,7 +164,7 @@ def test_random_operations_keep_the_books_and_every_sequence_reads_back_its_own_
         before = snapshot(cache, list(histories))
         if kind == "compact":
             cache.compact()
-            for blocks in cache.free_lists:
+            for blocks in cache.blocks:
                 used = [block for block, references in enumerate(blocks.references) if references]
                 assert used == list(range(len(used))), "a hole is left below a block in use"
         elif kind == "reorder":
@@ -221,7 +221,7 @@ def check_decoding(cache: KVCache, histories: dict[int, list[float]]) -> Counter
         for name, value in vars(index_decode(tables, **shape)).items():
             assert torch.equal(torch.as_tensor(getattr(plan, name)), torch.as_tensor(value)), name
         is_kept = last is not None and last.index is plan
-        is_same = last is not None and (last.rows, last.version) == (rows, cache.tables[i].version)
+        is_same = last is not None and (last.rows, last.version) == (rows, cache.blocks[i].version)
         assert is_kept == is_same
         counts["kept" if is_kept else "made again"] += 1
     return counts

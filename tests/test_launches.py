@@ -12,6 +12,7 @@ from support.scripts import ROOT
 @pytest.fixture(scope="module")
 def launches():
     """The benchmark that counts."""
+    pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         yield importlib.import_module("launches")

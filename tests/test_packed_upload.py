@@ -20,7 +20,7 @@ TENSORS = [
 def test_packed_tensors_are_what_was_packed(first):
     """Of any dtype, shape and stride, in any order, each at an aligned address."""
     tensors = TENSORS[first:] + TENSORS[:first]
-    views = unpack(pack(tensors, pin_memory=False), tensors)
+    views = unpack(pack(tensors), tensors)
     for view, tensor in zip(views, tensors, strict=True):
         assert view.dtype == tensor.dtype
         assert torch.equal(view, tensor)

@@ -11,9 +11,10 @@ import torch
 from minirl.errors import InputError
 from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig
 from minirl.model.families import config_from_dict
+from minirl.model.layers import Linear
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
-from minirl.model.transformer import Linear, Transformer
+from minirl.model.transformer import Transformer
 from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.run.config import RunConfig

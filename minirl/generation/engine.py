@@ -392,17 +392,17 @@ class Engine:
         # prefill, when the stem's keys exist.
         num_promised = self._blocks_soon()
         while self._waiting and num_running < self._num_places:
-            first = self._waiting[0]
-            length = len(first.prompt_ids) + len(first.sampled)
-            stem = self._stem if self._stem and _have_one_stem(first, self._stem.first) else None
+            request = self._waiting[0]
+            length = len(request.prompt_ids) + len(request.sampled)
+            stem = self._stem if self._stem and _have_one_stem(request, self._stem.first) else None
             if stem is None and admitted and num_prefill_tokens + length > self.max_prefill_tokens:
                 break
             num_spare = cache.num_free_blocks if stem else cache.spare_blocks(length)
-            blocks_per_request = cache.num_new_blocks(length, self.room_tokens)
+            num_blocks = cache.num_new_blocks(length, self.room_tokens)
             if length % cache.block_size != 0:
-                blocks_per_request += 1  # a fork's copy of the last, partial block
-            max_admitted = (num_spare - num_promised) // max(1, blocks_per_request)
-            if max_admitted < 1 and num_running > 0:
+                num_blocks += 1  # a fork's copy of the last, partial block
+            has_room = num_spare - num_promised >= max(1, num_blocks)
+            if not has_room and num_running > 0:
                 self.lacks_room = True
                 break
             while num_spare < 0:
@@ -414,28 +414,18 @@ class Engine:
             if stem is None:
                 row = cache.add(length)
                 assert row is not None, "there were spare blocks"
-                stem = _Stem(first, row)
+                stem = _Stem(request, row)
                 num_prefill_tokens += length
-            num_places = self._num_places - num_running
+            admitted.append((self._waiting.popleft(), stem))
+            num_running += 1
+            num_promised += num_blocks
             # If nothing is running, the first request is admitted in any case, without a fork.
-            requests = self._take_group(min(num_places, max(1, max_admitted)))
-            has_more = bool(self._waiting) and _have_one_stem(self._waiting[0], first)
-            if has_more and max_admitted >= 1:
+            if has_room and self._waiting and _have_one_stem(self._waiting[0], request):
                 assert self._stem in (None, stem), "requests of another stem wait further ahead"
                 self._stem = stem
             elif stem is self._stem:
                 self._stem = None
-            admitted += [(request, stem) for request in requests]
-            num_running += len(requests)
-            num_promised += len(requests) * blocks_per_request
         return admitted
-
-    def _take_group(self, max_requests: int) -> list[Request]:
-        """Take the first waiting request off the queue, and those right after it that can share its stem."""
-        group = [self._waiting.popleft()]
-        while len(group) < max_requests and self._waiting and _have_one_stem(self._waiting[0], group[0]):
-            group.append(self._waiting.popleft())
-        return group
 
     def _free_one(self) -> bool:
         """Free the blocks of the stem, or of a request between two turns. Returns False if there is neither."""

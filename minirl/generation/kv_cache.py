@@ -9,7 +9,7 @@ Layers with a gated delta net keep a state of each sequence instead, in the slot
 prefill writes all of it, and a fork copies it.
 
 A sequence is identified by its row, its index in the array of lengths and in the block tables of each pool
-(`BlockTables`). Most steps change no table, so a decode step costs the host a few operations on whole columns,
+(`Blocks`). Most steps change no table, so a decode step costs the host a few operations on whole columns,
 regardless of the number and length of the sequences.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,98 +47,23 @@ def ceil_div(a: Number, b: int) -> Number:
     return -(-a // b)
 
 
-class BlockTables:
-    """The block tables of one pool, one per row of arrays that grow on demand.
+class Blocks:
+    """The blocks of one pool: which are free, and the block tables, one per row of arrays that grow on demand.
 
-    blocks int32 [rows, columns]: a sequence's blocks in its first `counts` columns; the other columns are void.
+    free: a heap of their numbers. references: how many tables have each block.
+    tables int32 [rows, columns]: a sequence's blocks in its first `counts` columns; the other columns are void.
     The block in column i holds the positions from (firsts + i) * block_size up to the next multiple of block_size.
     version: how often a table has changed.
     """
 
-    blocks: Tensor
-    firsts: Tensor
-    counts: Tensor
-
-    def __init__(self) -> None:
-        self.version = 0
-        self._keep(
-            torch.zeros(8, 8, dtype=torch.int32),
-            torch.zeros(8, dtype=torch.int64),
-            torch.zeros(8, dtype=torch.int64),
-        )
-
-    def _keep(self, blocks: Tensor, firsts: Tensor, counts: Tensor) -> None:
-        self.blocks = blocks
-        self.firsts = firsts
-        self.counts = counts
-        # The same memory: numpy reads and writes single numbers much faster.
-        self._blocks = blocks.numpy()
-        self._firsts = firsts.numpy()
-        self._counts = counts.numpy()
-
-    def set(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """Set the blocks of a row."""
-        self.version += 1
-        self._make_room(row, len(blocks))
-        self._firsts[row] = first
-        self._counts[row] = len(blocks)
-        self._blocks[row, : len(blocks)] = blocks
-
-    def append(self, row: int, number: int, block: int) -> None:
-        """Add a block to a row, as this block of its sequence."""
-        self.version += 1
-        count = self._counts[row]
-        self._make_room(row, count + 1)
-        if count == 0:
-            # The window sees nothing before the new block.
-            self._firsts[row] = number
-        self._blocks[row, count] = block
-        self._counts[row] = count + 1
-
-    def pop_before(self, row: int, number: int) -> list[int]:
-        """Remove the blocks of a row with lower numbers within their sequence; returns them."""
-        count = self._counts[row]
-        num_popped = min(max(0, number - self._firsts[row]), count)
-        if num_popped == 0:
-            return []
-        blocks = self._blocks[row, :count].tolist()
-        self.set(row, int(self._firsts[row] + num_popped), blocks[num_popped:])
-        return blocks[:num_popped]
-
-    def renumber(self, moves: Mapping[int, int]) -> None:
-        """Renumber blocks: {old: new}."""
-        self.version += 1
-        highest = max(*moves, int(self.blocks.max()))
-        numbers = torch.arange(highest + 1, dtype=torch.int32)
-        for old, new in moves.items():
-            numbers[old] = new
-        self.blocks.copy_(numbers[self.blocks])
-
-    def of_row(self, row: int) -> tuple[int, list[int]]:
-        """The number of a row's first block within its sequence, and its blocks."""
-        return int(self._firsts[row]), self._blocks[row, : self._counts[row]].tolist()
-
-    def _make_room(self, row: int, num_columns: int) -> None:
-        """Double the arrays if they have too few rows or columns."""
-        num_rows, num_old_columns = self.blocks.shape
-        more_rows = max(num_rows, row + 1 - num_rows) if row >= num_rows else 0
-        more_columns = 0
-        if num_columns > num_old_columns:
-            more_columns = max(num_old_columns, num_columns - num_old_columns)
-        if more_rows or more_columns:
-            self._keep(
-                F.pad(self.blocks, (0, more_columns, 0, more_rows)),
-                F.pad(self.firsts, (0, more_rows)),
-                F.pad(self.counts, (0, more_rows)),
-            )
-
-
-class _FreeList:
-    """The free blocks of one pool, as a heap, and the reference count of every block."""
-
     def __init__(self, num_blocks: int):
         self.free = list(range(num_blocks))
         self.references = [0] * num_blocks
+        # numpy reads and writes single numbers much faster than torch.
+        self.tables = np.zeros((8, 8), np.int32)
+        self.firsts = np.zeros(8, np.int64)
+        self.counts = np.zeros(8, np.int64)
+        self.version = 0
 
     def take(self) -> int:
         """Take the lowest free block."""
@@ -145,11 +71,46 @@ class _FreeList:
         self.references[block] = 1
         return block
 
-    def release(self, block: int) -> None:
-        """Drop one reference; the last one frees the block."""
-        self.references[block] -= 1
-        if self.references[block] == 0:
-            heapq.heappush(self.free, block)
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference of each; the last one frees the block."""
+        for block in blocks:
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                heapq.heappush(self.free, block)
+
+    def of_row(self, row: int) -> tuple[int, list[int]]:
+        """The number of a row's first block within its sequence, and its blocks."""
+        return int(self.firsts[row]), self.tables[row, : self.counts[row]].tolist()
+
+    def set(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """Set the blocks of a row."""
+        self.version += 1
+        num_rows, num_columns = self.tables.shape
+        more_rows = max(num_rows, row + 1 - num_rows) if row >= num_rows else 0
+        more_columns = max(num_columns, len(blocks) - num_columns) if len(blocks) > num_columns else 0
+        if more_rows or more_columns:
+            self.tables = np.pad(self.tables, ((0, more_rows), (0, more_columns)))
+            self.firsts = np.pad(self.firsts, (0, more_rows))
+            self.counts = np.pad(self.counts, (0, more_rows))
+        self.firsts[row] = first
+        self.counts[row] = len(blocks)
+        self.tables[row, : len(blocks)] = blocks
+
+    def release_before(self, row: int, number: int) -> None:
+        """Release the blocks of a row with lower numbers within their sequence."""
+        first, blocks = self.of_row(row)
+        num_released = min(max(0, number - first), len(blocks))
+        if num_released:
+            self.release(blocks[:num_released])
+            self.set(row, first + num_released, blocks[num_released:])
+
+    def append(self, row: int, number: int) -> int:
+        """Take a block for a row, as this block of its sequence."""
+        first, blocks = self.of_row(row)
+        block = self.take()
+        # Without blocks, the window sees nothing before the new one.
+        self.set(row, first if blocks else number, [*blocks, block])
+        return block
 
     def compact(self) -> dict[int, int]:
         """Renumber the n blocks in use to 0 .. n - 1; returns {old: new} for those that change."""
@@ -159,10 +120,15 @@ class _FreeList:
         num_in_use = num_blocks - len(self.free)
         too_high = [block for block in range(num_in_use, num_blocks) if self.references[block] > 0]
         moves = {block: heapq.heappop(self.free) for block in too_high}
+        numbers = np.arange(num_blocks, dtype=np.int32)
         for old, new in moves.items():
+            numbers[old] = new
             self.references[new] = self.references[old]
             self.references[old] = 0
             heapq.heappush(self.free, old)
+        if moves:
+            self.version += 1
+            self.tables = numbers[self.tables]
         return moves
 
 
@@ -208,12 +174,10 @@ class KVCache:
         self.min_users = ceil_div(num_queries, num_query_groups)
 
         self.pools: list[CachePool] = []
-        self.free_lists: list[_FreeList] = []
-        self.tables: list[BlockTables] = []
+        self.blocks: list[Blocks] = []
         # int64 [rows]: how many tokens the sequence has space for.
         self.lengths = torch.zeros(0, dtype=torch.int64)
-        # The same memory for single numbers, as in `BlockTables`.
-        self._lengths = self.lengths.numpy()
+        self._lengths = self.lengths.numpy()  # the same memory, for single numbers
         self._free_rows: list[int] = []
         # For each layer the index of its pool, and the layer's index within that pool.
         self.pool_of_layer: dict[int, tuple[int, int]] = {}
@@ -228,15 +192,14 @@ class KVCache:
                 # The window - 1 keys before a token and the token itself touch at most this many blocks.
                 blocks_per_window = (window - 1) // self.block_size + 2
                 num_blocks = min(num_blocks, max_sequences * blocks_per_window)
-            key_block, value_block = self._block_shapes(head_dim)
-            key_shape = (len(layers), num_blocks, *key_block)
-            value_shape = (len(layers), num_blocks, *value_block)
-            keys = torch.empty(key_shape, dtype=dtype, device=device)
-            values = torch.empty(value_shape, dtype=dtype, device=device)
+            key_block, value_block = (head_dim, self.block_size), (self.block_size, head_dim)
+            shapes = [(len(layers), num_blocks, num_kv_heads, *block) for block in (key_block, value_block)]
+            if self.kernel == "flash":
+                shapes = [(len(layers), num_blocks, self.block_size, num_kv_heads, head_dim)] * 2
+            keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
             self.pools.append(CachePool(keys, values, window, self.kernel))
-            self.free_lists.append(_FreeList(num_blocks))
-            self.tables.append(BlockTables())
-        self._parts = list(zip(self.pools, self.free_lists, self.tables, strict=True))
+            self.blocks.append(Blocks(num_blocks))
+        self._parts = list(zip(self.pools, self.blocks, strict=True))
         # By layer; the slot of a sequence has the number of its row.
         self.states: dict[int, DeltaStates] = {}
         if delta_net is not None:
@@ -244,15 +207,6 @@ class KVCache:
                 self.states[layer] = make_states(delta_net, max_sequences + 1, dtype=dtype, device=device)
         # For each pool the portable kernel's index of the last decode step.
         self._last_index: list[_LastIndex | None] = [None] * len(self.pools)
-
-    def _block_shapes(self, head_dim: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The shapes of one block of keys and of one block of values (see `CachePool`)."""
-        if self.kernel == "flash":
-            shape = (self.block_size, self.num_kv_heads, head_dim)
-            return shape, shape
-        key_block = (self.num_kv_heads, head_dim, self.block_size)
-        value_block = (self.num_kv_heads, self.block_size, head_dim)
-        return key_block, value_block
 
     def _first_block(self, pool: CachePool, position: int) -> int:
         """The number within its sequence of the first block that a token at `position` sees."""
@@ -268,9 +222,9 @@ class KVCache:
         """
         end = ceil_div(num_tokens, self.block_size)
         spare = []
-        for pool, free_list, _ in self._parts:
+        for pool, blocks in self._parts:
             num_needed = end - self._first_block(pool, num_tokens)
-            spare.append(len(free_list.free) - num_needed)
+            spare.append(len(blocks.free) - num_needed)
         return min(spare)
 
     def num_new_blocks(self, length: Number, num_more: Number) -> Number:
@@ -280,7 +234,7 @@ class KVCache:
     @property
     def num_free_blocks(self) -> int:
         """Free blocks in the pool that has the fewest."""
-        return min(len(free_list.free) for free_list in self.free_lists)
+        return min(len(blocks.free) for blocks in self.blocks)
 
     def add(self, num_tokens: int) -> int | None:
         """Reserve blocks for a sequence of `num_tokens`; returns its row, or None if there are too few blocks.
@@ -291,12 +245,12 @@ class KVCache:
             return None
         end = ceil_div(num_tokens, self.block_size)
         row = self._take_row(num_tokens)
-        for pool, free_list, tables in self._parts:
+        for pool, blocks in self._parts:
             first = self._first_block(pool, num_tokens)
-            blocks = [free_list.take() for _ in range(first, end)]
+            taken = [blocks.take() for _ in range(first, end)]
             # Prefill fills all blocks but the last one.
-            self._clear(pool, blocks[-1:])
-            tables.set(row, first, blocks)
+            self._clear(pool, taken[-1:])
+            blocks.set(row, first, taken)
         return row
 
     def _take_row(self, length: int) -> int:
@@ -321,6 +275,11 @@ class KVCache:
             pool.keys[:, blocks] = 0
             pool.values[:, blocks] = 0
 
+    def _copy(self, pool: CachePool, old: int, new: int) -> None:
+        """Copy a block."""
+        pool.keys[:, new] = pool.keys[:, old]
+        pool.values[:, new] = pool.values[:, old]
+
     def fork(self, parent: int) -> int | None:
         """Make a second sequence with the same tokens; returns None if no block is free for its partial one."""
         length = int(self._lengths[parent])
@@ -328,20 +287,19 @@ class KVCache:
         if has_partial_block and self.num_free_blocks < 1:
             return None
         fork = self._take_row(length)
-        for pool, free_list, tables in self._parts:
-            first, blocks = tables.of_row(parent)
+        for pool, blocks in self._parts:
+            first, taken = blocks.of_row(parent)
             # Full blocks are never written again, so both sequences can read the same ones. Each will write its next
             # tokens into the partial block, so the fork gets a copy of that. With no partial block a fork
             # takes no block.
-            partial = blocks.pop() if has_partial_block else None
-            for block in blocks:
-                free_list.references[block] += 1
+            partial = taken.pop() if has_partial_block else None
+            for block in taken:
+                blocks.references[block] += 1
             if partial is not None:
-                copy = free_list.take()
-                pool.keys[:, copy] = pool.keys[:, partial]
-                pool.values[:, copy] = pool.values[:, partial]
-                blocks.append(copy)
-            tables.set(fork, first, blocks)
+                copy = blocks.take()
+                self._copy(pool, partial, copy)
+                taken.append(copy)
+            blocks.set(fork, first, taken)
         for states in self.states.values():
             for pool_of_states in vars(states).values():
                 pool_of_states[fork] = pool_of_states[parent]
@@ -365,14 +323,12 @@ class KVCache:
         """
         position = int(self._lengths[row])
         if position % self.block_size == 0:
-            for pool, free_list, tables in self._parts:
-                for block in tables.pop_before(row, self._first_block(pool, position)):
-                    free_list.release(block)
+            for pool, blocks in self._parts:
+                blocks.release_before(row, self._first_block(pool, position))
             if self.num_free_blocks == 0:
                 return False
-            for pool, free_list, tables in self._parts:
-                block = free_list.take()
-                tables.append(row, position // self.block_size, block)
+            for pool, blocks in self._parts:
+                block = blocks.append(row, position // self.block_size)
                 self._clear(pool, [block])
         self._lengths[row] += 1
         return True
@@ -390,11 +346,9 @@ class KVCache:
 
     def free(self, row: int) -> None:
         """Free all blocks of a sequence, and its row."""
-        for _, free_list, tables in self._parts:
-            _, blocks = tables.of_row(row)
-            for block in blocks:
-                free_list.release(block)
-            tables.set(row, 0, [])
+        for blocks in self.blocks:
+            blocks.release(blocks.of_row(row)[1])
+            blocks.set(row, 0, [])
         heapq.heappush(self._free_rows, row)
 
     def compact(self) -> None:
@@ -405,15 +359,11 @@ class KVCache:
         """
         if self.kernel != "portable":
             return
-        for pool, free_list, tables in self._parts:
-            moves = free_list.compact()
+        for pool, blocks in self._parts:
             # A block that several sequences share moves once. Blocks are large: one copy each takes a third of the
             # time of one copy by index for all.
-            for old, new in moves.items():
-                pool.keys[:, new] = pool.keys[:, old]
-                pool.values[:, new] = pool.values[:, old]
-            if moves:
-                tables.renumber(moves)
+            for old, new in blocks.compact().items():
+                self._copy(pool, old, new)
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
@@ -429,7 +379,7 @@ class KVCache:
         offsets: list[Tensor] = []
         start = 0  # of the sequence among the packed tokens
         for row, length in zip(rows, lengths, strict=True):
-            first, table = self.tables[pool_index].of_row(row)
+            first, table = self.blocks[pool_index].of_row(row)
             # Tokens before the table's first block have left the window: they are computed, but not stored.
             positions = torch.arange(first * self.block_size, length)
             index_in_table = positions // self.block_size - first
@@ -454,15 +404,16 @@ class KVCache:
         lengths = self.lengths[rows] if lengths is None else lengths
         positions = lengths - 1
         inputs = [positions, positions % self.block_size]
-        for tables in self.tables:
-            counts = tables.counts[rows]
-            inputs.append(tables.blocks[rows, counts - 1].long())
+        for blocks in self.blocks:
+            tables, firsts, counts = map(torch.from_numpy, (blocks.tables, blocks.firsts, blocks.counts))
+            counts = counts[rows]
+            inputs.append(tables[rows, counts - 1].long())
             # A table starts at this position of its sequence, which is not 0 once blocks have left the window.
-            first_positions = tables.firsts[rows] * self.block_size
+            first_positions = firsts[rows] * self.block_size
             inputs.append((lengths - first_positions).int())
             if self.kernel != "portable":
                 # Void columns hold numbers of other blocks. The kernels read no further than the keys.
-                inputs.append(tables.blocks[:, : int(counts.max())].index_select(0, rows))
+                inputs.append(tables[:, : int(counts.max())].index_select(0, rows))
         return [*inputs, rows] if self.states else inputs
 
     def decode_layout(
@@ -506,7 +457,7 @@ class KVCache:
         index = self._decode_index(pool_index, rows)
         # Mask the keys in a sequence's blocks that the last token does not see: the unused end
         # of the last block, and those before the window, which may start within the first block.
-        first_positions = self.tables[pool_index].firsts[rows] * self.block_size
+        first_positions = torch.from_numpy(self.blocks[pool_index].firsts)[rows] * self.block_size
         num_blocks = index.blocks.shape[1]
         key_index = torch.arange(num_blocks * self.block_size)
         key_position = first_positions[:, None] + key_index
@@ -523,17 +474,17 @@ class KVCache:
 
         Most steps change no block table, so they reuse the index of the step before.
         """
-        tables = self.tables[pool_index]
+        blocks = self.blocks[pool_index]
         row_numbers = rows.tolist()
         last = self._last_index[pool_index]
-        if last is not None and last.version == tables.version and last.rows == row_numbers:
+        if last is not None and last.version == blocks.version and last.rows == row_numbers:
             return last.index
         index = index_decode(
-            [tables.of_row(row)[1] for row in row_numbers],
+            [blocks.of_row(row)[1] for row in row_numbers],
             num_kv=self.num_kv_heads,
             groups=self.num_query_groups,
             min_users=self.min_users,
             num_padded=padding.num_padded(len(rows), self.device),
         )
-        self._last_index[pool_index] = _LastIndex(tables.version, row_numbers, index)
+        self._last_index[pool_index] = _LastIndex(blocks.version, row_numbers, index)
         return index

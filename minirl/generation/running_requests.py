@@ -27,7 +27,6 @@ class RunningRequests:
 
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
-    turn_starts int64: tokens after the prompt before the present turn
     keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling the
     present turn
     past_requests int64: how many requests had this row before, to tell their unread tokens from the present one's
@@ -43,7 +42,6 @@ class RunningRequests:
         self.requests: dict[int, Request] = {}
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64)
         self.limits = torch.zeros(num_rows, dtype=torch.int64)
-        self.turn_starts = torch.zeros(num_rows, dtype=torch.int64)
         self.keys = torch.zeros(num_rows, dtype=torch.int64)
         self.temperatures = torch.zeros(num_rows)
         self.top_ks = torch.zeros(num_rows, dtype=torch.int64)
@@ -60,10 +58,9 @@ class RunningRequests:
         self._num_kept = torch.zeros(num_rows, 0, dtype=torch.int32)
         # [rows, columns, width]: the tokens that each one was sampled among, `_num_kept` of them.
         self._kept_ids = torch.zeros(num_rows, 0, 0, dtype=torch.int32)
-        # The stop tokens of all requests so far; each request lists its own.
+        # The stop tokens of all requests so far, and whether one had a stop test; each request has its own.
         self._stop_ids: frozenset[int] = frozenset()
-        # By row, for the present turns that have one.
-        self._stop_tests: dict[int, StopTest] = {}
+        self._has_stop_tests = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -92,7 +89,6 @@ class RunningRequests:
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
-        self.turn_starts[row] = request.turn_start
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
         self.top_ks[row], self.top_ps[row], self.min_ps[row] = request.truncation
@@ -106,9 +102,7 @@ class RunningRequests:
             self._num_kept[row, :count] = request.sampled.kept.counts
             self._kept_ids[row, :count, : kept.shape[1]] = kept
         self._stop_ids |= request.stop_ids
-        self._stop_tests.pop(row, None)
-        if request.stop_test is not None:
-            self._stop_tests[row] = request.stop_test
+        self._has_stop_tests |= request.stop_test is not None
 
     def run(self, rows: Tensor) -> None:
         """Start the requests in these rows int64 [n], as the youngest ones."""
@@ -124,7 +118,6 @@ class RunningRequests:
         """Forget the requests in these rows, which no longer run."""
         for row in rows:
             del self.requests[row]
-            self._stop_tests.pop(row, None)
 
     def tokens_after(self, row: int, length: int) -> Tensor:
         """The tokens of a request after the first `length`, which include the prompt; int64."""
@@ -153,7 +146,7 @@ class RunningRequests:
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
         stopped: list[int] = []
-        if self._stop_tests:
+        if self._has_stop_tests:
             stopped = self._stopped_by_test(rows.tolist())
             may_end |= torch.isin(rows, torch.tensor(stopped, dtype=torch.int64))
         reasons: dict[int, str] = {}
@@ -167,13 +160,7 @@ class RunningRequests:
 
     def unfinished(self, row: int) -> Request:
         """The request with the tokens that it has so far, to be submitted again or to get another turn."""
-        return replace(
-            self.requests[row],
-            sampled=NO_TOKENS + self._completion(row),  # a copy
-            max_new_tokens=int(self.limits[row]),
-            stop_test=self._stop_tests.get(row),
-            turn_start=int(self.turn_starts[row]),
-        )
+        return replace(self.requests[row], sampled=NO_TOKENS + self._completion(row))  # a copy
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
@@ -185,15 +172,17 @@ class RunningRequests:
         """Return the rows whose stop test ends their turn. Asks each test once."""
         rows_of: dict[StopTest, list[int]] = {}
         for row in rows:
-            if row in self._stop_tests:
-                rows_of.setdefault(self._stop_tests[row], []).append(row)
+            test = self.requests[row].stop_test
+            if test is not None:
+                rows_of.setdefault(test, []).append(row)
         stopped: list[int] = []
         for test, tested in rows_of.items():
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
             tails = self._tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()
             # How many tokens of each tail came before the turn.
-            befores = (self.turn_starts[tested] + test.max_tokens - ends).clamp(min=0).tolist()
+            starts = torch.tensor([self.requests[row].turn_start for row in tested])
+            befores = (starts + test.max_tokens - ends).clamp(min=0).tolist()
             turns = [tail[before:] for tail, before in zip(tails, befores, strict=True)]
             stopped += itertools.compress(tested, test(turns))
         return stopped
@@ -206,7 +195,7 @@ class RunningRequests:
         kept = KeptIds.of_rows(self._kept_ids[row, :count], self._num_kept[row, :count])
         return Completion(*streams, kept=kept)
 
-    def _make_room(self, row: int, num_columns: int, num_kept: int = 0) -> None:
+    def _make_room(self, row: int, num_columns: int, num_kept: int) -> None:
         """Grow the arrays if they lack this row, and the matrices if they have fewer columns or keep fewer ids."""
         num_rows, num_old_columns, num_old_kept = self._kept_ids.shape
         if row < num_rows and num_columns <= num_old_columns and num_kept <= num_old_kept:

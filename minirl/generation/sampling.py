@@ -160,15 +160,12 @@ def sample(
             temperature = (temperature > 0).float()
         return *sample_logits(logits, temperature, uniform), kept_ids
     divisor = _divisor(temperature)
-    head_chunks = head.split(vocab_chunk)
-    logit_chunks = [chunk_logits(hidden, chunk, divisor) for chunk in head_chunks]
-    logits = logit_chunks[0] if len(logit_chunks) == 1 else torch.cat(logit_chunks, -1)
+    logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
     if gather is not None:
         logits = gather(logits)
     if truncation:
         kept_ids = truncate(logits, temperature, *truncation)
-    if truncation or gather is not None:
-        logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
+    logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
     if len(logit_chunks) == 1:
         logprobs = log_softmax(logits, None)
     else:

@@ -7,6 +7,7 @@ one. Each of these segments begins with the state at the end of an earlier one, 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +16,7 @@ from torch import Tensor
 from minirl.model.delta_rule import DeltaRows, DeltaStates
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Rows of the model from `begin` to before `end`, and which segment of the round before it follows."""
-
-    begin: int
-    end: int
-    previous: int
-
-
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """Segments that are computed together, because the round before computed their predecessors.
 
     rows int64 [n]: the indices of the segments' rows among the model's, end to end.
@@ -65,7 +56,8 @@ def index_segments(
         while 0 < shared <= num_shared[owner]:
             owner = parents[owner]
         end_before[starts[i]] = starts[owner] + shared - num_shared[owner] if shared else 0
-    rounds: list[list[Segment]] = []
+    # Of each segment: the rows at which it begins and ends, and which segment of the round before it follows.
+    rounds: list[list[tuple[int, int, int]]] = []
     ended_by = {0: (-1, 0)}  # of each segment's end: its round, and its number there
     cuts = sorted({*end_before, *end_before.values(), starts[-1]})
     for begin, end in itertools.pairwise(cuts):
@@ -74,22 +66,14 @@ def index_segments(
             rounds.append([])
         segments = rounds[round_before + 1]
         ended_by[end] = (round_before + 1, len(segments))
-        segments.append(Segment(begin, end, previous))
-    order = torch.cat([_rows(segments) for segments in rounds])
-    indexed = [_index_round(segments, upload) for segments in rounds]
-    return SegmentIndex(tuple(indexed), upload(order.argsort()))
-
-
-def _rows(segments: Sequence[Segment]) -> Tensor:
-    """The model's rows that segments have, end to end: int64 [n]."""
-    return torch.cat([torch.arange(segment.begin, segment.end) for segment in segments])
-
-
-def _index_round(segments: Sequence[Segment], upload: Callable[[Tensor], Tensor]) -> Round:
-    """Put these segments in a round."""
-    lengths = torch.tensor([segment.end - segment.begin for segment in segments])
-    previous = torch.tensor([segment.previous for segment in segments])
-    return Round(upload(_rows(segments)), upload(F.pad(lengths.cumsum(0), (1, 0))), upload(previous))
+        segments.append((begin, end, previous))
+    indexed = []
+    for segments in rounds:
+        rows = torch.cat([torch.arange(begin, end) for begin, end, _ in segments])
+        ends = torch.tensor([end - begin for begin, end, _ in segments]).cumsum(0)
+        indexed.append(Round(rows, F.pad(ends, (1, 0)), torch.tensor([number for _, _, number in segments])))
+    order = torch.cat([part.rows for part in indexed])
+    return SegmentIndex(tuple(Round(*map(upload, part)) for part in indexed), upload(order.argsort()))
 
 
 def run_segments(

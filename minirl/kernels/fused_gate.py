@@ -3,13 +3,12 @@
 The kernels keep gate and up for backward but not silu(gate), so the feed-forward keeps a quarter less.
 """
 
-import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-
-from minirl.kernels import launching
 
 TILE = 1024  # elements of one program
 
@@ -23,7 +22,7 @@ class FusedGate(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
-        launching.launch(gate_kernel, _grid(gate), gate, up, out, gate.numel(), TILE=TILE)
+        gate_kernel[_grid(gate)](gate, up, out, gate.numel(), TILE=TILE)
         return out
 
     @staticmethod
@@ -32,9 +31,7 @@ class FusedGate(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad_gate = torch.empty_like(gate)
         grad_up = torch.empty_like(up)
-        launching.launch(
-            gate_gradient_kernel,
-            _grid(gate),
+        gate_gradient_kernel[_grid(gate)](
             gate,
             up,
             grad.contiguous(),
@@ -50,42 +47,28 @@ def _grid(x: Tensor) -> tuple[int]:
     return (-(-x.numel() // TILE),)
 
 
-@functools.cache
-def gate_kernel() -> Any:
+@triton.jit
+def gate_kernel(gate, up, out, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The kernel of forward."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def gate_tile(gate, up, out, size, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
-        g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
-        u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
-        silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype.element_ty)
-        tl.store(out + place, silu.to(wide) * u, mask=place < size)
-
-    return gate_tile
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
+    g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
+    u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
+    silu = (g / (1.0 + tl.exp(-g))).to(gate.dtype.element_ty)
+    tl.store(out + place, silu.to(wide) * u, mask=place < size)
 
 
-@functools.cache
-def gate_gradient_kernel() -> Any:
+@triton.jit
+def gate_gradient_kernel(  # type: ignore[no-untyped-def]
+    gate, up, grad, grad_gate, grad_up, size, TILE: tl.constexpr
+):
     """The kernel of backward."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def gate_gradient_tile(  # type: ignore[no-untyped-def]
-        gate, up, grad, grad_gate, grad_up, size, TILE: tl.constexpr
-    ):
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
-        g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
-        u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
-        d = tl.load(grad + place, mask=place < size, other=0.0).to(wide)
-        sigmoid = 1.0 / (1.0 + tl.exp(-g))
-        # d silu / d gate = sigmoid (1 + gate (1 - sigmoid))
-        tl.store(grad_gate + place, d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=place < size)
-        tl.store(grad_up + place, d * (g * sigmoid), mask=place < size)
-
-    return gate_gradient_tile
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    wide = tl.float64 if gate.dtype.element_ty == tl.float64 else tl.float32
+    g = tl.load(gate + place, mask=place < size, other=0.0).to(wide)
+    u = tl.load(up + place, mask=place < size, other=0.0).to(wide)
+    d = tl.load(grad + place, mask=place < size, other=0.0).to(wide)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    # d silu / d gate = sigmoid (1 + gate (1 - sigmoid))
+    tl.store(grad_gate + place, d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=place < size)
+    tl.store(grad_up + place, d * (g * sigmoid), mask=place < size)

@@ -5,13 +5,13 @@ gradient is written once per pass, and what bounds the memory is the width of th
 logits of a chunk once: in forward it makes statistics of each row, in backward the gradient.
 """
 
-import functools
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from minirl.kernels import launching
 from minirl.model.batch_invariance import at_least_fp32, head_logits, wide_mm
 from minirl.model.logprobs import chunk_width, chunked_entropies, log_softmax, mask_left_out
 
@@ -44,9 +44,8 @@ class FusedLogprobs(torch.autograd.Function):
         for i, head_chunk in enumerate(head_chunks):
             logits = mask_left_out(head_logits(hidden, head_chunk), kept_ids, i * width)
             # Fills in column i of totals (logsumexps) and entropies, and the logits of the targets in the chunk.
-            launching.launch(
-                statistics_kernel,
-                (len(logits),),
+            # Without tokens the grid is empty, and Triton launches nothing.
+            statistics_kernel[(len(logits),)](
                 logits,
                 targets,
                 divisor,
@@ -82,8 +81,19 @@ class FusedLogprobs(torch.autograd.Function):
         for first in range(0, len(head), ctx.width):
             head_chunk = head[first : first + ctx.width]
             logits = mask_left_out(head_logits(hidden, head_chunk), kept_ids, first)
-            grad = _logit_gradient(
-                logits, head.dtype, targets, divisor, totals, entropies, by_logprob, by_entropy, first=first
+            grad = torch.empty_like(logits, dtype=head.dtype)
+            gradient_kernel[(len(logits), -(-len(head_chunk) // TILE))](
+                logits,
+                targets,
+                divisor,
+                totals,
+                entropies,
+                by_logprob,
+                by_entropy,
+                grad,
+                first,
+                len(head_chunk),
+                TILE=TILE,
             )
             del logits
             grad_hidden.add_(wide_mm(grad, head_chunk, head.dtype))
@@ -93,125 +103,74 @@ class FusedLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_head, *[None] * 4
 
 
-def _logit_gradient(
-    logits: Tensor,
-    dtype: torch.dtype,
-    targets: Tensor,
-    divisor: Tensor,
-    totals: Tensor,
-    entropies: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor,
-    *,
-    first: int,
-) -> Tensor:
-    """Return the gradient [M, W] of the logits [M, W] of a chunk whose first token is `first`, in the head's `dtype`.
-
-    totals [M]: logsumexps over the vocabulary. by_logprob and by_entropy [M]: the incoming gradients over the
-    temperature.
-    """
-    num_logits = logits.shape[1]
-    grad = torch.empty_like(logits, dtype=dtype)
-    launching.launch(
-        gradient_kernel,
-        (len(logits), -(-num_logits // TILE)),
-        logits,
-        targets,
-        divisor,
-        totals,
-        entropies,
-        by_logprob,
-        by_entropy,
-        grad,
-        first,
-        num_logits,
-        TILE=TILE,
-    )
-    return grad
-
-
-@functools.cache
-def statistics_kernel() -> Any:
+@triton.jit(do_not_specialize=["first", "chunk", "num_chunks"])
+def statistics_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    divisor,
+    totals,
+    entropies,
+    target_logits,
+    first,
+    width,
+    chunk,
+    num_chunks,
+    TILE: tl.constexpr,
+):
     """The kernel of forward: a program makes logsumexp and entropy of a row, and finds its target's logit."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["first", "chunk", "num_chunks"])
-    def chunk_statistics(  # type: ignore[no-untyped-def]
-        logits,
-        targets,
-        divisor,
-        totals,
-        entropies,
-        target_logits,
-        first,
-        width,
-        chunk,
-        num_chunks,
-        TILE: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        temperature = tl.load(divisor)
-        # Online, as each tile is read: the greatest logit z, the sum of e = exp(z - greatest), and that of
-        # e (z - greatest). When the greatest logit rises by d, the sums become exp(-d) sum and
-        # exp(-d) (moment - d sum).
-        greatest = temperature * 0 - float("inf")
-        total = temperature * 0
-        moment = temperature * 0
-        for start in range(0, width, TILE):
-            column = start + tl.arange(0, TILE)
-            z = tl.load(logits + row * width + column, mask=column < width, other=-float("inf")) / temperature
-            new_greatest = tl.maximum(greatest, tl.max(z, 0))
-            # As long as all logits are -inf, differences to 0 serve, since those to -inf are NaN.
-            base = tl.where(new_greatest == -float("inf"), 0.0, new_greatest)
-            e = tl.exp(z - base)
-            rise = tl.where(total > 0, base - greatest, 0.0)
-            shrink = tl.exp(-rise)
-            moment = shrink * (moment - rise * total) + tl.sum(tl.where(e > 0, e * (z - base), 0.0), 0)
-            total = shrink * total + tl.sum(e, 0)
-            greatest = new_greatest
-        log_total = tl.log(total)
-        tl.store(totals + row * num_chunks + chunk, greatest + log_total)
-        tl.store(entropies + row * num_chunks + chunk, log_total - moment / total)
-        target = tl.load(targets + row) - first
-        is_in_chunk = (target >= 0) & (target < width)
-        target_logit = tl.load(logits + row * width + target, mask=is_in_chunk, other=0.0)
-        tl.store(target_logits + row, target_logit / temperature, mask=is_in_chunk)
-
-    return chunk_statistics
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(divisor)
+    # Online, as each tile is read: the greatest logit z, the sum of e = exp(z - greatest), and that of
+    # e (z - greatest). When the greatest logit rises by d, the sums become exp(-d) sum and
+    # exp(-d) (moment - d sum).
+    greatest = temperature * 0 - float("inf")
+    total = temperature * 0
+    moment = temperature * 0
+    for start in range(0, width, TILE):
+        column = start + tl.arange(0, TILE)
+        z = tl.load(logits + row * width + column, mask=column < width, other=-float("inf")) / temperature
+        new_greatest = tl.maximum(greatest, tl.max(z, 0))
+        # As long as all logits are -inf, differences to 0 serve, since those to -inf are NaN.
+        base = tl.where(new_greatest == -float("inf"), 0.0, new_greatest)
+        e = tl.exp(z - base)
+        rise = tl.where(total > 0, base - greatest, 0.0)
+        shrink = tl.exp(-rise)
+        moment = shrink * (moment - rise * total) + tl.sum(tl.where(e > 0, e * (z - base), 0.0), 0)
+        total = shrink * total + tl.sum(e, 0)
+        greatest = new_greatest
+    log_total = tl.log(total)
+    tl.store(totals + row * num_chunks + chunk, greatest + log_total)
+    tl.store(entropies + row * num_chunks + chunk, log_total - moment / total)
+    target = tl.load(targets + row) - first
+    is_in_chunk = (target >= 0) & (target < width)
+    target_logit = tl.load(logits + row * width + target, mask=is_in_chunk, other=0.0)
+    tl.store(target_logits + row, target_logit / temperature, mask=is_in_chunk)
 
 
-@functools.cache
-def gradient_kernel() -> Any:
+@triton.jit(do_not_specialize=["first"])
+def gradient_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    divisor,
+    totals,
+    entropies,
+    by_logprob,
+    by_entropy,
+    grad,
+    first,
+    width,
+    TILE: tl.constexpr,
+):
     """The kernel of backward: a program makes the gradient of a tile of a row."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["first"])
-    def logit_gradient(  # type: ignore[no-untyped-def]
-        logits,
-        targets,
-        divisor,
-        totals,
-        entropies,
-        by_logprob,
-        by_entropy,
-        grad,
-        first,
-        width,
-        TILE: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        is_logit = column < width
-        z = tl.load(logits + row * width + column, mask=is_logit, other=0.0) / tl.load(divisor)
-        logprob = z - tl.load(totals + row)
-        by_target = tl.load(by_logprob + row)
-        # The probability is 0 where the bound acts, and without it 0 times -inf would be NaN.
-        surprise = tl.maximum(logprob + tl.load(entropies + row), -1e4)
-        g = -tl.exp(logprob) * (by_target + tl.load(by_entropy + row) * surprise)
-        is_target = column == tl.load(targets + row) - first
-        g = tl.where(is_target, g + by_target, g)
-        tl.store(grad + row * width + column, g, mask=is_logit)
-
-    return logit_gradient
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_logit = column < width
+    z = tl.load(logits + row * width + column, mask=is_logit, other=0.0) / tl.load(divisor)
+    logprob = z - tl.load(totals + row)
+    by_target = tl.load(by_logprob + row)
+    # The probability is 0 where the bound acts, and without it 0 times -inf would be NaN.
+    surprise = tl.maximum(logprob + tl.load(entropies + row), -1e4)
+    g = -tl.exp(logprob) * (by_target + tl.load(by_entropy + row) * surprise)
+    is_target = column == tl.load(targets + row) - first
+    g = tl.where(is_target, g + by_target, g)
+    tl.store(grad + row * width + column, g, mask=is_logit)

@@ -7,10 +7,9 @@ request's keys has no effect, even NaN, so blocks need no clearing. The launch d
 arguments alone, so that a CUDA graph can replay it.
 """
 
-import functools
-from typing import Any
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from minirl.model.padding import next_power_of_two
@@ -49,7 +48,7 @@ def decode(
     means = q.new_empty(num_padded, num_kv, num_splits, groups, dim, dtype=mean_dtype)
     log_weights = q.new_empty(num_padded, num_kv, num_splits, groups, dtype=torch.float32)
     grid = (len(lengths), num_kv, num_splits)
-    kernel()[grid](
+    attend_blocks[grid](
         q.contiguous(),
         keys,
         values,
@@ -89,92 +88,85 @@ def _padded_size(size: int) -> int:
     return max(16, next_power_of_two(size))
 
 
-@functools.cache
-def kernel() -> Any:
+@triton.jit
+def attend_blocks(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    blocks,
+    lengths,
+    means,
+    log_weights,
+    max_blocks,
+    window,
+    scale,
+    NUM_KV: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """The Triton kernel, made when it is first used; triton is not installed everywhere."""
-    import triton
-    import triton.language as tl
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    group = tl.arange(0, PADDED_GROUPS)
+    dim = tl.arange(0, PADDED_DIM)
+    key = tl.arange(0, TILE)
+    is_dim = dim < DIM
+    is_query = (group < GROUPS)[:, None] & is_dim
+    query_row = (request * NUM_KV + head) * GROUPS + group
+    query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
 
-    @triton.jit
-    def attend_blocks(  # type: ignore[no-untyped-def]
-        q,
-        keys,
-        values,
-        blocks,
-        lengths,
-        means,
-        log_weights,
-        max_blocks,
-        window,
-        scale,
-        NUM_KV: tl.constexpr,
-        GROUPS: tl.constexpr,
-        DIM: tl.constexpr,
-        PADDED_GROUPS: tl.constexpr,
-        PADDED_DIM: tl.constexpr,
-        BLOCK: tl.constexpr,
-        TILE: tl.constexpr,
-    ):
-        request = tl.program_id(0)
-        head = tl.program_id(1)
-        split = tl.program_id(2)
-        num_splits = tl.num_programs(2)
-        group = tl.arange(0, PADDED_GROUPS)
-        dim = tl.arange(0, PADDED_DIM)
-        key = tl.arange(0, TILE)
-        is_dim = dim < DIM
-        is_query = (group < GROUPS)[:, None] & is_dim
-        query_row = (request * NUM_KV + head) * GROUPS + group
-        query = tl.load(q + query_row[:, None] * DIM + dim, mask=is_query, other=0.0)
+    # The request sees keys begin..end - 1 of its table; each split takes equally many of their tiles.
+    end = tl.load(lengths + request)
+    begin = tl.maximum(end - window, 0) if window > 0 else 0
+    first_tile = begin // TILE
+    end_tile = tl.cdiv(end, TILE)
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    split_start = first_tile + split * tiles_per_split
+    split_end = tl.minimum(first_tile + (split + 1) * tiles_per_split, end_tile)
 
-        # The request sees keys begin..end - 1 of its table; each split takes equally many of their tiles.
-        end = tl.load(lengths + request)
-        begin = tl.maximum(end - window, 0) if window > 0 else 0
-        first_tile = begin // TILE
-        end_tile = tl.cdiv(end, TILE)
-        tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
-        split_start = first_tile + split * tiles_per_split
-        split_end = tl.minimum(first_tile + (split + 1) * tiles_per_split, end_tile)
+    # Online softmax (https://arxiv.org/abs/1805.02867): the greatest score so far, the sum of
+    # exp(score - greatest), and the sum of the values with these weights. When the greatest score rises,
+    # both sums are scaled down.
+    greatest = tl.full([PADDED_GROUPS], -float("inf"), tl.float32)
+    total = tl.zeros([PADDED_GROUPS], tl.float32)
+    mean = tl.zeros([PADDED_GROUPS, PADDED_DIM], tl.float32)
+    for tile in range(split_start, split_end):
+        first_key = tile * TILE
+        block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
+        block_start = (block * NUM_KV + head) * DIM * BLOCK
+        # The hint makes the loads of keys 16 bytes wide. Without it they are compiled to 2 bytes each.
+        offset = tl.multiple_of(first_key % BLOCK, TILE) + key
+        is_seen = (first_key + key < end) & (first_key + key >= begin)
+        # Keys are not masked by `is_seen`, which would break the wide loads. Their scores are.
+        k = tl.load(
+            keys + block_start + dim[:, None] * BLOCK + offset,
+            mask=is_dim[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            values + block_start + offset[:, None] * DIM + dim,
+            mask=is_seen[:, None] & is_dim,
+            other=0.0,
+        )
+        scores = tl.dot(query, k, input_precision="ieee") * scale
+        scores = tl.where(is_seen, scores, -float("inf"))
+        # Finite, because every tile has a key that is seen.
+        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+        probs = tl.exp(scores - new_greatest[:, None])
+        shrink = tl.exp(greatest - new_greatest)
+        total = total * shrink + tl.sum(probs, 1)
+        mean = mean * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+        greatest = new_greatest
 
-        # Online softmax (https://arxiv.org/abs/1805.02867): the greatest score so far, the sum of
-        # exp(score - greatest), and the sum of the values with these weights. When the greatest score rises,
-        # both sums are scaled down.
-        greatest = tl.full([PADDED_GROUPS], -float("inf"), tl.float32)
-        total = tl.zeros([PADDED_GROUPS], tl.float32)
-        mean = tl.zeros([PADDED_GROUPS, PADDED_DIM], tl.float32)
-        for tile in range(split_start, split_end):
-            first_key = tile * TILE
-            block = tl.load(blocks + request * max_blocks + first_key // BLOCK).to(tl.int64)
-            block_start = (block * NUM_KV + head) * DIM * BLOCK
-            # The hint makes the loads of keys 16 bytes wide. Without it they are compiled to 2 bytes each.
-            offset = tl.multiple_of(first_key % BLOCK, TILE) + key
-            is_seen = (first_key + key < end) & (first_key + key >= begin)
-            # Keys are not masked by `is_seen`, which would break the wide loads. Their scores are.
-            k = tl.load(
-                keys + block_start + dim[:, None] * BLOCK + offset,
-                mask=is_dim[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                values + block_start + offset[:, None] * DIM + dim,
-                mask=is_seen[:, None] & is_dim,
-                other=0.0,
-            )
-            scores = tl.dot(query, k, input_precision="ieee") * scale
-            scores = tl.where(is_seen, scores, -float("inf"))
-            # Finite, because every tile has a key that is seen.
-            new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-            probs = tl.exp(scores - new_greatest[:, None])
-            shrink = tl.exp(greatest - new_greatest)
-            total = total * shrink + tl.sum(probs, 1)
-            mean = mean * shrink[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-            greatest = new_greatest
-
-        output_row = ((request * NUM_KV + head) * num_splits + split) * GROUPS + group
-        # A split without keys has total 0, mean 0 and weight exp(-inf).
-        divisor = tl.where(total > 0, total, 1.0)
-        mean = mean / divisor[:, None]
-        tl.store(means + output_row[:, None] * DIM + dim, mean, mask=is_query)
-        tl.store(log_weights + output_row, greatest + tl.log(divisor), mask=group < GROUPS)
-
-    return attend_blocks
+    output_row = ((request * NUM_KV + head) * num_splits + split) * GROUPS + group
+    # A split without keys has total 0, mean 0 and weight exp(-inf).
+    divisor = tl.where(total > 0, total, 1.0)
+    mean = mean / divisor[:, None]
+    tl.store(means + output_row[:, None] * DIM + dim, mean, mask=is_query)
+    tl.store(log_weights + output_row, greatest + tl.log(divisor), mask=group < GROUPS)

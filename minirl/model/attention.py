@@ -170,9 +170,7 @@ class PackedLayout:
         """The same on the host."""
         indices: list[Tensor] = []
         num_hidden = 0
-        for i, length in enumerate(self.lengths):
-            parent, num_shared = self.shared[i] if self.shared else (i, 0)
-            num_own = length - num_shared
+        for parent, num_shared, num_own in zip(self.parents, self.num_shared, self.num_own, strict=True):
             index = torch.arange(num_hidden, num_hidden + num_own)
             if num_shared:
                 index = torch.cat([indices[parent][:num_shared], index])
@@ -200,9 +198,7 @@ class PackedLayout:
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
         """How many tokens of each sequence are computed as part of another one."""
-        if not self.shared:
-            return (0,) * len(self.lengths)
-        return tuple(n for _, n in self.shared)
+        return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
 
     @functools.cached_property
     def num_own(self) -> tuple[int, ...]:
@@ -285,12 +281,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
         pool_index, layer_in_pool = layout.pool_of_layer[layer]
         cached = layout.caches[pool_index]
         cached.store(layer_in_pool, k, v)
-    if isinstance(layout, PackedLayout):
-        return _attend_packed(q, k, v, layout, window)
-    return _attend_cached(q, cached, layer_in_pool)
-
-
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None) -> Tensor:
+    if isinstance(layout, DecodeLayout):
+        return _attend_cached(q, cached, layer_in_pool)
     kernel = kernel_for(q.device, q.dtype)
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
@@ -305,7 +297,20 @@ def _attend_cached(q: Tensor, cached: Cached, layer_in_pool: int) -> Tensor:
     keys = pool.keys[layer_in_pool]
     values = pool.values[layer_in_pool]
     if pool.kernel == "flash":
-        return _decode_flash(q, keys, values, read, pool.window)
+        from flash_attn import flash_attn_with_kvcache
+
+        left = -1 if pool.window is None else pool.window - 1
+        # flash-attn takes queries as [B, new tokens, H, C], with one new token.
+        out = flash_attn_with_kvcache(
+            q[:, None],
+            keys,
+            values,
+            cache_seqlens=read.lengths,
+            block_table=read.blocks,
+            causal=True,
+            window_size=(left, 0),
+        )
+        return out[:, 0]
     if pool.kernel == "paged":
         from minirl.kernels import paged_attention
 
@@ -363,20 +368,3 @@ def _attend_varlen(
 def takes_shared_key_heads(varlen_attn: Callable[..., Any]) -> bool:
     """Return whether torch's kernel takes key heads that query heads share: from torch 2.12 on."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _decode_flash(q: Tensor, keys: Tensor, values: Tensor, read: DecodeRead, window: int | None) -> Tensor:
-    from flash_attn import flash_attn_with_kvcache
-
-    left = -1 if window is None else window - 1
-    # flash-attn takes queries as [B, new tokens, H, C], with one new token.
-    out = flash_attn_with_kvcache(
-        q[:, None],
-        keys,
-        values,
-        cache_seqlens=read.lengths,
-        block_table=read.blocks,
-        causal=True,
-        window_size=(left, 0),
-    )
-    return out[:, 0]

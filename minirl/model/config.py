@@ -36,12 +36,11 @@ class LayerNorms(NamedTuple):
 
 NORMS_BEFORE = LayerNorms()
 
-# The linear layers of a decoder layer, which can have adapters.
-_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
-_DELTA_LAYERS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-_FUSED_LAYERS = ("qkv_proj", "gate_up_proj", "input_linear", "output_linear")
-LINEAR_LAYERS = (*_ATTENTION_LAYERS, *_MLP_LAYERS, *_FUSED_LAYERS, *_DELTA_LAYERS)
+# The linear layers of all families' decoder layers, which can have adapters.
+LINEAR_LAYERS = tuple(
+    "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj input_linear output_linear "
+    "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj".split()
+)
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,26 @@ class ModelConfig:
         return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
 
     @property
-    def linear_layers(self) -> tuple[str, ...]:
-        """Those of `LINEAR_LAYERS` that its layers have."""
-        attention: tuple[str, ...] = ("qkv_proj", "o_proj") if self.fused_qkv else _ATTENTION_LAYERS
-        if self.delta_net is not None:
-            attention += _DELTA_LAYERS
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Those of `LINEAR_LAYERS` that its layers have, with the numbers of their inputs and outputs."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        _, fused_name, down_name = self.mlp_names
+        layers = {"o_proj": (queries, hidden), down_name: (inner, hidden)}
+        outputs = {"q_proj": queries * (1 + self.attention_gate), "k_proj": keys, "v_proj": keys}
+        if self.fused_qkv:
+            outputs = {"qkv_proj": queries + 2 * keys}
         if self.fused_gate_up:
-            return (*attention, *self.mlp_names[1:])
-        return attention + (_MLP_LAYERS if self.gated_mlp else _MLP_LAYERS[1:])
+            outputs[fused_name] = 2 * inner
+        else:
+            outputs |= {"gate_proj": inner, "up_proj": inner} if self.gated_mlp else {"up_proj": inner}
+        if self.delta_net is not None:
+            heads, values = self.delta_net.num_value_heads, self.delta_net.num_values
+            outputs |= {"in_proj_qkv": self.delta_net.num_channels, "in_proj_z": values}
+            outputs |= {"in_proj_b": heads, "in_proj_a": heads}
+            layers["out_proj"] = (values, hidden)
+        return layers | {name: (hidden, num_outputs) for name, num_outputs in outputs.items()}
 
     def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":
         """This shape with adapters on the targets that it has; all of `LINEAR_LAYERS` means all that it has.
@@ -135,11 +146,12 @@ class ModelConfig:
         Raises InputError for a target that it lacks.
         """
         if adapters is not None:
-            present = tuple(name for name in adapters.targets if name in self.linear_layers)
+            layers = self.linear_layers
+            present = tuple(name for name in adapters.targets if name in layers)
             lacking = set(adapters.targets) - set(present)
             refuse(
                 bool(lacking) and set(adapters.targets) != set(LINEAR_LAYERS),
-                f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(self.linear_layers)}",
+                f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
             )
             adapters = dataclasses.replace(adapters, targets=present)
         return dataclasses.replace(self, adapters=adapters)
@@ -149,29 +161,15 @@ class ModelConfig:
 
         num_slices: the slices in which decoding computes their columns.
         """
-        hidden = self.hidden_size
-        inner = self.intermediate_size
-        queries = self.num_attention_heads * self.head_dim
-        keys = self.num_key_value_heads * self.head_dim
-        layers = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner), (inner, hidden)]
-        if self.attention_gate:
-            layers.append((hidden, 2 * queries))
-        delta = self.delta_net
-        if delta is not None:
-            layers += [(hidden, delta.num_channels), (hidden, delta.num_values), (delta.num_values, hidden)]
-            layers.append((hidden, delta.num_value_heads))
-        if self.fused_qkv:
-            layers.append((hidden, queries + 2 * keys))
-        if self.fused_gate_up:
-            layers.append((hidden, 2 * inner))
+        layers = list(self.linear_layers.values())
         if self.adapters is not None:
             rank = self.adapters.rank
             layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
-        head = [(hidden, self.vocab_size)]
+        head = [(self.hidden_size, self.vocab_size)]
         if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
             return False
         if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
             return False
-        if delta is not None and not delta_rule.is_batch_invariant(delta):
+        if self.delta_net is not None and not delta_rule.is_batch_invariant(self.delta_net):
             return False
         return portable_attention.min_queries(self.head_dim, dtype) is not None

@@ -20,7 +20,7 @@ from minirl.files.json_files import read_json_object
 from minirl.model.config import LayerNorms, ModelConfig, Rope
 from minirl.model.delta_rule import DeltaNet
 from minirl.model.folders import file_of
-from minirl.model.transformer import ACTIVATIONS
+from minirl.model.layers import ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
+# Blocks of a pool, and the number of query heads that each is multiplied with at every key head.
+_BlockSet = tuple[slice | Tensor, int]
 # Tokens of a key block; also the tokens of a block of the cache.
 BLOCK = 128
 # Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
@@ -314,23 +316,28 @@ def index_decode(
     n = blocks.shape[1]
     num_blocks = torch.tensor([len(table) for table in tables])
     is_used = torch.arange(n) < num_blocks[:, None]  # [B, n]
-    slots = _assign_slots(blocks[is_used].long(), num_users=min_users, num_kv=num_kv)
+    entries = blocks[is_used].long()
+    users_of_block = torch.bincount(entries)
+    num_sharing = int(users_of_block.max())
+    shared = (users_of_block > min_users).nonzero()[:, 0]
+    num_slots = (len(users_of_block) * min_users + len(shared) * num_sharing) * num_kv
+    slot_of_entry = _assign_slots(entries, users_of_block, num_users=min_users, num_kv=num_kv)
 
     slot = torch.zeros(num_requests, n, num_kv, dtype=torch.int64)
-    slot[is_used] = slots.of_entry
+    slot[is_used] = slot_of_entry
     # Beyond its last block, a request reads its own first one again. Another request's block could hold NaN,
     # and NaN plus the mask's -inf is NaN.
     slot = torch.where(is_used[:, :, None], slot, slot[:, :1])
 
-    query = torch.zeros(slots.num_slots, dtype=torch.int64)
+    query = torch.zeros(num_slots, dtype=torch.int64)
     row_of_q = torch.arange(num_requests * num_kv).view(num_requests, 1, num_kv)
-    query[slots.of_entry] = row_of_q.expand(-1, n, -1)[is_used]
+    query[slot_of_entry] = row_of_q.expand(-1, n, -1)[is_used]
 
     # A slot is g rows of the products, one for each query head that shares the key head.
     group = torch.arange(groups)[:, None]
     score = slot.permute(0, 2, 1)[:, :, None] * groups + group  # [B, K, g, n]
     is_score = is_used[:, None, None].expand_as(score)
-    prob = torch.zeros(slots.num_slots * groups, dtype=torch.int64)
+    prob = torch.zeros(num_slots * groups, dtype=torch.int64)
     prob[score[is_score]] = is_score.flatten().nonzero()[:, 0]
 
     # Results are summed over the entries of a table, so these come first.
@@ -339,11 +346,11 @@ def index_decode(
     unused = ~is_used.T  # [n, B]
     unused = F.pad(unused, (0, num_missing), value=True)[:, :, None, None]
     return DecodeIndex(
-        num_live=slots.num_live,
-        num_users=slots.num_users,
-        num_sharing=slots.num_sharing,
+        num_live=len(users_of_block),
+        num_users=min_users,
+        num_sharing=num_sharing,
         blocks=blocks,
-        shared=slots.shared,
+        shared=shared,
         query=query,
         score=score.flatten(),
         prob=prob,
@@ -352,31 +359,13 @@ def index_decode(
     )
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Slots for the users of blocks, as described in `DecodeIndex`.
+def _assign_slots(block: Tensor, users_of_block: Tensor, *, num_users: int, num_kv: int) -> Tensor:
+    """Assign a slot at each key head to each entry of the block tables, one use of a block: int64 [entries, K].
 
-    of_entry int64 [entries, K]: the slot of each entry of the block tables at each key head.
+    block int64 [entries]: the blocks in the tables, the requests end to end. users_of_block int64 [live blocks]: how
+    many entries have each.
     """
-
-    num_live: int
-    num_users: int
-    num_sharing: int
-    shared: Tensor
-    num_slots: int
-    of_entry: Tensor
-
-
-def _assign_slots(block: Tensor, *, num_users: int, num_kv: int) -> _Slots:
-    """Assign a slot at each key head to each entry of the block tables, one use of a block.
-
-    block int64 [entries]: the blocks in the tables, the requests end to end.
-    """
-    users_of_block = torch.bincount(block)
-    num_live = len(users_of_block)
-    num_sharing = int(users_of_block.max())
     is_shared = users_of_block > num_users
-    shared = is_shared.nonzero()[:, 0]
 
     # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
     # block, that is an entry's position less the number of entries of lower blocks.
@@ -386,24 +375,15 @@ def _assign_slots(block: Tensor, *, num_users: int, num_kv: int) -> _Slots:
     user[sorted_entries] = torch.arange(len(block)) - uses_of_lower[block[sorted_entries]]
 
     # Where a block's slots would start with one key head: the live blocks first, then the shared ones.
-    num_own = num_live * num_users
+    num_live = len(users_of_block)
+    num_sharing = users_of_block.max()
     own_start = torch.arange(num_live) * num_users
-    shared_start = num_own + (is_shared.cumsum(0) - 1) * num_sharing
+    shared_start = num_live * num_users + (is_shared.cumsum(0) - 1) * num_sharing
     start = torch.where(is_shared, shared_start, own_start)[block]
     slots_per_head = torch.where(is_shared, num_sharing, num_users)[block]
 
     # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
-    head = torch.arange(num_kv)
-    of_entry = (start * num_kv + user)[:, None] + slots_per_head[:, None] * head
-    num_slots = (num_own + len(shared) * num_sharing) * num_kv
-    return _Slots(num_live, num_users, num_sharing, shared, num_slots, of_entry)
-
-
-class _BlockSet(NamedTuple):
-    """Blocks of a pool, and the number of query heads that each is multiplied with at every key head."""
-
-    blocks: slice | Tensor
-    num_queries: int
+    return (start * num_kv + user)[:, None] + slots_per_head[:, None] * torch.arange(num_kv)
 
 
 def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Tensor) -> Tensor:
@@ -418,9 +398,9 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     num_requests, n = index.blocks.shape
     num_kv = keys.shape[1]
     groups = num_heads // num_kv
-    block_sets = [_BlockSet(slice(0, index.num_live), index.num_users * groups)]
+    block_sets: list[_BlockSet] = [(slice(0, index.num_live), index.num_users * groups)]
     if len(index.shared):
-        block_sets.append(_BlockSet(index.shared, index.num_sharing * groups))
+        block_sets.append((index.shared, index.num_sharing * groups))
 
     # From requests to slots, multiply, and back to requests; twice. The shapes are in `DecodeIndex`.
     q_rows = q.reshape(-1, groups * dim)

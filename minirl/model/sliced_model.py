@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from minirl.model.layers import Linear
 from minirl.model.padding import num_padded
 from minirl.model.slices import Slices
-from minirl.model.transformer import MLP, Attention, Linear, Transformer
+from minirl.model.transformer import MLP, Attention, Transformer
 
 # Parameters of a linear layer that have a row for each column of its output.
 OF_ROWS = ("weight", "bias", "lora_B")

@@ -10,97 +10,17 @@ features a family has. Norm statistics, rope tables and rotations are fp32 (fp64
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, delta_rule, device_kernels, padding
-from minirl.model.attention import DecodeLayout, Layout, PackedLayout, attend
+from minirl.model import batch_invariance, device_kernels, padding
+from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
-from minirl.model.delta_rule import DeltaRows
+from minirl.model.gated_delta_net import GatedDeltaNet
+from minirl.model.layers import ACTIVATIONS, Linear, LoraLinear, RMSNorm
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
 from minirl.model.slices import Slices
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
-
-    Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
-    adds_one: multiply by 1 + weight, summed in fp32.
-    """
-
-    def __init__(self, size: int, config: ModelConfig):
-        super().__init__()
-        self.adds_one = config.norm_adds_one
-        self.weight = nn.Parameter(torch.zeros(size) if self.adds_one else torch.ones(size))
-        self.eps = config.rms_norm_eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.adds_one:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = batch_invariance.at_least_fp32(x.dtype)
-        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` with products from `batch_invariance`.
-
-    slices: this rank's slice, see `sliced_model`. The layer may get only its columns of the input, and return only its
-    columns of the output.
-    """
-
-    slices: Slices | None = None
-    gathers_input = False
-    gathers_output = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.slices is None:
-            return self.product(x)
-        if self.gathers_input:
-            x = self.slices.gather(x, self.in_features)
-        own = self.product(x)
-        if self.gathers_output:
-            return self.slices.gather(own, self.out_features)
-        return own[:, : self.slices.num_own(self.out_features)]
-
-    def product(self, x: Tensor) -> Tensor:
-        """Return the outputs [T, rows] for the rows of the weight."""
-        return batch_invariance.linear(x, self.weight, self.bias)
-
-
-class LoraLinear(Linear):
-    """A frozen linear layer with a LoRA adapter: x W^T + alpha / rank (x A^T) B^T. It is never merged.
-
-    So decoding, scoring and training compute the same bits. Without `is_adapted` it computes x W^T alone.
-    """
-
-    is_adapted = True
-
-    def __init__(self, base: Linear, adapters: Adapters):
-        super().__init__(base.in_features, base.out_features, base.bias is not None)
-        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.rank, base.in_features))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.rank))
-        self._scale = adapters.alpha / adapters.rank
-
-    def product(self, x: Tensor) -> Tensor:
-        product = super().product(x)
-        if not self.is_adapted:
-            return product
-        inner = batch_invariance.linear(x, self.lora_A)
-        if x.device.type != "cpu":  # one kernel instead of three, and two large tensors fewer to write
-            return product.addmm_(inner, self.lora_B.t(), alpha=self._scale)
-        return product + self._scale * batch_invariance.linear(inner, self.lora_B)
 
 
 class Attention(nn.Module):
@@ -160,92 +80,6 @@ class Attention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
         return x.unflatten(1, (-1, self.head_dim))
-
-
-class GatedDeltaNet(nn.Module):
-    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs.
-
-    recomputes: run the rule's forward again in backward, instead of keeping its inputs in fp32 and its chunks.
-    """
-
-    def __init__(self, config: ModelConfig, layer: int, *, recomputes: bool):
-        super().__init__()
-        shape = config.delta_net
-        assert shape is not None
-        hidden_size = config.hidden_size
-        self.layer = layer
-        self.shape = shape
-        self.recomputes = recomputes
-        self.in_proj_qkv = Linear(hidden_size, shape.num_channels, bias=False)
-        self.in_proj_z = Linear(hidden_size, shape.num_values, bias=False)
-        self.in_proj_b = Linear(hidden_size, shape.num_value_heads, bias=False)
-        self.in_proj_a = Linear(hidden_size, shape.num_value_heads, bias=False)
-        channels = shape.num_channels
-        self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
-        self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
-        self.A_log = nn.Parameter(torch.zeros(shape.num_value_heads))
-        self.norm = RMSNorm(shape.value_head_dim, dataclasses.replace(config, norm_adds_one=False))
-        self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
-
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        wide = batch_invariance.at_least_fp32(x.dtype)
-        num_rows = len(layout.positions)
-        mixed = self.in_proj_qkv(x)[:num_rows]
-        beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
-        step = self.in_proj_a(x).to(wide) + self.dt_bias.to(wide)
-        step = batch_invariance.activate(step, F.softplus)[:num_rows]
-        decay = -self.A_log.to(wide).exp() * step
-        if isinstance(layout, DecodeLayout):
-            out = self._decoded(mixed, decay, beta, layout)
-        elif self.recomputes:
-            out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
-        else:
-            out = self._packed(mixed, decay, beta, layout)
-        normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
-        gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
-        gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
-        return self.out_proj(gated.to(x.dtype))
-
-    def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
-        """The rule's outputs [T, heads, C] for packed sequences. Stores their states if the layout has slots."""
-        window = layout.window_index(self.shape.kernel_size)
-        padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
-        convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
-        states = layout.states.get(self.layer)
-        if states is not None:
-            last = layout.cu_seqlens[1:].long() - 1
-            states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
-        rows = self._rows(convolved, decay, beta)
-        if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
-            from minirl.kernels import fla_delta_rule
-
-            return fla_delta_rule.run_segments(rows, layout.segment_index, mixed.dtype, states, layout.slots)
-        return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
-
-    def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
-        """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Advances their states."""
-        states = layout.states[self.layer]
-        assert layout.slots is not None
-        out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
-        for part in layout.rounds:
-            slots = layout.slots[part]
-            window = torch.cat([states.tail[slots], mixed[part][:, None]], 1)
-            states.tail[slots] = window[:, 1:]
-            convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
-            rows = self._rows(convolved, decay[part], beta[part])
-            out[part] = delta_rule.run_row(rows, states, slots, layout.positions[part])
-        return out
-
-    def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
-        """The rule's inputs, from [T, channels] of queries, keys and values end to end."""
-        shape = self.shape
-        keys = shape.num_key_heads * shape.key_head_dim
-        q, k, v = convolved.split([keys, keys, shape.num_values], 1)
-        repeats = shape.num_value_heads // shape.num_key_heads
-        by_head = (x.unflatten(1, (shape.num_key_heads, -1)) for x in (q, k))
-        q, k = (delta_rule.normalized(x).repeat_interleave(repeats, 1) for x in by_head)
-        v = v.unflatten(1, (shape.num_value_heads, -1))
-        return DeltaRows(q * shape.key_head_dim**-0.5, k, v, decay, beta)
 
 
 class MLP(nn.Module):

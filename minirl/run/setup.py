@@ -358,6 +358,14 @@ class Setup:
         of_prompts = self.held_out.notes()
         if self.config.trains:
             of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
+        in_workers = self._rollout_workers or any(
+            isinstance(function, RewardWorkers) for function in self.reward_functions.values()
+        )
+        if self.config.max_staleness and in_workers:
+            of_prompts.append(
+                "with --max-staleness, a step leaves replies and rewards of workers that take longer than 50 ms to a "
+                "later round: which rollouts it trains on then depends on the clock"
+            )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
 

@@ -157,9 +157,8 @@ def plan_microbatches(
 class _Piece(NamedTuple):
     """Sequences with one prompt that are placed together. The largest sorts first, then that of the first sequence."""
 
-    minus_size: (
-        int  # tokens that the model computes for these sequences: the prompt once, and every completion
-    )
+    # Less than 0: the tokens that the model computes for these sequences, the prompt once and every completion.
+    minus_size: int
     members: list[int]  # longest first
     prefix: PromptPrefix
 

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
-from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank
+from minirl.ranks.process_group import all_reduce_sum, gather_objects, world_size
+from minirl.ranks.time_account import spent_on
 from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches, token_tensor
 from minirl.training.assignment import PromptPrefix
 
@@ -314,29 +316,44 @@ def exchange(
     streams: Mapping[str, Tensor] | None = None,
     batch_type: type[Batch] = Batch,
 ) -> Batch:
-    """The batch, in table order and on the host, of the branches with rank_of[their table index] == this rank.
+    """Send each branch to rank_of[its table index]; returns this rank's batch, in table order, on the host.
 
-    Collective: every rank gets the branches of all ranks, some 20 bytes a token, and keeps its own. A branch with rank
-    None is not sent. The first branches of rollouts with the same prompt ordinal must begin with the same prompt.
-    streams: more fields of the batch, each over the branches of these rollouts end to end; every rank passes the same
-    names. batch_type: `Batch`, or a subclass that has these fields.
+    Collective. A branch with rank None is not sent. The first branches of rollouts with the same prompt ordinal must
+    begin with the same prompt. streams: more fields of the batch, each over the branches of these rollouts end to
+    end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these fields.
     """
     branches = all_branches(rollouts)
     table_index = torch.tensor(table.indices_of(branches), dtype=torch.int64)
     own = pack(branches, batch_type).replace(table_index=table_index, **(streams or {}))
-    sent = own.select([i for i, index in enumerate(table_index.tolist()) if rank_of[index] is not None])
-    of_ranks = gather_objects((sent.lengths, sent.prefixes, sent.kept, sent._tensors()))
-    lengths, prefixes, kept, tensors = zip(*of_ranks, strict=True)
-    gathered = dataclasses.replace(
-        own,
-        lengths=tuple(itertools.chain(*lengths)),
-        prefixes=tuple(itertools.chain(*prefixes)),
-        kept=KeptIds.join(kept),
-        **{name: torch.cat([by_name[name] for by_name in tensors]) for name in tensors[0]},
+    ranks = [rank_of[index] for index in table_index.tolist()]
+    parts = []
+    for receiver in range(world_size()):
+        parts.append(own.select([i for i, rank in enumerate(ranks) if rank == receiver]))
+    # How many indices, elements of each stream and kept ids every rank sends this one.
+    counts = torch.tensor([[len(part.lengths), len(part.tokens), len(part.kept.ids)] for part in parts])
+    received_counts = torch.empty_like(counts)
+    with spent_on("wait_ranks"):
+        dist.all_to_all_single(received_counts, counts)
+    num_indices, num_tokens, num_ids = received_counts.T.tolist()
+    # Indices and streams arrive in the same order, that of the sending ranks.
+    tensors_of = [part._tensors() for part in parts]
+    received = {}
+    for name in tensors_of[0]:
+        sent = [tensors[name] for tensors in tensors_of]
+        received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
+    kept = KeptIds(
+        _all_to_all([part.kept.counts for part in parts], num_tokens),
+        _all_to_all([part.kept.ids for part in parts], num_ids),
     )
-    indices = gathered.table_index.tolist()
-    mine = [i for i, index in enumerate(indices) if rank_of[index] == rank()]
-    batch = gathered.select(sorted(mine, key=indices.__getitem__))
+    indices = received["table_index"].tolist()
+    arrived = dataclasses.replace(
+        own,
+        lengths=tuple(table.num_tokens[indices].tolist()),
+        prefixes=tuple(table.select(indices).prefixes),
+        kept=kept,
+        **received,
+    )
+    batch = arrived.select(received["table_index"].argsort().tolist())
     _check_shared_prompts(batch)
     return batch
 
@@ -369,3 +386,14 @@ def _join(branches: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
     """One stream of the branches, end to end; empty without branches."""
     empty = torch.empty(0, dtype=dtype)
     return torch.cat([empty, *(getattr(branch, name) for branch in branches)])
+
+
+@spent_on("wait_ranks")
+def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
+    """Send parts[r] to rank r; returns the received parts, end to end in rank order (collective).
+
+    received_counts: how many elements each rank sends this one.
+    """
+    received = parts[0].new_empty(sum(received_counts), *parts[0].shape[1:])
+    dist.all_to_all_single(received, torch.cat(parts), received_counts, [len(part) for part in parts])
+    return received

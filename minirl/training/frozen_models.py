@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from minirl.model.transformer import LoraLinear, Transformer
+from minirl.model.layers import LoraLinear
+from minirl.model.transformer import Transformer
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch
 from minirl.training.scoring import scalar_outputs

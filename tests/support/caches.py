@@ -24,17 +24,17 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
     for x in (cache.pools[0].keys, cache.pools[0].values):
         x.copy_(torch.randn(x.shape, generator=generator))
     if window == 100:
-        assert any(cache.tables[0].of_row(row)[0] for row in rows), "no row has left a block behind"
+        assert any(cache.blocks[0].of_row(row)[0] for row in rows), "no row has left a block behind"
     return cache, rows
 
 
 def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
     """Fill free blocks, and the rest of these rows' last blocks in the first pool, with NaN."""
-    for pool, blocks in zip(cache.pools, cache.free_lists, strict=True):
+    for pool, blocks in zip(cache.pools, cache.blocks, strict=True):
         pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
     pool = cache.pools[0]
     for row in rows:
-        block = cache.tables[0].of_row(row)[1][-1]
+        block = cache.blocks[0].of_row(row)[1][-1]
         end = (length_of(cache, row) - 1) % BLOCK + 1
         pool.keys[:, block, :, :, end:] = torch.nan
         pool.values[:, block, :, end:] = torch.nan

@@ -1,0 +1,103 @@
+"""The layer that some families have instead of attention: projections, convolution and norm around `delta_rule`.
+
+In shapes: T tokens, C channels of a head.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minirl.model import batch_invariance, delta_rule, device_kernels
+from minirl.model.attention import DecodeLayout, Layout, PackedLayout
+from minirl.model.config import ModelConfig
+from minirl.model.delta_rule import DeltaRows
+from minirl.model.layers import Linear, RMSNorm
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule on convolved queries, keys and values, with a gated norm of its outputs.
+
+    recomputes: run the rule's forward again in backward, instead of keeping its inputs in fp32 and its chunks.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, recomputes: bool):
+        super().__init__()
+        shape = config.delta_net
+        assert shape is not None
+        hidden_size = config.hidden_size
+        self.layer = layer
+        self.shape = shape
+        self.recomputes = recomputes
+        self.in_proj_qkv = Linear(hidden_size, shape.num_channels, bias=False)
+        self.in_proj_z = Linear(hidden_size, shape.num_values, bias=False)
+        self.in_proj_b = Linear(hidden_size, shape.num_value_heads, bias=False)
+        self.in_proj_a = Linear(hidden_size, shape.num_value_heads, bias=False)
+        channels = shape.num_channels
+        self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
+        self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
+        self.A_log = nn.Parameter(torch.zeros(shape.num_value_heads))
+        self.norm = RMSNorm(shape.value_head_dim, dataclasses.replace(config, norm_adds_one=False))
+        self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        wide = batch_invariance.at_least_fp32(x.dtype)
+        num_rows = len(layout.positions)
+        mixed = self.in_proj_qkv(x)[:num_rows]
+        beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
+        step = self.in_proj_a(x).to(wide) + self.dt_bias.to(wide)
+        step = batch_invariance.activate(step, F.softplus)[:num_rows]
+        decay = -self.A_log.to(wide).exp() * step
+        if isinstance(layout, DecodeLayout):
+            out = self._decoded(mixed, decay, beta, layout)
+        elif self.recomputes:
+            out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
+        else:
+            out = self._packed(mixed, decay, beta, layout)
+        normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
+        gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
+        gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
+        return self.out_proj(gated.to(x.dtype))
+
+    def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
+        """The rule's outputs [T, heads, C] for packed sequences. Stores their states if the layout has slots."""
+        window = layout.window_index(self.shape.kernel_size)
+        padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
+        convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
+        states = layout.states.get(self.layer)
+        if states is not None:
+            last = layout.cu_seqlens[1:].long() - 1
+            states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
+        rows = self._rows(convolved, decay, beta)
+        if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
+            from minirl.kernels import fla_delta_rule
+
+            return fla_delta_rule.run_segments(rows, layout.segment_index, mixed.dtype, states, layout.slots)
+        return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
+
+    def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
+        """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Advances their states."""
+        states = layout.states[self.layer]
+        assert layout.slots is not None
+        out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
+        for part in layout.rounds:
+            slots = layout.slots[part]
+            window = torch.cat([states.tail[slots], mixed[part][:, None]], 1)
+            states.tail[slots] = window[:, 1:]
+            convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
+            rows = self._rows(convolved, decay[part], beta[part])
+            out[part] = delta_rule.run_row(rows, states, slots, layout.positions[part])
+        return out
+
+    def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
+        """The rule's inputs, from [T, channels] of queries, keys and values end to end."""
+        shape = self.shape
+        keys = shape.num_key_heads * shape.key_head_dim
+        q, k, v = convolved.split([keys, keys, shape.num_values], 1)
+        repeats = shape.num_value_heads // shape.num_key_heads
+        by_head = (x.unflatten(1, (shape.num_key_heads, -1)) for x in (q, k))
+        q, k = (delta_rule.normalized(x).repeat_interleave(repeats, 1) for x in by_head)
+        v = v.unflatten(1, (shape.num_value_heads, -1))
+        return DeltaRows(q * shape.key_head_dim**-0.5, k, v, decay, beta)

@@ -1,0 +1,88 @@
+"""Norms, linear layers with and without adapters, and activations."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minirl.model import batch_invariance
+from minirl.model.config import Adapters, ModelConfig
+from minirl.model.slices import Slices
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32 and rounded once.
+
+    Hugging Face also rounds before it multiplies with the weight; in 16 bits the two differ in the last bit.
+    adds_one: multiply by 1 + weight, summed in fp32.
+    """
+
+    def __init__(self, size: int, config: ModelConfig):
+        super().__init__()
+        self.adds_one = config.norm_adds_one
+        self.weight = nn.Parameter(torch.zeros(size) if self.adds_one else torch.ones(size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.adds_one:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = batch_invariance.at_least_fp32(x.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with products from `batch_invariance`.
+
+    slices: this rank's slice, see `sliced_model`. The layer may get only its columns of the input, and return only its
+    columns of the output.
+    """
+
+    slices: Slices | None = None
+    gathers_input = False
+    gathers_output = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.slices is None:
+            return self.product(x)
+        if self.gathers_input:
+            x = self.slices.gather(x, self.in_features)
+        own = self.product(x)
+        if self.gathers_output:
+            return self.slices.gather(own, self.out_features)
+        return own[:, : self.slices.num_own(self.out_features)]
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the outputs [T, rows] for the rows of the weight."""
+        return batch_invariance.linear(x, self.weight, self.bias)
+
+
+class LoraLinear(Linear):
+    """A frozen linear layer with a LoRA adapter: x W^T + alpha / rank (x A^T) B^T. It is never merged.
+
+    So decoding, scoring and training compute the same bits. Without `is_adapted` it computes x W^T alone.
+    """
+
+    is_adapted = True
+
+    def __init__(self, base: Linear, adapters: Adapters):
+        super().__init__(base.in_features, base.out_features, base.bias is not None)
+        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.rank, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.rank))
+        self._scale = adapters.alpha / adapters.rank
+
+    def product(self, x: Tensor) -> Tensor:
+        product = super().product(x)
+        if not self.is_adapted:
+            return product
+        inner = batch_invariance.linear(x, self.lora_A)
+        if x.device.type != "cpu":  # one kernel instead of three, and two large tensors fewer to write
+            return product.addmm_(inner, self.lora_B.t(), alpha=self._scale)
+        return product + self._scale * batch_invariance.linear(inner, self.lora_B)
