@@ -259,7 +259,7 @@ def sharded_saver(
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, **options)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    handle = RunFolder(run, checkpoint, None)
+    handle = RunFolder(run, checkpoint, "token", None)
     checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
     return model, optimizer, checkpoints
 
@@ -488,8 +488,10 @@ def test_row_06_a_failed_save_is_said_and_the_run_goes_on(monkeypatch, capsys):
     """The message names path and free bytes; the old checkpoint and the next save are good; no left-over stays."""
     with saving(keep=0) as (folder, _, checkpoints):
         checkpoints.save({"step": 1})
+        checkpoints._wait()
         monkeypatch.setattr(durable, "write_file", fail_to_write("model.safetensors"))
         checkpoints.save({"step": 2})
+        checkpoints._wait()
         printed = capsys.readouterr().out
         assert "000002 was not saved, the run continues without it" in printed
         assert "model.safetensors: No space left" in printed
@@ -506,7 +508,7 @@ def failing_save(rank: int, folder: Path, run: Path) -> list[str]:
     write_file = durable.write_file
     durable.write_file = fail_to_write("-1-of-2")
     checkpoints.save({"step": 1})
-    error = checkpoints._error
+    error = checkpoints._wait()
     durable.write_file = write_file
     checkpoints.save({"step": 2})
     return [str(error), str(checkpoints.finish())]
@@ -516,10 +518,9 @@ def test_row_06_nodes_that_do_not_share_the_folder_are_told_so(monkeypatch):
     """Rank 0 does not wait for ever for files that it cannot see."""
     monkeypatch.setattr(checkpoint_module, "SHARED_S", 0.1)
     with saving() as (*_, checkpoints):
-        write = checkpoints._write
-        unseen = {"resume/policy-1-of-2.safetensors": {"num_bytes": 9, "sha256": ""}}
-        monkeypatch.setattr(checkpoints, "_write", lambda *of_step: {**write(*of_step), **unseen})
+        monkeypatch.setenv("WORLD_SIZE", "2")
         checkpoints.save({"step": 1})
+        monkeypatch.setenv("WORLD_SIZE", "1")
         with pytest.raises(SaveError, match="does not appear here; do all nodes share"):
             checkpoints.finish()
 

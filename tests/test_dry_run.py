@@ -118,9 +118,10 @@ def test_seven_billion_parameters_on_eight_gpus_of_80_gb(flags):
     assert number(printed, "--max-tokens-per-microbatch") == pytest.approx(
         (13.76e9 - cache - 0.09e9) / 440_115, abs=256
     )
-    # Each rank parks a reference, whose tensors torch rounds up to powers of two.
+    # Each rank parks a reference, whose tensors torch rounds up to powers of two, and rank 0 copies 2 P + 12 P / 8
+    # for a checkpoint.
     assert number(printed, "parked models") == 29.0
-    assert number(printed, "of the host") == pytest.approx(28.96, rel=0.01)
+    assert number(printed, "of the host") == pytest.approx(28.96 + 15.23 + 11.42, rel=0.01)
 
 
 def test_a_teacher_is_counted_where_it_scores_and_where_it_is_parked(flags, tmp_path):

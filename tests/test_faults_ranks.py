@@ -150,6 +150,36 @@ def test_row_01_restarted_ranks_resume_the_run_and_row_04_sigterm_to_torchrun_sa
     assert "Traceback" not in after_the_restart.partition("\ncheckpoint ")[0]
 
 
+SAVING = """
+def save():
+    time.sleep({seconds})
+    open(sys.argv[0] + str(rank), "w").close()
+
+import threading
+joined()
+watchdog.this_process.checkpoint_thread = threading.Thread(target=save, daemon=True)
+watchdog.this_process.checkpoint_thread.start()
+if rank == 1:
+    {action}
+process_group.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_row_01_a_save_that_a_dead_rank_cannot_finish_is_not_waited_for(tmp_path):
+    """The survivor leaves as fast as without it."""
+    body = SAVING.format(seconds=60, action="time.sleep(0.6); os.kill(os.getpid(), 9)")
+    outputs_of(tmp_path, body, [1, -signal.SIGKILL], within=8)
+
+
+@pytest.mark.slow
+def test_row_23_an_error_lets_a_save_come_to_its_end(tmp_path):
+    """On every rank, also on one that is stuck in a collective."""
+    body = SAVING.format(seconds=1.5, action="raise RewardError('no')")
+    outputs_of(tmp_path, body, [4, 4], within=30)
+    assert [(tmp_path / f"script.py{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
 @pytest.mark.slow
 def test_row_03_ranks_die_with_torchrun(tmp_path):
     """Also those that are stuck in user code."""

@@ -661,8 +661,8 @@ def check_zero_gradient(rank, folder):
     norms, states = [], []
     for scale in (1.0, 0.0):
         norms.append(stepped(model, optimizer, lr=0.1, scale=scale))
-        tensors = {**model.state_tensors(optimizer), **model.compute_weights}
-        states.append({name: tensor.clone() for name, tensor in tensors.items()})
+        weights = {name: weight.clone() for name, weight in model.compute_weights.items()}
+        states.append({**model.state_tensors(optimizer), **weights})
     assert norms[0] > norms[1] == 0
     assert states[0]["exp_avg.model.norm.weight"].any()
     assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
@@ -704,7 +704,7 @@ def trained_value_model(rank, folder, run):
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
     (run / "checkpoints").mkdir(exist_ok=True)
     state = {"policy": (model, optimizer)}
-    checkpoints = Checkpoints(RunFolder(run, None, None), state, sources={"policy": folder}, keep=0)
+    checkpoints = Checkpoints(RunFolder(run, None, "token", None), state, sources={"policy": folder}, keep=0)
     checkpoints.save({"step": 20})
     saved = checkpoints.finish()
     _, scores = scalar_outputs(model.module, tokens, layout, select=select)

@@ -25,14 +25,14 @@ CPU_FACTOR = 2.0
 
 
 def always_bytes(work: Workload) -> dict[str, float]:
-    """The bytes that a rank holds in every phase, by name. On the CPU they include a checkpoint's copies, if any."""
+    """The bytes that a rank holds in every phase, by name. On the CPU they include a checkpoint's copies."""
     held = {"weights": work.dtype.itemsize * _num_held(work)}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
     held["rope tables"] = sum(8.0 * shape.max_position_embeddings * rope_channels(shape) for shape in shapes)
     held |= {name: size for name, size in _frozen_bytes(work).items() if not _is_on_host(work, name)}
-    if work.shards_weights and not work.is_cuda:
+    if not work.is_cuda:
         held["checkpoint copies"] = save_bytes(work)
     return held
 
@@ -187,12 +187,16 @@ def _cpu_factor(work: Workload) -> float:
 
 
 def save_bytes(work: Workload) -> float:
-    """Copies on rank 0's host from which it writes a checkpoint, if no rank holds whole weights."""
-    if not work.shards_weights:
+    """Copies on rank 0's host from which it writes a checkpoint: its shards, and the weights."""
+    if not work.trains:
         return 0.0
-    # The masters of adapters are copied.
-    size = 4 if work.policy.adapters else work.dtype.itemsize
-    return float(size * num_trained(work))
+    shards = 12 / work.num_shards
+    # The masters of adapters are copied whole.
+    whole = [4 if config.adapters else work.dtype.itemsize for config in work.trained]
+    return sum(
+        (shards + size) * num_trained_parameters(config)
+        for config, size in zip(work.trained, whole, strict=True)
+    )
 
 
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
@@ -216,8 +220,9 @@ def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
         needed["optimizer state and gradients"] = num_ranks * (
             pinned + 8 * num_trained(work) / work.num_shards
         )
-    if work.shards_weights:
-        needed["copies for a checkpoint"] = save_bytes(work)
+    if work.trains:
+        copied = 12 * num_trained(work) / work.num_shards
+        needed["copies for a checkpoint"] = save_bytes(work) + (num_ranks - 1) * copied
     return needed
 
 

@@ -41,7 +41,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -61,6 +61,7 @@ POLL_S = 0.25  # between two reads of the store
 GONE_S = 2.0  # age of a rank's status above which its process counts as dead or stopped
 BROKEN_CONNECTION_S = 3.0  # from a broken connection to its claim, see `_Watchdog.report_failure`
 FOLLOW_S = 5.0  # at most, until all live ranks have seen a claim
+CHECKPOINT_S = 8.0  # at most, for a checkpoint that is being written when the run fails
 REPEATED_SIGNAL_S = 0.5  # a second signal sooner than this is ignored: torchrun may deliver one signal twice
 
 
@@ -73,7 +74,7 @@ class _ProcessState:
     num_heartbeats: int = 0
     stop_signal: int = 0  # number of the signal that asked for a stop at the end of the step; 0: none did
     hang_timeout: float = 0.0  # seconds; 0: never
-    never_hangs: bool = False  # heartbeats are not expected now
+    checkpoint_thread: threading.Thread | None = None  # given CHECKPOINT_S to end when the run fails
 
 
 this_process = _ProcessState()
@@ -94,15 +95,6 @@ def heartbeat(user_function: str | None = None, *, phase: str | None = None) -> 
     if user_function is not None:
         this_process.user_function = user_function
     this_process.num_heartbeats += 1
-
-
-@contextlib.contextmanager
-def not_hanging() -> Iterator[None]:
-    """For the block this rank does not count as hung: a disk or network may take long, without a heartbeat."""
-    this_process.never_hangs = True
-    yield
-    this_process.never_hangs = False
-    heartbeat()
 
 
 @functools.cache
@@ -391,7 +383,7 @@ class _Watchdog(threading.Thread):
         if num_heartbeats != self._num_heartbeats_seen:
             self._num_heartbeats_seen = num_heartbeats
             self._last_heartbeat_at = now
-        if num_heartbeats == 0 or this_process.never_hangs:
+        if num_heartbeats == 0:
             return 0.0
         return now - self._last_heartbeat_at
 
@@ -486,6 +478,11 @@ class _Watchdog(threading.Thread):
             self._store.add("num_ranks_following", 1)
             while self._store.add("num_ranks_following", 0) < num_live and time.monotonic() < deadline:
                 time.sleep(0.05)
+            checkpoint_thread = this_process.checkpoint_thread
+            is_signal = exit_code >= 128  # ends the run at once
+            # If a rank is gone, its files never come and the checkpoint cannot be completed.
+            if checkpoint_thread is not None and not is_signal and not gone:
+                checkpoint_thread.join(CHECKPOINT_S)
         if self._rank == 0:
             # This process may host the store: let the others finish the loop above.
             time.sleep(0.2)

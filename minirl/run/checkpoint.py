@@ -7,12 +7,20 @@
     000050/resume/records/0-of-2.json          one rank's `records`, with their tensors likewise
     000050/manifest.json             the run's progress, and size and SHA-256 of every file
 
-A save, in order:
+Saving overlaps with training. In order:
 
-1. Each rank writes its files into the folder .tmp-000050, and syncs each to the disk.
-2. The ranks exchange the files' digests, or say what failed.
-3. Rank 0 writes manifest.json, renames the folder to 000050, and deletes the checkpoints that --keep-checkpoints drops.
-4. If anything failed, rank 0 warns, and the run continues with the checkpoints that it has.
+1. `Checkpoints.save`, on each rank's main thread: copy the rank's shards to host memory, and on rank 0 the
+   compute weights. Then training goes on.
+2. `_Save`, a thread on each rank, without collectives: write the rank's files into the folder
+   .tmp-000050-TOKEN-RANK, and sync each to the disk. files.json comes last, with the digests of the others.
+3. `_Save._commit`, the thread of rank 0, once every rank's files.json exists: move all files into its own
+   folder, write manifest.json, rename the folder to 000050, and delete the checkpoints that --keep-checkpoints drops.
+4. `Checkpoints._wait`, on the main threads, before the next save and at the end of the run (collective):
+   find out whether every rank could write its files and rank 0 could commit. If not, all ranks abandon this
+   save with a warning, and the run continues with the checkpoints that it has.
+
+The commit does not wait for the main threads: a step may take minutes, and a kill in it must not lose a checkpoint
+whose files are all on the disk.
 
 A kill at any moment leaves a whole checkpoint: only the rename in 3 gives a folder a name of digits, and by then all
 of its files are on the disk. The names of unfinished folders begin with a dot, and the next start deletes them. An old
@@ -24,12 +32,15 @@ Nothing is pickled.
 import functools
 import itertools
 import json
+import math
+import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,12 +71,14 @@ from minirl.run.run_folder import (
 )
 from minirl.training.sharded_model import ShardedModel
 
+_DIGESTS_FILE = "files.json"  # written by each rank after its other files
 SHARED_S = 60.0  # seconds within which rank 0 must see a file that another rank has written
 IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records`
 _NO_RECORD = object()  # fills up the records of a rank that has fewer than another
 
 
-T = TypeVar("T")
+# Write files into the given folder, and return their digests by path within it.
+_FileWriter = Callable[[Path], dict[str, Digest]]
 
 
 class Checkpoints:
@@ -93,8 +106,8 @@ class Checkpoints:
             for name, (model, _) in models.items():
                 self._write_model[name] = _model_writer(model, sources[name])
         self._keep = keep
+        self._current_save: _Save | None = None
         self._newest = run.checkpoint
-        self._error: str | None = None  # of the last save, the same on all ranks
 
     def restore(self, num_steps: int, *, decode_group: int = 1) -> dict[str, Any]:
         """Load models and optimizers from the run's checkpoint, which any number of ranks may have saved (collective).
@@ -132,97 +145,59 @@ class Checkpoints:
         records: Mapping[str, list[Any]] | None = None,
         score: float | None = None,
     ) -> None:
-        """Save models, optimizers, `state`, `extra` and `records` (collective).
+        """Start to save models, optimizers, `state`, `extra` and `records` (collective).
 
-        A file that cannot be written is a warning on rank 0. state: JSON values, among them `step`. extra, records: see
-        `Run`. score: the held-out score, if the run evaluated this step. Raises InputError naming a value that cannot
-        be saved.
+        Waits for the previous save, copies this rank's tensors and values, and returns.
+        state: JSON values, among them `step`. extra, records: see `Run`. score: the held-out score, if the run
+        evaluated this step. Raises InputError naming a value that cannot be saved.
         """
+        self._wait()
         extra_copy, records_copy = copy_remembered(extra or {}, records or {})
-        values = {_record_files(world_size())[rank()]: records_copy}
+        copies = {_record_files(world_size())[rank()]: records_copy}
         if rank() == 0:
-            values[EXTRA_FILE] = extra_copy
-        weights = {name: _weights_of(model) for name, (model, _) in self._models.items()}
-        name = checkpoint_name(state["step"])
-        folder = self._run.path / "checkpoints" / name
-        half_made = folder.with_name(f".tmp-{name}")
-        manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
-        with watchdog.not_hanging():
-            written = gather_objects(self._attempt(lambda: self._write(half_made, values, weights)))
-            self._error = next((error for error in written if isinstance(error, str)), None)
-            if rank() == 0 and self._error is None:
-                manifest["files"] = dict(itertools.chain(*map(dict.items, written)))
-                self._error = self._attempt(lambda: self._commit(half_made, folder, manifest))
-            if rank() == 0:
-                shutil.rmtree(half_made, ignore_errors=True)
-            self._error = broadcast_object(self._error)
-        if self._error is None:
-            self._newest = folder
-        else:
-            print0(f"warning: {folder} was not saved, the run continues without it: {self._error}")
-
-    def finish(self) -> Path | None:
-        """Return the newest checkpoint. Raises SaveError if the last save failed."""
-        if self._error is not None:
-            raise SaveError(f"the last checkpoint was not saved: {self._error}")
-        return self._newest
-
-    def _write(
-        self, folder: Path, values: Mapping[str, ValueCopy], weights: Mapping[str, Mapping[str, Tensor]]
-    ) -> dict[str, Digest]:
-        """Write this rank's files; returns their digests by path in the folder. values: by stem."""
-        (folder / "resume").mkdir(PRIVATE, parents=True, exist_ok=True)
-        digests: dict[str, Digest] = {}
-        for stem, copy in values.items():
-            if copy.plain:
-                digests |= copy.write(folder, stem)
+            copies[EXTRA_FILE] = extra_copy
+        writers: list[tuple[str, _FileWriter]] = [
+            ("", functools.partial(copy.write, stem=stem)) for stem, copy in copies.items() if copy.plain
+        ]
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
             path = _shard_files(name, world_size())[rank()]
-            digests[path] = write_tensors(folder / path, model.state_tensors(optimizer))
+            writers.append(("", functools.partial(_write_shards, path, model.state_tensors(optimizer))))
+            has_adapters = model.module.config.adapters is not None
+            weights = model.full_masters() if has_adapters else model.whole_weights(keep=rank() == 0)
             if rank() == 0:
                 prefix = "" if i == 0 else f"{name}/"
-                of_model = self._write_model[name](folder / prefix, tensors=weights[name])
-                digests |= {prefix + file: digest for file, digest in of_model.items()}
-        return digests
+                writers.append((prefix, functools.partial(self._write_model[name], tensors=weights)))
+        manifest = {"format": FORMAT, "state": dict(state), "score": score, "world_size": world_size()}
+        self._current_save = _Save(self._run, manifest, writers, keep=self._keep)
 
-    def _commit(self, half_made: Path, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """On rank 0, make a checkpoint of all ranks' files.
+    def finish(self) -> Path | None:
+        """Wait for the last save; returns the newest checkpoint (collective).
 
-        Raises TimeoutError (an OSError) if it does not see those of another node.
+        Raises SaveError if the last save failed.
         """
-        deadline = time.monotonic() + SHARED_S
-        while missing := [name for name in manifest["files"] if not (half_made / name).exists()]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{missing[0]} does not appear here; do all nodes share $MINIRL_RUNS?")
-            time.sleep(0.02)
-        durable.replace_file(half_made / "manifest.json", json.dumps(manifest, indent=1))
-        if is_checkpoint(folder):  # a folder of the user's makes `publish` fail instead
-            durable.remove_folder(folder)
-        metrics = self._run.path / "metrics.jsonl"
-        if metrics.is_file():
-            # A resume from this checkpoint continues this file: it must not lose the lines up to this step.
-            durable.sync(metrics)
-        # A kill may have stopped an earlier save before its last line. Without this one the disk would briefly hold
-        # two checkpoints too many.
-        prune(self._run.path, keep=self._keep)
-        durable.publish(half_made, folder)
-        prune(self._run.path, keep=self._keep)
+        error = self._wait()
+        if error is not None:
+            raise SaveError(f"the last checkpoint was not saved: {error}")
+        return self._newest
 
-    def _attempt(self, work: Callable[[], T]) -> T | str:
-        """The result of the work, or what a full or broken disk says."""
-        try:
-            return work()
-        except OSError as error:
-            free = shutil.disk_usage(self._run.path).free
-            what = f"{error.filename}: " if error.filename else ""
-            return f"{what}{error.strerror or error} ({free:,} bytes are free)"
+    def _wait(self) -> str | None:
+        """Wait for every rank to end the current save; returns its error, or None (collective).
 
-
-def _weights_of(model: ShardedModel) -> dict[str, Tensor]:
-    """What rank 0 writes of a model: adapters in fp32, or all weights in the compute dtype (collective)."""
-    if model.module.config.adapters is not None:
-        return model.full_masters()
-    return model.whole_weights(keep=rank() == 0)
+        The error is the same on all ranks.
+        """
+        save = self._current_save
+        if save is None:
+            return None
+        self._current_save = None
+        write_errors = gather_objects(save.wait_for_own_files())
+        write_error: str | None = next(filter(None, write_errors), None)
+        commit_error: str | None = broadcast_object(save.end(is_abandoned=write_error is not None))
+        error = write_error or commit_error
+        if error is None:
+            self._newest = save.folder
+        else:
+            print0(f"warning: {save.folder} was not saved, the run continues without it: {error}")
+        return error
 
 
 def _shard_files(name: str, world_size: int) -> list[str]:
@@ -280,6 +255,10 @@ def copy_remembered(
     return extra_copy, records_copy
 
 
+def _write_shards(path: str, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Digest]:
+    return {path: write_tensors(folder / path, tensors)}
+
+
 def _model_writer(model: ShardedModel, source: Path) -> Callable[..., dict[str, Digest]]:
     """What writes `tensors` into a folder: a Hugging Face model, or adapters beside the config of their base.
 
@@ -301,6 +280,118 @@ def _model_writer(model: ShardedModel, source: Path) -> Callable[..., dict[str, 
         return digests | write_adapters(folder, tensors, model_config, base=base)
 
     return write
+
+
+class _Save:
+    """A checkpoint being written. Each rank makes one, which starts the rank's thread.
+
+    After `end` has returned None on rank 0, the checkpoint is at `folder`.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        manifest: dict[str, Any],
+        writers: list[tuple[str, _FileWriter]],
+        *,
+        keep: int,
+    ):
+        """writers: they are taken out of the list. Each gets the folder with this path in the checkpoint."""
+        self._run = run
+        self._manifest = manifest
+        self._writers = writers
+        self._keep = keep
+        self._rank = rank()
+        name = checkpoint_name(manifest["state"]["step"])
+        self.folder = run.path / "checkpoints" / name
+        # The temporary folders of all ranks.
+        self._half_made = [self.folder.with_name(f".tmp-{name}-{run.token}-{r}") for r in range(world_size())]
+        self._has_written = threading.Event()  # this rank has written its files
+        self._deadline = math.inf  # by time.monotonic(), for the other ranks' files to become visible
+        self._error: str | None = "its thread died, see the traceback"
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        watchdog.this_process.checkpoint_thread = self._thread
+        self._thread.start()
+
+    def wait_for_own_files(self) -> str | None:
+        """Wait until the thread has written this rank's files; returns its error, or None. Not collective."""
+        while self._thread.is_alive() and not self._has_written.wait(1.0):
+            watchdog.heartbeat()
+        return None if self._has_written.is_set() else self._error
+
+    def end(self, *, is_abandoned: bool) -> str | None:
+        """Wait for the thread to end; returns its error, or None. Not collective.
+
+        Called when every rank has written its files or failed to. is_abandoned: some rank failed, so the thread of
+        rank 0 must not wait for that rank's files.
+        """
+        self._deadline = time.monotonic() + (0 if is_abandoned else SHARED_S)
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            watchdog.heartbeat()
+        if self._rank == 0:
+            # A failed save leaves the other ranks' folders, which this rank's thread may have used until now.
+            for path in self._half_made:
+                shutil.rmtree(path, ignore_errors=True)
+        return self._error
+
+    def _write(self) -> None:
+        """Write this rank's files, then on rank 0 commit the checkpoint. Runs on the thread."""
+        half_made = self._half_made[self._rank]
+        try:
+            (half_made / "resume").mkdir(PRIVATE, parents=True)
+            digests: dict[str, Digest] = {}
+            while self._writers:
+                # A writer holds copies of tensors: remove it to free them once they are written.
+                prefix, write = self._writers.pop()
+                written = write(half_made / prefix)
+                digests |= {prefix + name: digest for name, digest in written.items()}
+            durable.replace_file(half_made / _DIGESTS_FILE, json.dumps(digests))
+            self._has_written.set()
+            if self._rank == 0:
+                self._commit(half_made)
+            self._error = None
+        except OSError as error:
+            free = shutil.disk_usage(self._run.path).free
+            what = error.filename or half_made
+            self._error = f"{what}: {error.strerror or error} ({free:,} bytes are free)"
+            shutil.rmtree(half_made, ignore_errors=True)
+
+    def _commit(self, half_made: Path) -> None:
+        """On rank 0, make one checkpoint of all ranks' files."""
+        self._wait_for_digests()
+        files: dict[str, Digest] = {}
+        for path in self._half_made:
+            digests = json.loads((path / _DIGESTS_FILE).read_text())
+            files |= digests
+            if path != half_made:
+                for name in digests:
+                    os.rename(path / name, half_made / name)
+                shutil.rmtree(path)
+        (half_made / _DIGESTS_FILE).unlink()
+        manifest = self._manifest | {"files": files}
+        durable.replace_file(half_made / "manifest.json", json.dumps(manifest, indent=1))
+        if is_checkpoint(self.folder):  # a folder of the user's makes `publish` fail instead
+            durable.remove_folder(self.folder)
+        metrics = self._run.path / "metrics.jsonl"
+        if metrics.is_file():
+            # A resume from this checkpoint continues this file: it must not lose the lines up to this step.
+            durable.sync(metrics)
+        # A kill may have stopped an earlier save before its last line. Without this one the disk would briefly hold
+        # two checkpoints too many.
+        prune(self._run.path, keep=self._keep)
+        durable.publish(half_made, self.folder)
+        prune(self._run.path, keep=self._keep)
+
+    def _wait_for_digests(self) -> None:
+        """Wait until rank 0 sees the digests of every rank.
+
+        Raises TimeoutError (an OSError) if a rank's digests do not become visible, or if the save is abandoned.
+        """
+        while missing := [path for path in self._half_made if not (path / _DIGESTS_FILE).exists()]:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"{missing[0]} does not appear here; do all nodes share $MINIRL_RUNS?")
+            time.sleep(0.02)
 
 
 def prune(run_folder: Path, *, keep: int) -> None:

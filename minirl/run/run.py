@@ -310,7 +310,7 @@ class Run:
         self._has_finished_step = True
 
     def close(self) -> int:
-        """Print scores and paths; returns the exit code. Raises SaveError if the last save failed. Not collective."""
+        """Wait for the last save, print scores and paths; returns the exit code (collective)."""
         saved = self._checkpoints.finish()
         self._logger.finish()
         for name, score in self.progress.evaluated.items():
@@ -366,7 +366,7 @@ class Run:
         metrics.add_total("perf/mfu_train", flops / peak / world_size())
 
     def _save(self) -> None:
-        """Save a checkpoint (collective)."""
+        """Start to save a checkpoint (collective)."""
         progress = self.progress
         if self._collector and self._config.max_staleness:
             progress.extra[IN_FLIGHT] = self._collector.state()

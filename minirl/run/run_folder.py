@@ -65,6 +65,7 @@ class RunFolder:
 
     path: Path
     checkpoint: Path | None  # to resume from; None: start from the first step
+    token: str  # random for each start of the run, to make the names of temporary folders unique
     lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
 
     def create(self) -> "RunFolder":
@@ -137,13 +138,14 @@ def open_run_folder(name: str, flags: Mapping[str, Any], *, resume: str = "auto"
 
     def found() -> RunFolder:
         path = _checked_path(name)
+        token = secrets.token_hex(4)
         if not path.is_dir():
-            return RunFolder(path, None, None)
+            return RunFolder(path, None, token, None)
         _make_folder(path)
         lock = _take_lock(path)
         _refuse_changes(path, flags, resume)
         checkpoint = None if resume == "exact" else _newest_checkpoint(path)
-        return RunFolder(path, checkpoint, lock)
+        return RunFolder(path, checkpoint, token, lock)
 
     return _on_rank_0(found)
 

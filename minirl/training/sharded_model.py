@@ -206,25 +206,25 @@ class ShardedModel:
         self.refresh()
 
     def full_masters(self) -> dict[str, Tensor]:
-        """All masters in fp32, whole and on the host (collective)."""
+        """Copies on the host of all masters in fp32, whole (collective)."""
         return {
-            name: master.full_tensor().detach().cpu()  # type: ignore[attr-defined]
+            name: _host_copy(master.full_tensor())  # type: ignore[attr-defined]
             for name, master in self.masters.items()
         }
 
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
-        """All weights in the compute dtype; {} without `keep`.
+        """Copies on the host of all weights in the compute dtype; {} without `keep`.
 
-        With `shard_weights` copies on the host, gathered one after another (collective).
+        With `shard_weights` they are gathered one after another (collective).
         """
         if not self.shards_weights:
-            return self.compute_weights if keep else {}
+            return {name: _host_copy(weight) for name, weight in self.compute_weights.items()} if keep else {}
         copies = {}
         sharded = self.masters | self._frozen
         for name in self._names:
             whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
             if keep:
-                copies[name] = whole.detach().to("cpu", self.dtype)
+                copies[name] = _host_copy(whole.to(self.dtype))
         return copies
 
     def reshard(self) -> None:
@@ -310,7 +310,7 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """This rank's shards, for a checkpoint; empty outside the first group. Not collective.
+        """Copies on the host of this rank's shards, for a checkpoint; empty outside the first group. Not collective.
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
@@ -321,7 +321,7 @@ class ShardedModel:
             state = optimizer.state.get(master, {})
             for kind, value in state.items():
                 tensors[f"{kind}.{name}"] = value
-        return {name: _local(tensor).detach() for name, tensor in sorted(tensors.items())}
+        return {name: _host_copy(_local(tensor)) for name, tensor in sorted(tensors.items())}
 
     @torch.no_grad()
     def load_state(
@@ -431,6 +431,11 @@ def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, also of a tensor that is there already."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 class _CountedReduceScatter:
