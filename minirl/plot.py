@@ -9,29 +9,18 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from minirl.errors import InputError
 from minirl.report.logger import read_metrics
 from minirl.run.run_folder import find_run
 
-CAUSES = {  # of the account of time, from the ground up
-    "prefill": "#1f4e8c",
-    "decode": "#7fa8dc",
-    "decode_comm": "#b9d0ee",
-    "score": "#3f9b6b",
-    "update": "#d9822b",
-    "update_comm": "#efb376",
-    "refresh": "#f7ddbd",
-    "wait_ranks": "#e59aa5",
-    "wait_replies": "#c9586b",
-    "wait_rewards": "#8c2338",
-    "eval": "#7b5ea7",
-    "save": "#b39ad6",
-    "report": "#5f6b76",
-    "host": "#b4bcc4",
-}
-OWN_CAUSE = "#111111"  # of a fork
+# The account of time, from the ground up.
+CAUSES = (
+    *("prefill", "decode", "decode_comm", "score", "update", "update_comm", "refresh"),
+    *("wait_ranks", "wait_replies", "wait_rewards", "eval", "save", "report", "host"),
+)
 COLORS = ("#3b6fb6", "#d9822b", "#3f9b6b", "#b5485d", "#7b5ea7", "#5f6b76")
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
@@ -57,11 +46,7 @@ def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
 
 def running_mean(values: list[float], width: int) -> list[float]:
     """Each value's mean with up to `width` - 1 values before it."""
-    means = []
-    for end in range(1, len(values) + 1):
-        window = values[max(0, end - width) : end]
-        means.append(sum(window) / len(window))
-    return means
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw_lines(axes: Any, runs: Runs, metric: str) -> bool:
@@ -92,7 +77,7 @@ def draw_held_out(axes: Any, runs: Runs) -> None:
 def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
     """The seconds of each step by cause, as running means; only the causes that the run has, a fork's own ones last."""
     found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
-    own = sorted(found - CAUSES.keys() - {"step"})
+    own = sorted(found - {*CAUSES, "step"})
     stack = {}
     for cause in [*(cause for cause in CAUSES if cause in found), *own]:
         seconds = [line.get(f"time/{cause}") or 0.0 for line in lines]  # none in the steps without it
@@ -102,15 +87,17 @@ def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
 
 def draw_time(axes: Any, name: str, lines: Lines) -> None:
     """The seconds of a run's steps by cause, one upon the other."""
+    from matplotlib import color_sequences
+
+    axes.set_prop_cycle(color=color_sequences["tab20"])
     axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
     axes.set_xlabel("step")
     stack = stack_of_causes(lines)
     if not stack:
         axes.text(0.5, 0.5, "no time", ha="center", transform=axes.transAxes)
         return
-    colors = [CAUSES.get(cause, OWN_CAUSE) for cause in stack]
     steps = [line["step"] for line in lines]
-    axes.stackplot(steps, *stack.values(), labels=list(stack), colors=colors, linewidth=0)
+    axes.stackplot(steps, *stack.values(), labels=list(stack), linewidth=0)
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
 

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -239,20 +239,6 @@ class Rollout:
         after = slice(self.num_prompt_tokens, None)
         streams = (self.tokens, self.loss_mask, self.sample_logprobs, self.weight_version)
         return Completion(*(stream[after] for stream in streams), kept=self.kept[after])
-
-    def up_to(self, num_tokens: int) -> "Rollout":
-        """Return this branch with only its first `num_tokens` tokens after the prompt."""
-        length = self.num_prompt_tokens + num_tokens
-        if length == len(self.tokens):
-            return self
-        return replace(
-            self,
-            tokens=self.tokens[:length],
-            loss_mask=self.loss_mask[:length],
-            sample_logprobs=self.sample_logprobs[:length],
-            weight_version=self.weight_version[:length],
-            kept=self.kept[:length],
-        )
 
 
 def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:

@@ -21,16 +21,6 @@ from minirl.run.run_folder import find_run
 
 # Codes of a terminal's colours, by kind of text.
 COLORS = {"title": "1", "label": "2", "sampled": "32", "environment": "36"}
-# The fields of every line of a step's file.
-TYPES: Mapping[str, Any] = {
-    "id": list,
-    "row": str,
-    "prompt": (str, list),
-    "completion": str,
-    "rewards": dict,
-    "num_tokens": int,
-    "finish_reason": str,
-}
 Rollout = Mapping[str, Any]
 Paint = Callable[[str, str], str]
 
@@ -64,21 +54,11 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def is_rollout(line: Any) -> bool:
-    """Return whether a line has the fields of a rollout."""
-    if not isinstance(line, dict) or not all(isinstance(line.get(key), TYPES[key]) for key in TYPES):
+    """Return whether a line has what is shown of a rollout."""
+    try:
+        return bool("".join(paragraphs(line, painter(has_colors=False))))
+    except Exception:  # a field may be missing, or anything else
         return False
-    segments = line.get("segments", [])
-    turns = line.get("turns", [])
-    if not (_have(segments, "kind", "text", "num_tokens") and _have(turns, "finish_reason", "rewards")):
-        return False
-    return len(turns) == sum(segment["kind"] == "sampled" for segment in segments)
-
-
-def _have(items: Any, *keys: str) -> bool:
-    """Return whether `value` is a list of objects with these keys."""
-    if not isinstance(items, list):
-        return False
-    return all(isinstance(item, dict) and item.keys() >= set(keys) for item in items)
 
 
 def name_of(rollout: Rollout) -> str:

@@ -331,11 +331,11 @@ DAMAGES = [
     ("manifest.json", "missing"),
     ("manifest.json", "{"),
     ("manifest.json", "[]"),
-    ("manifest.json", '{"format": 2}'),
-    ("manifest.json", '{"format": 2, "files": 3, "state": {"step": 2}, "world_size": 1}'),
-    ("manifest.json", '{"format": 2, "files": {}, "state": {}, "world_size": 1}'),
-    ("manifest.json", '{"format": 2, "files": {}, "state": [], "world_size": 1}'),
-    ("manifest.json", '{"format": 2, "files": {}, "state": {"step": 2}, "world_size": null}'),
+    ("manifest.json", '{"format": 3}'),
+    ("manifest.json", '{"format": 3, "files": 3, "state": {"step": 2}, "world_size": 1}'),
+    ("manifest.json", '{"format": 3, "files": {}, "state": {}, "world_size": 1}'),
+    ("manifest.json", '{"format": 3, "files": {}, "state": [], "world_size": 1}'),
+    ("manifest.json", '{"format": 3, "files": {}, "state": {"step": 2}, "world_size": null}'),
 ]
 
 
@@ -379,8 +379,8 @@ class TestWhatIsGoneOnFrom:
     def test_row_11_a_later_format_is_refused(self):
         """Neither read nor taken for damage."""
         path = save_steps([1, 2]) / "checkpoints" / "000002" / "manifest.json"
-        path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
-        with pytest.raises(InputError, match="has format 3, this version of minirl reads 2; resume"):
+        path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
+        with pytest.raises(InputError, match="has format 4, this version of minirl reads 3; resume"):
             open_run()
 
     def test_row_13_other_flags_are_listed_and_refused_without_force(self, runs, capsys):

@@ -336,7 +336,9 @@ def long_if_odd(rollout_id: RolloutId) -> int:
     return 20 if rollout_id.prompt_ordinal % 2 else 2
 
 
-def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_counted(capsys):
+@pytest.mark.parametrize("differs", ["request", "tokens"])
+def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_counted(capsys, differs):
+    """Its function asks for something else, or the same is other tokens now, as of a template that writes the date."""
     replies = ["a"]
 
     def moody(episode):
@@ -350,8 +352,14 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
 
     first, second = make(), make()
     first.collect(1)
-    paused = {tuple(record["id"]) for record in rollout_records(first) if record["finish_reason"] is None}
-    replies.append("b")
+    paused = {
+        tuple(record["rollout_id"]) for record in rollout_records(first) if record["finish_reason"] is None
+    }
+    if differs == "request":
+        replies.append("b")
+    else:
+        other = second._prompts.tokenizer.encode_text("b", "")
+        second._prompts.appended_ids = lambda after, *_, **__: other if after else []
     resumed(first, second)
     assert second.take_count("restarted") == len(paused) > 0
     assert "moody(episode), for the row at f:" in capsys.readouterr().out

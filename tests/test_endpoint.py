@@ -16,7 +16,7 @@ import pytest
 
 from minirl.agents import loopback
 from minirl.agents.endpoint import Endpoint, run_program, serve
-from minirl.agents.loopback import Answer, HttpError, of_this_loop
+from minirl.agents.loopback import Answer, HttpError, LoopbackServer
 from minirl.agents.openai_format import read_request
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
@@ -216,12 +216,10 @@ async def echo(method, path, body):
 
 
 def at_route(conversation):
-    """Run `conversation(url, server)` with a URL that echoes."""
+    """Run `conversation(url)` with a URL that echoes."""
 
     async def run():
-        server = await of_this_loop()
-        assert server is await of_this_loop()
-        await conversation(server.open(echo).url, server)
+        await conversation(await LoopbackServer(echo).start())
 
     in_a_loop(run())
 
@@ -260,15 +258,20 @@ async def post(url, path="/chat/completions", method="POST", **fields):
     return await ask(url, head(url, path, len(body), method=method) + body)
 
 
-def test_requests_on_one_connection_are_answered_one_after_another():
-    """And a client that asks whether to send its body, which it then sends."""
+def test_a_connection_is_for_one_request_and_its_answer_says_so():
+    """The next one on it is not read. A client may ask whether to send its body, which it then sends."""
 
-    async def conversation(url, _):
+    async def conversation(url):
         reader, writer = await connect(url, head(url, "/a?b=c", 3) + b"abc" + head(url, "/x", 6) + b"refuse")
-        assert await read_answer(reader) == (200, ["POST", "v1/a", 3])
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b"Connection: close" in answer
+        size = int(re.search(rb"Content-Length: (\d+)", answer)[1])
+        assert json.loads(await reader.readexactly(size)) == ["POST", "v1/a", 3]
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
         error = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
-        assert await read_answer(reader) == (400, {"error": error})
-        writer.write(head(url, "/x", 3, "Expect: 100-continue"))
+        assert await ask(url, head(url, "/x", 6) + b"refuse") == (400, {"error": error})
+        reader, writer = await connect(url, head(url, "/x", 3, "Expect: 100-continue"))
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"abc")
         assert await read_answer(reader) == (200, ["POST", "v1/x", 3])
@@ -296,7 +299,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("sent", UNREADABLE, ids=range(len(UNREADABLE)))
 def test_row_60_a_request_that_cannot_be_read_is_refused_and_its_connection_closed(sent):
-    async def conversation(url, _):
+    async def conversation(url):
         path = "/" + url.split("/")[3]
         reader, _ = await connect(url, sent.replace("URL", path).encode())
         found, answer = await read_answer(reader)
@@ -313,7 +316,7 @@ def test_row_60_a_request_that_cannot_be_read_is_refused_and_its_connection_clos
 def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch, is_body):
     monkeypatch.setattr(loopback, "REQUEST_S", 0.3)
 
-    async def conversation(url, server):
+    async def conversation(url):
         begin = time.monotonic()
         reader, writer = await connect(url)
         for letter in head(url, size=100) if is_body else b"POST /":
@@ -321,14 +324,14 @@ def test_row_60_a_client_that_sends_a_letter_at_a_time_is_left_alone(monkeypatch
         answer = await reader.read()
         assert 0.2 < time.monotonic() - begin < 5 * SLACK
         assert (b"408 Request Timeout" in answer) == is_body
-        await settled(server, 0)
+        await settled(0)
 
     at_route(conversation)
 
 
-async def settled(server, count):
-    """Wait until the server has this many connections."""
-    await until(lambda: len(server._connections) == count)
+async def settled(count):
+    """Wait until this process has this many connections."""
+    await until(lambda: len(loopback._connections) == count)
 
 
 async def until(is_true):
@@ -347,51 +350,38 @@ def test_row_60_connections_without_a_token_are_dropped_first_and_those_with_req
         await may_go_on.wait()
         return Answer.of_json("late")
 
-    async def conversation(url, server):
-        reader, writer = await connect(url, head(url))
-        assert (await read_answer(reader))[0] == 200
+    async def conversation(url):
         silent = [await connect(url) for _ in range(300)]
-        await settled(server, 5)
-        writer.write(head(url))
-        assert (await read_answer(reader))[0] == 200
-        late = server.open(slow).url
-        asking = [await connect(url, head(late)) for _ in range(4)]
-        await until(lambda: len(begun) == 4)
-        # The one that waits for a request makes place for the next.
-        asking.append(await connect(url, head(late)))
-        assert await reader.read() == b""
+        await until(lambda: sum(reader.at_eof() for reader, _ in silent) == 295)
+        assert (await ask(url, head(url)))[0] == 200
+        late = await LoopbackServer(slow).start()
+        asking = [await connect(late, head(late)) for _ in range(5)]
+        await until(lambda: len(begun) == 5)
         status, answer = await ask(url, head(url))
         assert (status, answer["error"]["message"]) == (503, "more than 5 connections are open")
         may_go_on.set()
         for reader, writer in asking:
             assert (await read_answer(reader))[1] == "late"
             writer.close()
-        await settled(server, 0)
-        assert len(silent) == 300
+        await settled(0)
 
     at_route(conversation)
 
 
-def test_a_connection_outlives_its_session_and_is_closed_by_an_answer_that_says_so(monkeypatch):
-    """A client's pool may just be using it for another episode."""
-    monkeypatch.setattr(loopback, "MAX_CONNECTIONS", 5)
-
-    async def conversation(url, server):
-        route = server.open(echo)
-        assert route.url != url
-        reader, writer = await connect(url, head(route.url))
-        assert (await read_answer(reader))[0] == 200
-        server.close(route)
-        writer.write(head(url))
-        assert b"Connection: keep-alive" in await reader.readuntil(b"\r\n\r\n")
-        await reader.read(100)
-        others = [await connect(url) for _ in range(2)]
-        writer.write(head(url))
-        assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
-        await reader.read()
-        for _, other in others:
-            other.close()
-        assert (await ask(url, head(route.url)))[0] == 404
+def test_a_server_that_is_closed_answers_no_request_and_others_stay():
+    async def conversation(url):
+        server = LoopbackServer(echo)
+        own = await server.start()
+        assert (await ask(own, head(own)))[0] == 200
+        assert (await ask(own, head(url)))[0] == 404
+        reader, writer = await connect(own, head(own, size=3))
+        await settled(1)
+        server.close()
+        writer.write(b"abc")
+        assert (await read_answer(reader))[0] == 410
+        with pytest.raises(ConnectionError):
+            await connect(own)
+        assert (await ask(url, head(url)))[0] == 200
 
     at_route(conversation)
 
@@ -405,12 +395,13 @@ def test_row_60_a_client_that_never_reads_its_answer_is_counted_and_closed(monke
         has_come.set()
         return Answer(b"x" * HUGE)
 
-    async def conversation(url, server):
-        reader, writer = await connect(url, head(server.open(large).url))
+    async def conversation(url):
+        url = await LoopbackServer(large).start()
+        reader, writer = await connect(url, head(url))
         writer.transport.pause_reading()
         await has_come.wait()
-        assert len(server._connections) == 1
-        await settled(server, 0)
+        assert len(loopback._connections) == 1
+        await settled(0)
         writer.transport.resume_reading()
         with contextlib.suppress(ConnectionError):
             assert len(await reader.read()) < HUGE
@@ -555,7 +546,7 @@ def sampled_turn(branch, text="yes", finish_reason="stop", **said):
     ids = [ord(letter) for letter in text]
     branch.prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
     branch.max_tokens = 50
-    turn = Turn(branch.number, len(branch.tokens), appended=[])
+    turn = Turn(len(branch.tokens), branch=branch.number)
     turn.finish(len(ids), finish_reason, SaidReader(ids, text, message, logprob=-0.5))
     return turn
 
@@ -714,7 +705,8 @@ def test_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped(monkey
         await post(messages=[HI, message_in(answer), HI], max_tokens=4)
 
     endpoints, is_gone = [], asyncio.Event()
-    monkeypatch.setattr(Endpoint, "__aiter__", lambda endpoint: endpoints.append(endpoint) or endpoint)
+    run = Endpoint.__aenter__
+    monkeypatch.setattr(Endpoint, "__aenter__", lambda endpoint: endpoints.append(endpoint) or run(endpoint))
     asked = drive(program, {}, {}, sample=is_gone.wait)
     assert [(generate.branch, generate.max_tokens) for generate in asked] == [(0, 1), (1, 3), (1, 4)]
 
@@ -762,8 +754,11 @@ def test_row_60_an_episode_that_is_closed_ends_its_program_and_what_that_started
             await asyncio.sleep(1000)
 
     def threaded(url, episode):
-        for _ in range(2):
-            seen.append(asyncio.run(post(url, messages=[HI]))[0])
+        seen.append(asyncio.run(post(url, messages=[HI]))[0])
+        try:
+            asyncio.run(post(url, messages=[HI]))
+        except ConnectionError:
+            seen.append("refused")
 
     async def starting(url, episode):
         asking = asyncio.create_task(post(url, messages=[HI]))
@@ -783,7 +778,7 @@ def test_row_60_an_episode_that_is_closed_ends_its_program_and_what_that_started
         await asyncio.sleep(0.1)
 
     in_a_loop(run())
-    assert seen == ["cancelled", 410, 404]
+    assert seen == ["cancelled", 410, "refused"]
     assert not is_alive(int(pid.read_text()))
 
 
@@ -858,7 +853,7 @@ def test_row_60_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left
     workers = load(name, timeout_s=0.7 if "silent" in name else 60.0)
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
         rollouts_of(workers, num_groups=2, group_size=2)
-    workers.stop()
+    workers.pool.stop()
     assert not any(is_alive(worker.pid) for worker in workers.pool.workers)
 
 

@@ -214,7 +214,7 @@ def said_turn(episode, tokenizer, asked, text):
     branch = episode.branch_of(asked)
     branch.max_tokens = 1000
     reader = SaidReader(ids, text, lambda: message)
-    turn = Turn(asked.branch, len(branch.tokens), appended=[], inserted=asked.inserted, asked=asked.digest)
+    turn = Turn(len(branch.tokens), branch=asked.branch, inserted=asked.inserted, asked=asked.digest)
     turn.finish(len(ids), "stop", reader)
     return turn
 
@@ -478,11 +478,12 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
     tokenizer = Tokenizer(tmp_path, chat=True, tools=FUNCTIONS)
     add_response_schema(tokenizer.backend)
     several = f"{call('add', a=1)}{call('fail', text='luck')}{call('search', query='x')}"
-    loaded = tool_loop.of_tools(FUNCTIONS)
+    is_async = any(map(inspect.iscoroutinefunction, FUNCTIONS))
+    rollout = tool_loop.rollout_of(lambda: tool_loop.EpisodeTools(FUNCTIONS, is_async))
 
     async def ours(texts):
         episode = Episode(Row("how much?", {}, "f:1"), seed=1, max_tokens=10_000)
-        turns = loaded.function(episode)
+        turns = rollout(episode)
         turn, found, tokens = None, [], []
         for text in texts:
             asked = await turns.asend(turn)
@@ -685,7 +686,7 @@ def test_the_examples_run_with_their_packages(
         collector = Collector(long_engine(), prompts, functions, rollout=rollout, group_size=2)
         (steps,) = collected(collector, 1, 2)
     finally:
-        rollout.stop()
+        rollout.pool.stop()
     for row in steps:
         assert row[1] == "stop"
         text = prompts.tokenizer.decode(row[2], skip_special_tokens=False)
@@ -909,9 +910,9 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
             scores = [task.rewards[reward](completions=[completion], answer=["Yes"]) for reward in rewards]
             assert scores == [[score] for score in rows["hit"][1]]
     finally:
-        workers.stop()
+        workers.pool.stop()
         for function in task.rewards.values():
-            function.close()
+            function.pool.stop()
 
 
 # It shows the names of tools, and begins answers otherwise where there are any.

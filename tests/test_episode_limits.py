@@ -237,7 +237,9 @@ def test_an_episode_in_flight_that_has_used_up_its_seconds_comes_back(load):
     )
     first.collect(2)
     paused = [record for record in rollout_records(first) if record["finish_reason"] is None]
-    kept = {tuple(record["id"][:2]): len(record["branches"][0]["tokens"]) for record in paused}
+    kept = {
+        tuple(record["rollout_id"][:2]): int(record["branches"][0]["loss_mask"].sum()) for record in paused
+    }
     assert kept
     for rollout in resumed(first, second).collect(2, weight_version=1).rewarded.rollouts:
         assert rollout.finish_reason == "timeout"

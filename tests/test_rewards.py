@@ -305,7 +305,7 @@ def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and
     """
     rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
     prompts = make_prompts(tmp_path, rows)
-    ordinals = (3, 0, 1, 2, 0)
+    ordinals = (3, 0, 0, 1, 2)
     rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate(ordinals)]
     functions = {
         "length": lambda completion_ids: [len(x) for x in completion_ids],

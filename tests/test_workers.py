@@ -278,7 +278,7 @@ def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
     program = (
         "import json, sys\n"
         "ID = json.loads(sys.stdin.readline())['id']\n"
-        "takes = dict(required=['completions'], optional=[], takes_all=False)\n"
+        "takes = dict(parameters=[['completions', 'KEYWORD_ONLY', True]])\n"
         "print(json.dumps(dict(id=ID, is_async=False, max_conversations=None, description=takes, printed='')),"
         " flush=True)\n"
         "request = json.loads(sys.stdin.readline())\n"
@@ -290,7 +290,7 @@ def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
     monkeypatch.setattr("minirl.workers.pool.PROGRAM", program)
     function = load_reward("minirl.data.gsm8k:f")
     assert NO_ANSWER in error_of(function, "fine")
-    function.close()
+    function.pool.stop()
 
 
 # The file, and the process

@@ -13,19 +13,15 @@ Standard library only. Nothing here is collective.
 """
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any
 
-from minirl.agents import loopback
-from minirl.agents.loopback import Answer, HttpError
+from minirl.agents.loopback import Answer, HttpError, LoopbackServer, max_connections
 from minirl.agents.openai_format import (
     Asked,
     Sampled,
@@ -46,7 +42,7 @@ MAX_PENDING = 64
 MAX_EPISODES = 128
 # Seconds for a program to end after it was told to.
 CLOSE_S = 1.0
-# The most bytes of a program's output to keep.
+# The most bytes of a program's output to return.
 MAX_OUTPUT = 1 << 20
 
 Program = Callable[[str, Episode], Any]
@@ -61,8 +57,7 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
 
     Order: requests of an episode wait for each other. A program that sends several at once may start over after a
     resume. The turn of a client that disconnects is not trained on.
-    End: when the episode ends, an `async def` is cancelled, a command is killed, and requests of a thread fail (404,
-    410).
+    End: when the episode ends, an `async def` is cancelled, a command is killed, and requests of a thread fail.
     Limits: requests of 4 MB, 64 waiting requests an episode, 512 connections a process (or a quarter of the files that
     it may open), 30 seconds to send a request or read an answer. A rank starts a process for every 128 episodes (or an
     eighth of those files).
@@ -71,24 +66,25 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
     @functools.wraps(program)
     async def rollout(episode: Episode) -> AsyncTurns:
         async with Endpoint(episode, program) as endpoint:
-            async for generate, answer in endpoint:
+            while (request := await endpoint.next_request()) is not None:
+                generate, answer = request
                 answer((yield generate))
-        returned = endpoint.returned
+        returned = endpoint.running.result()
         rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
         for name, value in rewards.items():
             if value is not None:
                 episode.reward(value, name, branch="all")
 
-    # Each has two or more connections, and both ends of one are here.
-    vars(rollout)["max_episodes"] = min(MAX_EPISODES, loopback.max_connections() // 2)
+    # Each listens, and may have two connections, whose ends are both here.
+    vars(rollout)["max_episodes"] = min(MAX_EPISODES, max_connections() // 2)
     return rollout
 
 
 async def run_program(url: str, *command: str, text: str = "") -> str:
-    """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; returns its output.
+    """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; return what it prints.
 
-    It keeps the last MAX_OUTPUT bytes of the output. Raises RuntimeError with the end of its stderr if its exit code is
-    not 0. If the episode ends first, the command is killed; processes that it started end with the run.
+    It returns the last MAX_OUTPUT bytes of the output. Raises RuntimeError with the end of its stderr unless its exit
+    code is 0. If the episode ends first, the command is killed; processes that it started end with the run.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
     pipe = asyncio.subprocess.PIPE
@@ -96,16 +92,14 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
         *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
     )
     try:
-        _, output, errors = await asyncio.gather(
-            _write(process.stdin, text.encode()), _read_end(process.stdout), _read_end(process.stderr)
-        )
-        code = await process.wait()
+        output, errors = await process.communicate(text.encode())
     finally:
         if process.returncode is None:
             process.kill()
-    if code != 0:
-        raise RuntimeError(f"{command[0]} ended with exit code {code}\n{errors[-2000:]}")
-    return output
+    if process.returncode != 0:
+        said = errors[-2000:].decode(errors="replace")
+        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}\n{said}")
+    return output[-MAX_OUTPUT:].decode(errors="replace")
 
 
 class _BranchChat:
@@ -137,9 +131,9 @@ class _BranchChat:
 
 
 class Endpoint:
-    """The URL of an episode, and the program that uses it: `async with`, then `async for` request until it ends.
+    """The URL of an episode, and the program that uses it. `async with` starts and ends both.
 
-    A request is the turn to yield for it, and the function that answers it with the sampled turn.
+    running: the program.
     """
 
     def __init__(self, episode: Episode, program: Program):
@@ -147,43 +141,36 @@ class Endpoint:
         self._program = program
         prompt = episode.row.prompt
         self._chats = [_BranchChat(episode, as_messages(prompt) if episode.is_chat else None)]
+        self._server = LoopbackServer(self._handle)
         self._num_turns = 0
         # None when the program ends.
         self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
         self._pending: set[asyncio.Future[Sampled]] = set()
 
     async def __aenter__(self) -> "Endpoint":
-        self._server = await loopback.of_this_loop()
-        self._route = self._server.open(self._handle)
-        self._running = asyncio.ensure_future(_run(self._program, self._route.url, self._episode))
-        self._running.add_done_callback(lambda _: self._waiting.put_nowait(None))
+        url = await self._server.start()
+        self.running = asyncio.ensure_future(_run(self._program, url, self._episode))
+        self.running.add_done_callback(lambda _: self._waiting.put_nowait(None))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._server.close(self._route)
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
         for answered in self._pending:
             if not answered.done():
                 answered.set_exception(HttpError(HTTPStatus.GONE, "the episode ended"))
-        self._running.cancel()
+        self.running.cancel()
         # A program that goes on is left alone: its requests get no answer.
-        await asyncio.wait({self._running}, timeout=CLOSE_S)
-        if self._running.done() and not self._running.cancelled():
+        await asyncio.wait({self.running}, timeout=CLOSE_S)
+        if self.running.done() and not self.running.cancelled():
             # Retrieved, so that asyncio does not print the exception of a program whose episode ended.
-            self._running.exception()
+            self.running.exception()
 
-    @property
-    def returned(self) -> Any:
-        """Return the program's result, None while it runs. Exceptions of the program pass through."""
-        return self._running.result() if self._running.done() else None
+    async def next_request(self) -> ProgramRequest | None:
+        """Return the next request, in order of arrival; None if the program has ended. Its exceptions pass through.
 
-    def __aiter__(self) -> "Endpoint":
-        return self
-
-    async def __anext__(self) -> ProgramRequest:
-        """Return the next request, in order of arrival. Exceptions of the program pass through."""
-        while (waiting := await self._waiting.get()) is not None and not self._running.done():
+        A request is the turn to yield for it, and the function that answers it with the sampled turn.
+        """
+        while (waiting := await self._waiting.get()) is not None and not self.running.done():
             asked, answered = waiting
             if answered.done():
                 continue
@@ -191,8 +178,8 @@ class Endpoint:
                 return self._request(asked, answered)
             except HttpError as error:
                 answered.set_exception(error)
-        self._running.result()
-        raise StopAsyncIteration
+        self.running.result()
+        return None
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> ProgramRequest:
         """Return the turn to yield for a request, and what answers it. Raises HttpError."""
@@ -247,8 +234,6 @@ class Endpoint:
         if is_list:
             return models(self._episode)
         asked = read_request(path, body, self._episode)
-        if not self._route.is_open:
-            raise HttpError(HTTPStatus.GONE, "the episode ended")
         if len(self._pending) >= MAX_PENDING:
             message = f"{MAX_PENDING} requests of the episode are waiting already"
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, message)
@@ -277,39 +262,12 @@ async def _run(program: Program, url: str, episode: Episode) -> Any:
 
 async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
     """Call a function in a new thread: the loop has too few threads for all episodes."""
-    ended: Future[tuple[Any, BaseException | None]] = Future()
-    # Marked as running: if the episode ends first, nobody cancels it.
-    ended.set_running_or_notify_cancel()
 
-    def run() -> None:
-        outcome: tuple[Any, BaseException | None]
+    def run() -> Any:
         try:
-            outcome = program(url, episode), None
-        except BaseException as error:
-            # The thread would raise it where nobody sees it, and a future does not take every exception.
-            outcome = None, error
-        ended.set_result(outcome)
+            return program(url, episode)
+        except StopIteration as error:
+            # No future takes it.
+            raise RuntimeError(f"the program raised {error!r}") from error
 
-    threading.Thread(target=run, daemon=True).start()
-    returned, error = await asyncio.wrap_future(ended)
-    if error is not None:
-        raise error
-    return returned
-
-
-async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
-    """Write all to a program, which may be gone."""
-    assert pipe is not None
-    with contextlib.suppress(ConnectionError):
-        pipe.write(data)
-        await pipe.drain()
-    pipe.close()
-
-
-async def _read_end(pipe: asyncio.StreamReader | None) -> str:
-    """Return the end of a program's output."""
-    assert pipe is not None
-    kept = b""
-    while piece := await pipe.read(MAX_OUTPUT):
-        kept = (kept + piece)[-MAX_OUTPUT:]
-    return kept.decode(errors="replace")
+    return await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), run)

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from minirl.agents.loopback import Answer, HttpError
+from minirl.data.task import check_text
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode
 from minirl.episodes.turn import Turn
@@ -169,9 +170,8 @@ def _with_values(message: dict[str, Any]) -> dict[str, Any]:
 
 def _meaning(message: dict[str, Any]) -> dict[str, Any]:
     """A message with the arguments of its calls as values, and without the calls' ids."""
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    meaning = {key: message.get(key) for key in ("role", "content", "name", "tool_call_id")}
-    return {**meaning, "calls": [(call["name"], _json_value(call["arguments"])) for call in calls]}
+    calls = [call["function"] for call in _with_values(message).get("tool_calls", [])]
+    return {**{key: message.get(key) for key in ("role", "content", "name", "tool_call_id")}, "calls": calls}
 
 
 def _json_value(text: Any) -> Any:
@@ -293,9 +293,9 @@ def _is_call(call: Any) -> bool:
 
 
 def _check_characters(value: Any, place: str) -> None:
-    r"""Refuse half a surrogate pair ("\ud800") anywhere in a JSON value: it cannot be tokenized."""
+    """Refuse text in a JSON value that cannot be tokenized."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        check_text(value)
     except UnicodeEncodeError:
         raise InputError(f"{place}: half a surrogate pair is not text") from None
     except RecursionError:
@@ -305,65 +305,49 @@ def _check_characters(value: Any, place: str) -> None:
 def answer_of(sampled: Sampled) -> Answer:
     """Return the answer to a request, in the form that it asks for."""
     fields = sampled.asked.fields
-    ids = sampled.turn.ids
-    is_chat = "messages" in fields
+    turn = sampled.turn
+    choice: dict[str, Any] = {"index": 0, "finish_reason": turn.finish_reason, "logprobs": None}
     has_logprobs = fields.get("logprobs", False) is not False
-    choice: dict[str, Any] = {"index": 0, "finish_reason": _finish_reason(sampled)}
-    if is_chat:
-        logprobs = _logprobs(sampled.turn) if has_logprobs else None
-        choice |= {"message": sampled.message, "logprobs": logprobs}
+    # Named like vLLM's: a token may be a part of a character.
+    tokens = [f"token_id:{i}" for i in turn.ids]
+    if "messages" in fields:
+        kind = "chat.completion"
+        choice["message"] = sampled.message
+        if "tool_calls" in sampled.message and turn.finish_reason == "stop":
+            choice["finish_reason"] = "tool_calls"
+        if has_logprobs:
+            entries = [
+                {"token": token, "logprob": x, "bytes": None, "top_logprobs": list[Any]()}
+                for token, x in zip(tokens, turn.logprobs, strict=True)
+            ]
+            choice["logprobs"] = {"content": entries}
     else:
-        choice |= _completion_choice(sampled, has_logprobs)
+        kind = "text_completion"
+        choice["text"] = sampled.text
+        if has_logprobs:
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": turn.logprobs}
     if fields.get("return_token_ids") is True:
-        choice["token_ids"] = ids
-    before = sampled.num_prompt_tokens
-    usage = {"prompt_tokens": before, "completion_tokens": len(ids), "total_tokens": before + len(ids)}
+        choice["token_ids"] = turn.ids
+    before, count = sampled.num_prompt_tokens, len(tokens)
+    usage = {"prompt_tokens": before, "completion_tokens": count, "total_tokens": before + count}
+    # Without the time, so that an answer is the same whenever an episode runs again.
+    frame = {"id": f"turn-{sampled.number}", "object": kind, "created": 0, "model": MODEL}
     if fields.get("stream", False):
-        return _streamed(sampled, choice, usage)
-    kind = "chat.completion" if is_chat else "text_completion"
-    return Answer.of_json({**_frame(sampled, kind), "choices": [choice], "usage": usage})
+        return _streamed(fields, frame, choice, usage)
+    return Answer.of_json({**frame, "choices": [choice], "usage": usage})
 
 
-def _streamed(sampled: Sampled, choice: dict[str, Any], usage: dict[str, int]) -> Answer:
+def _streamed(
+    fields: dict[str, Any], frame: dict[str, Any], choice: dict[str, Any], usage: dict[str, int]
+) -> Answer:
     """Return an answer as a stream of events, with the whole message in one."""
-    frame = {**_frame(sampled, "chat.completion.chunk"), "usage": None}
+    frame = {**frame, "object": "chat.completion.chunk", "usage": None}
     delta = dict(choice.pop("message"))
     if "tool_calls" in delta:
         delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(delta["tool_calls"])]
     chunks: list[Any] = [{**frame, "choices": [{**choice, "delta": delta}]}]
-    options = sampled.asked.fields.get("stream_options")
+    options = fields.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage") is True:
         chunks.append({**frame, "choices": [], "usage": usage})
     events = [*map(json.dumps, chunks), "[DONE]"]
     return Answer("".join(f"data: {event}\n\n" for event in events).encode(), "text/event-stream")
-
-
-def _frame(sampled: Sampled, kind: str) -> dict[str, Any]:
-    # Without the time, so that an answer is the same whenever an episode runs again.
-    return {"id": f"turn-{sampled.number}", "object": kind, "created": 0, "model": MODEL}
-
-
-def _finish_reason(sampled: Sampled) -> str:
-    has_calls = "tool_calls" in sampled.message and sampled.turn.finish_reason == "stop"
-    return "tool_calls" if has_calls else sampled.turn.finish_reason
-
-
-def _completion_choice(sampled: Sampled, has_logprobs: bool) -> dict[str, Any]:
-    turn = sampled.turn
-    logprobs = None
-    if has_logprobs:
-        logprobs = {"tokens": [_token(i) for i in turn.ids], "token_logprobs": turn.logprobs}
-    return {"text": sampled.text, "finish_reason": turn.finish_reason, "logprobs": logprobs}
-
-
-def _logprobs(turn: Turn) -> dict[str, Any]:
-    pairs = zip(turn.ids, turn.logprobs, strict=True)
-    entries = [
-        {"token": _token(i), "logprob": x, "bytes": None, "top_logprobs": list[Any]()} for i, x in pairs
-    ]
-    return {"content": entries}
-
-
-def _token(token_id: int) -> str:
-    """Name a token like vLLM, since a token may be a part of a character."""
-    return f"token_id:{token_id}"

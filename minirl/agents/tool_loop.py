@@ -17,9 +17,11 @@ from typing import Any
 from minirl.data.task import Messages, as_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
-from minirl.episodes.rollout_adapter import RolloutCode
+from minirl.episodes.remote import RemoteEpisode
 from minirl.episodes.turn import Turn
-from minirl.errors import refuse
+from minirl.errors import InputError, refuse
+from minirl.workers.conversation import Loaded
+from minirl.workers.user_code import UnusableError, find_functions
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
@@ -27,32 +29,53 @@ OWN_METHODS = ("reset", "get_reward", "close")
 MAX_SHOWN = 1 << 20
 
 
-def of_tools(tools: Sequence[Callable[..., Any]]) -> RolloutCode:
-    """The rollout in which the model calls these functions, each `async` or not."""
+def load_tools(source: str, names: str) -> Loaded:
+    """Load the functions of --tools, each `async` or not, for a worker (`workers.child`)."""
+    tools = find_functions(source, *names.split(","))
     is_async = any(map(inspect.iscoroutinefunction, tools))
-    return RolloutCode(_rollout(lambda: EpisodeTools(tools, is_async)), is_async, tools)
+    return _loaded(lambda: EpisodeTools(tools, is_async), is_async, tools)
 
 
-def of_environment(factory: Callable[[], Any], name: str) -> RolloutCode | str:
-    """The rollout in which the model calls the methods of an object, or why it cannot be made.
-
-    It makes a first object to see the methods.
-    """
+def load_environment(source: str, name: str) -> Loaded:
+    """Load the class of --environment for a worker (`workers.child`). It makes a first object to see the methods."""
+    (factory,) = find_functions(source, name)
     probe = EnvironmentTools(factory())
+    tools = list(probe.by_name.values())
     reset, get_reward, close = (getattr(probe.environment, method, None) for method in OWN_METHODS)
     if reset is None:
-        return f"{name} has no method reset(**row)"
-    methods = [*probe.by_name.values(), reset, get_reward, close]
-    probe.is_async = any(map(inspect.iscoroutinefunction, methods))
+        raise UnusableError(f"{name} has no method reset(**row)")
+    is_async = any(map(inspect.iscoroutinefunction, [*tools, reset, get_reward, close]))
+    return _loaded(
+        lambda: EnvironmentTools(factory(), is_async=is_async),
+        is_async,
+        tools,
+        gives_reward=get_reward is not None,
+    )
 
-    def start() -> EpisodeTools:
-        return EnvironmentTools(factory(), is_async=probe.is_async)
 
-    tools = list(probe.by_name.values())
-    return RolloutCode(_rollout(start), probe.is_async, tools, gives_reward=get_reward is not None)
+def _loaded(
+    start: Callable[[], "EpisodeTools"],
+    is_async: bool,
+    tools: Sequence[Callable[..., Any]],
+    *,
+    gives_reward: bool = False,
+) -> Loaded:
+    """Return the rollout of tools. Its description is {"tools": JSON schemas, "gives_reward"}."""
+    function = rollout_of(start)
+
+    def describe() -> dict[str, Any]:
+        # It imports transformers.
+        from minirl.data.tools import tool_schemas
+
+        try:
+            return {"tools": tool_schemas(tools), "gives_reward": gives_reward}
+        except InputError as error:
+            raise UnusableError(str(error)) from None
+
+    return Loaded(lambda: RemoteEpisode(function), is_async=is_async, describe=describe)
 
 
-def _rollout(start: Callable[[], "EpisodeTools"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:
+def rollout_of(start: Callable[[], "EpisodeTools"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:
     """The rollout function of tools. start: makes an episode's tools."""
 
     async def rollout(episode: Episode) -> AsyncGenerator[Generate, Turn]:
@@ -161,8 +184,10 @@ class EnvironmentTools(EpisodeTools):
             return
         shown = episode.environment = {}
         for name, value in getattr(self.environment, "__dict__", {}).items():
-            with contextlib.suppress(TypeError, RecursionError):
-                shown[name] = _same_in_json(value)
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                as_json = json.loads(json.dumps(value, default=_number))
+                if as_json == value:
+                    shown[name] = as_json
         size = len(json.dumps(shown))
         what = "the attributes of the environment, for reward functions that ask for `environments`"
         refuse(
@@ -182,17 +207,11 @@ async def _value(function: Callable[..., Any], /, **arguments: Any) -> Any:
     return await value if inspect.iscoroutinefunction(function) else value
 
 
-def _same_in_json(value: Any) -> Any:
-    """Return a value that JSON keeps unchanged; NumPy and PyTorch numbers become numbers. Else raises TypeError."""
-    if isinstance(value, list):
-        return [_same_in_json(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _same_in_json(item) for key, item in value.items()}
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if value is not None and not isinstance(value, bool | int | float | str):
+def _number(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as Python's. Raises TypeError for any other value."""
+    if getattr(value, "ndim", None) != 0:
         raise TypeError(f"{type(value).__name__}: JSON has no such value")
-    return value
+    return value.item()
 
 
 def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:

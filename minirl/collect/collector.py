@@ -129,8 +129,7 @@ class Collector:
         """
         self._num_steps += 1
         self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
-        with self._queue.given_up_on_error():
-            selection = self._select_step(num_groups, weight_version)
+        selection = self._select_step(num_groups, weight_version)
         self._leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
@@ -143,10 +142,9 @@ class Collector:
         Functions that judge groups get the rollouts of one prompt together.
         """
         self._queue.begin_step(0)
-        with self._queue.given_up_on_error():
-            self._begin(requests)
-            self._run_round(weight_version)
-            rewarded = self._finish(sorted(self._ended))
+        self._begin(requests)
+        self._run_round(weight_version)
+        rewarded = self._finish(self._ended)
         self._leave_engine()
         return rewarded
 
@@ -160,19 +158,18 @@ class Collector:
         """
         waiting = iter(groups)
         self._queue.begin_step(0)
-        with self._queue.given_up_on_error():
-            self._runner.begin_round(weight_version=0)
-            while True:
-                while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
-                    self._begin(group)
-                if not self._ended and not self._num_running:
-                    break
-                for rollout in self._runner.step():
-                    self._take(rollout)
-                self._queue.poll(0.0 if self._num_running else 0.5)
-                ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
-                if len(ready) >= num_together or (ready and not self._num_running):
-                    yield self._finish(ready)
+        self._runner.begin_round(weight_version=0)
+        while True:
+            while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
+                self._begin(group)
+            if not self._ended and not self._num_running:
+                break
+            for rollout in self._runner.step():
+                self._take(rollout)
+            self._queue.poll(0.0 if self._num_running else 0.5)
+            ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
+            if len(ready) >= num_together or (ready and not self._num_running):
+                yield self._finish(ready)
         self._leave_engine()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
@@ -207,7 +204,7 @@ class Collector:
         records = [paused_record(running) for running in self._runner.running]
         records += map(finished_record, itertools.chain(*self._ended.values()))
         records += rewarded_records(self._rewarded)
-        records.sort(key=lambda record: record["id"])
+        records.sort(key=id_of)
         groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
         return [{"rollouts": list(group)} for _, group in groups]
 
@@ -292,7 +289,7 @@ class Collector:
     def _is_ready(self, ordinal: int) -> bool:
         """Return whether all rollouts of a prompt ended, and no worker still rewards them."""
         # Each call of a reward function gets a whole group.
-        return ordinal not in self._num_running and self._queue.is_ready(self._ended[ordinal][0].rollout_id)
+        return ordinal not in self._num_running and self._queue.is_ready(ordinal)
 
     def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
         """Select a step's groups of those that are ready (collective)."""
@@ -358,6 +355,7 @@ class Collector:
 
     def _finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take the rollouts of these prompts with their rewards, in order of their ids."""
-        rollouts = [rollout for ordinal in ordinals for rollout in self._ended.pop(ordinal)]
-        rollouts.sort(key=lambda rollout: rollout.rollout_id)
-        return self._queue.finish(rollouts)
+        in_order = sorted(ordinals)
+        for ordinal in in_order:
+            del self._ended[ordinal]
+        return self._queue.finish(in_order)

@@ -5,13 +5,13 @@ The model writes answers, so any text must parse: `parse_error` describes a call
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from minirl.data.task import check_text
 from minirl.data.tokenizer import MAX_TOOL_LISTS, Tokenizer
 from minirl.errors import refuse
 from minirl.files.json_files import parse_json
@@ -79,7 +79,7 @@ def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[
         message: dict[str, Any] = tokenizer.backend.parse_response(
             text, prefix=prefix, tools=tokenizer.tools or None
         )
-        _check_text(message)
+        check_text(message)
     except Exception as error:
         # The template is a program from the model's folder, and the model wrote the text: it may raise anything.
         return {"role": "assistant", "content": text, "parse_error": str(error)[:300]}
@@ -113,10 +113,5 @@ def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
         raise ValueError('expected {"name": ..., "arguments": {...}}')
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
         raise ValueError("expected a text as name, and an object as arguments")
-    _check_text(call)
+    check_text(call)
     return call
-
-
-def _check_text(value: Any) -> None:
-    r"""Raise ValueError for half a surrogate pair ("\ud800" in JSON): text with one cannot be tokenized."""
-    json.dumps(value, ensure_ascii=False).encode()

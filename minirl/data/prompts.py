@@ -22,7 +22,7 @@ from minirl.data.task import (
     is_prompt,
 )
 from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import has_messages, has_turns_to_tell, messages_of
+from minirl.data.view import has_messages, messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import gather_objects, has_joined, rank, world_size
@@ -92,8 +92,8 @@ class PromptStream:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
             if teacher_field is not None:
                 self.longest_prompt = max(self.longest_prompt, self._check_teacher_prompts(teacher_field))
-        # The orders of the last two epochs in use.
-        self._orders: dict[int, array[int]] = {}
+        # Of two epochs: a step may begin in one and end in the next.
+        self._order = functools.lru_cache(2)(self._shuffled)
 
     @property
     def num_prompts(self) -> int:
@@ -179,7 +179,7 @@ class PromptStream:
     def messages(self, rollout: Rollout) -> Messages:
         """Return a rollout's conversation, without special tokens; that of its last branch, if it has several."""
         row = self.row(rollout.rollout_id.prompt_ordinal)
-        if has_turns_to_tell(rollout, self.tokenizer) and has_messages(rollout):
+        if rollout.episode.turns and has_messages(rollout):
             return messages_of(rollout, row.prompt, self.tokenizer)
         return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
 
@@ -290,15 +290,13 @@ class PromptStream:
         use: throughout a step, and after a resume.
         """
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
-        if epoch not in self._orders:
-            order = array("q", range(self.num_prompts))
-            random.Random(f"{self.seed} {epoch}").shuffle(order)
-            # Keep the previous epoch too: a step may begin in one epoch and end in the next.
-            orders = {epoch: order}
-            if epoch - 1 in self._orders:
-                orders[epoch - 1] = self._orders[epoch - 1]
-            self._orders = orders
-        return self._orders[epoch][position]
+        return self._order(epoch)[position]
+
+    def _shuffled(self, epoch: int) -> "array[int]":
+        """Return the order of the rows in an epoch."""
+        order = array("q", range(self.num_prompts))
+        random.Random(f"{self.seed} {epoch}").shuffle(order)
+        return order
 
     def epoch(self, prompt_ordinal: int) -> float:
         """Return the number of epochs before a prompt, as a fraction."""
@@ -390,9 +388,8 @@ def _check_prompts(
         error = str(own_error)
     own = torch.tensor(facts, dtype=torch.int64).view(-1, 2)
     if num_ranks > 1:
-        errors = gather_objects(error)
-        error = next((error for error in errors if error is not None), None)
-        counts = gather_objects(len(rows))
+        errors, counts = zip(*gather_objects((error, len(rows))), strict=True)
+        error = next(filter(None, errors), None)
         differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
         refuse(error is None and len(set(counts)) > 1, differ)
         own = torch.cat(gather_objects(own))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minirl.errors import InputError
+from minirl.errors import refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.folders import file_of
 
@@ -15,15 +15,10 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     stop_ids = {eos_id}
     for name in ("config.json", "generation_config.json"):
         path = file_of(folder, name)
-        if path.is_file():
-            # One id, a list of ids, or null.
-            listed = read_json_object(path).get("eos_token_id")
-            ids = listed if isinstance(listed, list) else [listed]
-            for stop_id in ids:
-                is_id = isinstance(stop_id, int) and not isinstance(stop_id, bool) and stop_id >= 0
-                if stop_id is not None and not is_id:
-                    raise InputError(
-                        f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them"
-                    )
-            stop_ids.update(ids)
+        # One id, a list of ids, or null.
+        listed = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        ids = listed if isinstance(listed, list) else [listed]
+        is_right = all(i is None or (type(i) is int and i >= 0) for i in ids)
+        refuse(not is_right, f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them")
+        stop_ids.update(ids)
     return frozenset(stop_id for stop_id in stop_ids if stop_id is not None)

@@ -4,6 +4,7 @@ Each task is a module with a `load...` function that returns a `Task`. A new tas
 changing the package, a JSONL file and a reward function (`jsonl`).
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -40,6 +41,11 @@ def is_prompt(value: Any) -> bool:
 def is_token_ids(prompt: str | Sequence[Any]) -> bool:
     """Return whether a prompt is token ids rather than text or messages."""
     return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), int)
+
+
+def check_text(value: Any) -> None:
+    r"""Raise ValueError for half a surrogate pair ("\ud800") in a JSON value: text with one cannot be tokenized."""
+    json.dumps(value, ensure_ascii=False).encode()
 
 
 def as_messages(prompt: str | Messages) -> Messages:

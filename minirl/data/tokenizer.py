@@ -58,8 +58,6 @@ class Tokenizer:
             raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-            # Called directly if `backend` only wraps it: the wrapper takes longer than the work.
-            self._rust = _plain_backend(self.backend)
         except Exception as error:
             # A tokenizer with its own code, a missing package, or a damaged file, which may raise anything.
             raise InputError(f"{folder}: its tokenizer cannot be loaded: {str(error)[:300]}") from None
@@ -103,7 +101,7 @@ class Tokenizer:
         Raises InputError naming the row if the prompt cannot be encoded.
         """
         text, adds_special_tokens = self._prompt_text(row)
-        return self._encode_text(text, row.place, add_special_tokens=adds_special_tokens)
+        return self.encode_text(text, row.place, add_special_tokens=adds_special_tokens)
 
     def encode_all(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return `encode` of each row, in less time. Raises InputError like `encode`."""
@@ -138,7 +136,7 @@ class Tokenizer:
         place = "the reward model"
         if isinstance(prompt, str) and not self.chat:
             assert isinstance(completion, str)
-            ids = self._encode_text(prompt + completion, place)
+            ids = self.encode_text(prompt + completion, place, add_special_tokens=True)
             eos_id = self.backend.eos_token_id
             has_eos = ids[-1:] == [eos_id]
             if eos_id is not None and not has_eos:
@@ -155,7 +153,7 @@ class Tokenizer:
             if isinstance(message["content"], list):  # the result of a tool
                 messages[i] = {**message, "content": str(message["content"])}
         text = self.apply_template(messages, place, is_prompt=False)
-        return self._encode_text(text, place, add_special_tokens=False)
+        return self.encode_text(text, place)
 
     def apply_template(
         self,
@@ -252,18 +250,12 @@ class Tokenizer:
         messages: Messages = [{"role": "user", "content": "a"}, answer]
         return "minirlcall" in self.apply_template(messages, "calls of tools", is_prompt=False)
 
-    def encode_text(self, text: str, place: str) -> list[int]:
-        """Return the token ids of a text alone. It gets no special tokens except those spelt out in it.
+    def encode_text(self, text: str, place: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text alone, with the tokenizer's own special tokens or only those spelt out in it.
 
         Raises InputError naming `place` if it cannot be tokenized.
         """
-        return self._encode_text(text, place, add_special_tokens=False) if text else []
-
-    def _encode_text(self, text: str, place: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
-            if self._rust is not None:
-                ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
-                return ids
             return list(self.backend(text, add_special_tokens=add_special_tokens)["input_ids"])
         except Exception as error:
             # For example half of a surrogate pair, which is not a character, or a damaged vocabulary.
@@ -291,30 +283,10 @@ class Tokenizer:
 
     def decode_known(self, ids: list[int], skip_special_tokens: bool, cleans_spaces: bool) -> str:
         """Return the text of ids that the tokenizer has. cleans_spaces: removes spaces before punctuation."""
-        text: str
-        if self._rust is not None and not cleans_spaces:
-            text = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
-        else:
-            text = self.backend.decode(
-                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=cleans_spaces
-            )
+        text: str = self.backend.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=cleans_spaces
+        )
         return text
-
-
-def _plain_backend(backend: Any) -> Any:
-    """Return the Rust tokenizer of a transformers tokenizer that only wraps it; None for any other."""
-    from transformers import PreTrainedTokenizerFast
-
-    own_code = ("__call__", "_encode_plus", "_decode")
-    is_plain = backend.is_fast and all(
-        getattr(type(backend), name, None) is getattr(PreTrainedTokenizerFast, name, None)
-        for name in own_code
-    )
-    if not is_plain:
-        return None
-    # A tokenizer.json may ask for truncation or padding. A call by transformers switches both off, for good.
-    backend("")
-    return backend.backend_tokenizer
 
 
 @contextmanager

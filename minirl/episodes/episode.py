@@ -79,11 +79,6 @@ class Branch:
         return [value for turn in self.turns for value in [0] * len(turn.appended) + turn.versions]
 
     @property
-    def has_messages(self) -> bool:
-        """Return whether it is a conversation: its prompt is not token ids."""
-        return not is_token_ids(self.prompt)
-
-    @property
     def messages(self) -> Messages:
         """The conversation so far: the prompt (text is the user's), the answers, and the appended messages.
 
@@ -91,7 +86,8 @@ class Branch:
         continues the prompt's last message joins it. Raises InputError if the prompt is token ids.
         """
         refuse(
-            not self.has_messages, f"branch {self.number}: it begins with token ids, so it has no messages"
+            is_token_ids(self.prompt),
+            f"branch {self.number}: it begins with token ids, so it has no messages",
         )
         turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
         return conversation(as_messages(cast(str | Messages, self.prompt)), turns)
@@ -120,17 +116,8 @@ class Branch:
         after = "" if appended is None else appended
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         truncation = {name: value for name, value in given.items() if value is not None}
-        if self.number == 0:
-            return Generate(after, strings, max_tokens, truncation=truncation)
-        return Generate(
-            after, strings, max_tokens, self.number, self.prompt, tools=self.tools, truncation=truncation
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its prompt, number and limit, as JSON values."""
-        return {
-            name: getattr(self, name) for name in ("number", "prompt", "prompt_ids", "max_tokens", "tools")
-        }
+        begun: dict[str, Any] = {"prompt": self.prompt, "tools": self.tools} if self.number else {}
+        return Generate(after, strings, max_tokens, self.number, truncation=truncation, **begun)
 
 
 class Episode(Branch):
@@ -171,8 +158,7 @@ class Episode(Branch):
         self.all_turns: list[Turn] = []
         self.given: dict[str, float] = {}
         self.rewarded: set[int] = set()
-        # The branches whose first turn is still to come.
-        self._known: dict[int, Mapping[str, Any]] = {}
+        self._known: dict[int, Sequence[Any]] = {}
         self.is_closed = False
 
     @property
@@ -180,11 +166,6 @@ class Episode(Branch):
         """All branches by number; the episode itself is 0."""
         # Not stored: only a garbage collection would free an object that holds itself, with its rollout.
         return {0: self, **self._further}
-
-    @property
-    def further(self) -> list[Branch]:
-        """The branches that the function began."""
-        return list(self._further.values())
 
     @property
     def rewards(self) -> list[dict[str, float]]:
@@ -207,9 +188,9 @@ class Episode(Branch):
         )
         return {"row": row} | {name: getattr(self, name) for name in names}
 
-    def know(self, branches: Iterable[Mapping[str, Any]]) -> None:
-        """Record branches, as `Branch.to_json` has them, whose first turns are still to come."""
-        self._known |= {branch["number"]: branch for branch in branches}
+    def know(self, branches: Iterable[Sequence[Any]]) -> None:
+        """Record number, prompt_ids and max_tokens of branches whose first turns are still to come."""
+        self._known |= {number: known for number, *known in branches}
 
     def branch_of(self, asked: Generate) -> Branch:
         """The branch that a request continues or begins. For the code that runs the episode."""
@@ -220,13 +201,9 @@ class Episode(Branch):
 
     def take(self, turn: Turn) -> None:
         """Add a finished turn to its branch. For the code that runs the episode."""
-        known = self._known.pop(turn.branch, None)
-        if known is not None:
-            # Where the function runs, it begins the branch itself.
-            begun = Generate(branch=turn.branch, prompt=known["prompt"], tools=known["tools"])
-            branch = self.branch_of(begun)
-            branch.prompt_ids, branch.max_tokens = known["prompt_ids"], known["max_tokens"]
-        branch = self if turn.branch == 0 else self._further[turn.branch]
+        branch = self.branches[turn.branch]
+        if turn.branch in self._known:
+            branch.prompt_ids, branch.max_tokens = self._known.pop(turn.branch)
         branch.turns.append(turn)
         self.all_turns.append(turn)
 

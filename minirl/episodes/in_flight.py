@@ -2,18 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import is_messages
-from minirl.data.view import as_plain
-from minirl.episodes.running import PausedEpisode, RunningEpisode
+from minirl.episodes.running import PausedEpisode, RunningEpisode, plain_facts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import (
-    Completion,
     EpisodeRecord,
     KeptIds,
     Request,
@@ -33,26 +30,21 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
     for branch in running.branches.values():
         prompt = token_tensor(branch.request.prompt_ids)
         rollout = rollout_of(branch.request.rollout_id, prompt, branch.completion(present), "")
-        branches.append(_tokens_record(rollout))
+        branches.append(_record(rollout))
     return {
-        "id": list(request.rollout_id),
+        "rollout_id": list(request.rollout_id),
         "prompt": token_tensor(request.prompt_ids),
         "branches": branches,
-        "begun": [
-            {**branch.to_json(), "prompt": _prompt_record(branch.prompt)}
-            for branch in running.episode.further
-            if branch.turns
-        ],
-        "turns": [_turn_record(turn) for turn in running.episode.all_turns],
-        "asked": None if present is None else present.asked,
+        "turns": [asdict(plain_facts(turn)) for turn in running.episode.all_turns],
+        "asked": [turn.asked for turn in running.episode.all_turns + ([present] if present else [])],
         "finish_reason": None,
     }
 
 
 def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode:
     """Return the paused episode of `paused_record`. request: has its id and prompt."""
-    branches = {id_of(branch).branch: _branch_of(branch) for branch in record["branches"]}
-    return PausedEpisode(request, branches, record["begun"], record["turns"], record["asked"])
+    branches = {id_of(branch).branch: _rollout(branch) for branch in record["branches"]}
+    return PausedEpisode(request, branches, record["turns"], record["asked"])
 
 
 def finished_record(
@@ -63,13 +55,7 @@ def finished_record(
     rewards: None while other rollouts of its prompt are missing on its rank; within the list, None where a reward does
     not apply.
     """
-    return {
-        **_tokens_record(rollout),
-        "earlier": [_tokens_record(branch) for branch in rollout.earlier],
-        "episode": _ended_record(rollout.episode),
-        "rewards": rewards,
-        "failed": failed,
-    }
+    return {**_record(rollout), "rewards": rewards, "failed": failed}
 
 
 def rewarded_records(rewarded: RewardedRollouts) -> list[dict[str, Any]]:
@@ -96,57 +82,28 @@ def rewarded_of(records: Sequence[Mapping[str, Any]], prompts: PromptStream) -> 
     )
 
 
-def _ended_record(episode: EpisodeRecord) -> dict[str, Any]:
-    """Return the record of a finished episode."""
-    turns = [_turn_record(turn) for turn in episode.turns]
-    return {**vars(episode), "turns": turns, "prompt": _prompt_record(episode.prompt)}
-
-
-def _turn_record(turn: TurnFacts) -> dict[str, Any]:
-    return {**turn.to_json(), "inserted": as_plain(turn.inserted)}
-
-
-def _prompt_record(prompt: str | list[Any] | None) -> str | list[Any] | None:
-    """Return a branch's prompt: text, token ids, or what JSON holds of messages."""
-    return as_plain(prompt) if prompt is not None and is_messages(prompt) else prompt
-
-
-def _tokens_record(rollout: Rollout) -> dict[str, Any]:
-    start = rollout.num_prompt_tokens
-    record = {
-        "id": list(rollout.rollout_id),
-        "prompt": rollout.tokens[:start].clone(),
-        "tokens": rollout.tokens[start:].clone(),
-        "logprobs": rollout.sample_logprobs[start:].clone(),
-        "versions": rollout.weight_version[start:].clone(),
-        "is_sampled": rollout.loss_mask[start:].clone(),
-        "finish_reason": rollout.finish_reason,
-        "branch_end": rollout.branch_end,
-    }
-    if len(rollout.kept.ids):
-        record |= {"num_kept": rollout.kept.counts[start:].clone(), "kept_ids": rollout.kept.ids}
-    return record
-
-
 def id_of(record: Mapping[str, Any]) -> RolloutId:
     """Return the rollout's id in a record."""
-    return RolloutId(*record["id"])
+    return RolloutId(*record["rollout_id"])
 
 
 def finished_rollout(record: Mapping[str, Any]) -> Rollout:
     """Return the rollout of `finished_record`."""
-    earlier = tuple(_branch_of(branch) for branch in record["earlier"])
-    turns = [TurnFacts(**turn) for turn in record["episode"]["turns"]]
-    episode = EpisodeRecord(**{**record["episode"], "turns": turns})
-    return replace(_branch_of(record), earlier=earlier, episode=episode)
+    return _rollout({name: value for name, value in record.items() if name not in ("rewards", "failed")})
 
 
-def _branch_of(record: Mapping[str, Any]) -> Rollout:
-    """Return the branch of `_tokens_record`."""
-    kept = KeptIds.none(len(record["tokens"]))
-    if "kept_ids" in record:
-        kept = KeptIds(record["num_kept"], record["kept_ids"])
-    names = ("tokens", "is_sampled", "logprobs", "versions")
-    streams = Completion(*(record[name] for name in names), kept=kept)
-    branch = rollout_of(id_of(record), record["prompt"], streams, record["finish_reason"])
-    return replace(branch, branch_end=record["branch_end"])
+def _record(rollout: Rollout) -> dict[str, Any]:
+    """Return the fields of a rollout, copied."""
+    earlier = [_record(branch) for branch in rollout.earlier]
+    return {**asdict(rollout), "rollout_id": list(rollout.rollout_id), "earlier": earlier}
+
+
+def _rollout(fields: Mapping[str, Any]) -> Rollout:
+    turns = [TurnFacts(**turn) for turn in fields["episode"]["turns"]]
+    read = {
+        "kept": KeptIds(**fields["kept"]),
+        "rollout_id": id_of(fields),
+        "episode": EpisodeRecord(**{**fields["episode"], "turns": turns}),
+        "earlier": tuple(map(_rollout, fields["earlier"])),
+    }
+    return Rollout(**{**fields, **read})

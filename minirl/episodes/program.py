@@ -5,9 +5,9 @@ Standard library only: a process that runs such a function starts quickly.
 
 import inspect
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from minirl.episodes.episode import Episode, RolloutFunction
 from minirl.episodes.generate import End, Generate
@@ -38,44 +38,7 @@ class Failed:
     why: str
 
 
-@dataclass(frozen=True)
-class Differs(Failed):
-    """A function that replays the turns of an earlier run asked for something else. It has stopped."""
-
-    why: str = CHANGED
-
-
 Reply = Generate | Ended | Failed
-
-
-class Host(Protocol):
-    """Runs one function for many episodes. Nothing here is collective, and only `replies` waits.
-
-    A host adds turns to their episode. When a reply arrives, the episode has the rewards that were given before it.
-
-    name: the function's. on_error: whether a failure stops the run ("stop") or ends its episode ("end").
-    """
-
-    name: str
-    on_error: str
-
-    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
-        """Call the function for an episode and replay these turns of an earlier run, see `Program.replay`.
-
-        Returns the number that identifies its replies; the first reply is the one to the last of these turns.
-        """
-
-    def send(self, number: int, turn: Turn) -> None:
-        """Give a function the turn that it asked for; it replies."""
-
-    def close(self, number: int) -> None:
-        """End a function instead of giving it the turn that it asked for. It does not reply."""
-
-    def seconds(self, number: int) -> float:
-        """How long a function has worked and waited until its last request, without the time of its turns."""
-
-    def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """Return the replies so far, in any order. Without any, wait up to `timeout_s` seconds for some."""
 
 
 class Program:
@@ -92,7 +55,7 @@ class Program:
     async def replay(self, turns: Iterable[Turn]) -> Reply:
         """Run the function until it has replayed these turns, or asks for another turn than the next of these.
 
-        turns: of an earlier run of the same episode. The function gets each if its request equals that of then.
+        turns: those of the episode before its process died. The function gets each if its request equals that of then.
         """
         if not self.is_async and not inspect.isgenerator(self._turns):
             return Failed("is not a generator; write `turn = yield episode.generate()`")
@@ -101,12 +64,10 @@ class Program:
             if isinstance(reply, Failed):
                 return reply
             if not isinstance(reply, Generate):
-                return Differs()
+                return Failed(CHANGED)
             if reply.digest != turn.asked:
                 await self.close()
-                return Differs()
-            # As the function makes them: an earlier run saved only the parts that JSON holds.
-            turn.inserted = reply.inserted
+                return Failed(CHANGED)
             reply = await self.reply(turn)
         return reply
 
@@ -155,7 +116,13 @@ class Program:
 
 
 class InProcess:
-    """Runs a function in this process, where it replies at once. An InputError that it raises is a failure."""
+    """Runs one function for many episodes in this process, where it replies at once, like `RolloutWorkers` in others.
+
+    It adds turns to their episode. When a reply arrives, the episode has the rewards that were given before it. An
+    InputError that the function raises is a failure. Nothing here is collective.
+
+    name: the function's. on_error: whether a failure stops the run ("stop") or ends its episode ("end").
+    """
 
     on_error = "stop"
 
@@ -166,8 +133,11 @@ class InProcess:
         self._running: dict[int, Program] = {}
         self._replies: list[tuple[int, Reply]] = []
 
-    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
-        """See `Host`. Raises InputError for an `async def`."""
+    def begin(self, episode: Episode) -> int:
+        """Call the function for an episode; returns the number that identifies its replies.
+
+        Raises InputError for an `async def`.
+        """
         program = Program(self._function, episode)
         refuse(
             program.is_async,
@@ -175,24 +145,24 @@ class InProcess:
         )
         number = next(self._numbers)
         self._running[number] = program
-        self._take_reply(number, program.replay(turns))
+        self._take_reply(number, program.replay([]))
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        """See `Host`."""
+        """Give a function the turn that it asked for; it replies."""
         self._take_reply(number, self._running[number].reply(turn))
 
     def close(self, number: int) -> None:
-        """See `Host`."""
+        """End a function instead of giving it the turn that it asked for. It does not reply."""
         program = self._running.pop(number)
         run_at_once(program.close())
 
     def seconds(self, number: int) -> float:
-        """See `Host`. The time of a function in this process is not counted."""
+        """How long a function worked and waited until its last request, without the time of its turns: not counted."""
         return 0.0
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """See `Host`."""
+        """Return the replies so far, in any order. Only in other processes it waits, up to `timeout_s` seconds."""
         replies, self._replies = self._replies, []
         return replies
 

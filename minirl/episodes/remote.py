@@ -3,15 +3,17 @@
 The trainer has the tokens and the tokenizer, the other process runs the `Program`; each has an `Episode`.
 
 - The first message is {"begin": `Episode.header`, "turns", "branches"}, with the turns of an episode that ran before in
-  another process. A later one is {"turns", "branches"} with one turn. A turn is `Turn.to_json` with its tokens, text
-  and message; branches are those that begin with one of these turns.
-- A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, {"failed": why} or {"differs": true}.
+  another process. A later one is {"turns", "branches"} with one turn. A turn is {"facts": `Turn.to_json`, "appended",
+  "told": its tokens, text and message}; branches are number, prompt's ids and token limit of those that
+  begin with one of these turns.
+- A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, or {"failed": why}.
 - Each reply comes with the facts {"given", "unseen", "environment"}: the result of `Episode.take_given`, the branches
   whose last turn reached nobody, and the attributes of the environment.
 
 Standard library only: a process that runs such a function starts quickly.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,10 +21,12 @@ from typing import Any
 
 from minirl.episodes.episode import Episode
 from minirl.episodes.generate import Generate
-from minirl.episodes.program import Differs, Ended, Failed, Program, Reply
-from minirl.episodes.refusals import returned_rewards
+from minirl.episodes.program import Ended, Failed, Program, Reply
+from minirl.episodes.refusals import checked_reward, returned_rewards
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
+from minirl.workers.conversation import Loaded
+from minirl.workers.user_code import find_functions
 
 
 def opening(episode: Episode) -> dict[str, Any]:
@@ -32,56 +36,50 @@ def opening(episode: Episode) -> dict[str, Any]:
 
 def turns_message(episode: Episode, turns: Sequence[Turn]) -> dict[str, Any]:
     """Return the message with these turns, which the episode already has."""
-    begun = [branch for branch in episode.further if branch.turns and branch.turns[0] in turns]
-    return {"turns": [_whole(turn) for turn in turns], "branches": [branch.to_json() for branch in begun]}
+    begun = [
+        (branch.number, branch.prompt_ids, branch.max_tokens)
+        for branch in episode.branches.values()
+        if branch.turns and branch.turns[0] in turns
+    ]
+    return {"turns": [_whole(turn) for turn in turns], "branches": begun}
 
 
 def _whole(turn: Turn) -> dict[str, Any]:
     """Return a turn for a process without a tokenizer."""
     # From the reader: the turn would keep parts that only the message needs.
     reader = turn.reader
-    text = reader.text
     told: dict[str, Any] = {
         "ids": reader.ids,
         "logprobs": reader.logprobs,
         "versions": reader.versions,
-        "text": text,
-        "answer": text if turn.is_answer else reader.answer,
+        "text": reader.text,
+        "answer": reader.answer,
     }
     try:
         told["said"] = turn.message
     except InputError as error:  # raised there if the function asks for the message
         told["error"] = str(error)
-    return turn.to_json() | {"appended": turn.appended, "told": told}
+    return {"facts": turn.to_json(), "appended": turn.appended, "told": told}
 
 
 def read_reply(content: Mapping[str, Any]) -> Reply:
-    """Return the function's reply. Raises InputError if no rollout function can reply so."""
+    """Return the function's reply. A reply of no function raises some error."""
     if "asked" in content:
         return Generate.read(content["asked"])
-    if "differs" in content:
-        return Differs()
     if "failed" in content:
         return Failed(content["failed"])
-    refuse(not isinstance(content["returned"], dict), "returned no rewards")
     return Ended(returned_rewards(content["returned"]), content["reason"])
 
 
 def take_facts(episode: Episode, facts: Mapping[str, Any]) -> None:
-    """Put a reply's facts into the trainer's episode. Raises InputError for facts that no episode sends."""
+    """Put a reply's facts into the trainer's episode. Facts that no episode sends raise some error."""
     places = episode.rewards
-    try:
-        for place, given in facts["given"]:
-            is_given = type(place) is int and 0 <= place < len(places) and None not in given.values()
-            refuse(not is_given, f"rewards for turn {place}: {given}")
-            places[place].update(returned_rewards(given))
-        refuse(not isinstance(facts["environment"], dict | None), "an environment that is none")
-        episode.environment = facts["environment"]
-        branches = episode.branches
-        for number in facts["unseen"]:
-            branches[number].drops_last = True
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{facts}: {error!r}") from None
+    for place, given in facts["given"]:
+        places[place].update({name: checked_reward(value, name) for name, value in given.items()})
+    episode.environment = facts["environment"]
+    branches = episode.branches
+    for number in facts["unseen"]:
+        branches[number].drops_last = True
 
 
 class RemoteEpisode:
@@ -103,7 +101,7 @@ class RemoteEpisode:
         assert self._program is not None
         self._episode.know(message["branches"])
         turns = [
-            Turn.read(values, values["appended"], _Told(**values["told"])) for values in message["turns"]
+            Turn.read(whole["facts"], whole["appended"], _Told(**whole["told"])) for whole in message["turns"]
         ]
         if "begin" in message:
             reply = await self._program.replay(turns)
@@ -130,9 +128,20 @@ class RemoteEpisode:
         }
 
 
+def load_rollout(source: str, name: str) -> Loaded:
+    """Return the function of --rollout for a worker (`workers.child`). Exceptions of the user's code pass through.
+
+    Only an `async def` that ever waits needs an event loop.
+    """
+    (function,) = find_functions(source, name)
+    return Loaded(
+        lambda: RemoteEpisode(function),
+        is_async=inspect.isasyncgenfunction(function),
+        max_conversations=getattr(function, "max_episodes", None),
+    )
+
+
 def _reply_content(reply: Reply) -> dict[str, Any]:
-    if isinstance(reply, Differs):
-        return {"differs": True}
     if isinstance(reply, Ended):
         return vars(reply)
     try:

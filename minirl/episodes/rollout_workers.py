@@ -5,7 +5,6 @@ requests again.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from minirl.episodes.episode import Episode
@@ -20,16 +19,16 @@ from minirl.workers import pool as workers
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, WorkerError, wait_for_any
 
 TOO_LONG = "for a reply; see --reply-timeout"
-TOOLS = "minirl.agents.tool_adapter"
+TOOLS = "minirl.agents.tool_loop"
 KINDS = {
-    "rollout": Kind("--rollout", "rollout", "minirl.episodes.rollout_adapter:load_rollout", TOO_LONG),
+    "rollout": Kind("--rollout", "rollout", "minirl.episodes.remote:load_rollout", TOO_LONG),
     "tools": Kind(
         "--tools",
         "rollout",
         f"{TOOLS}:load_tools",
         TOO_LONG,
         expected="function,function",
-        describer=f"{TOOLS}:describe_tools",
+        describes_apart=True,
     ),
     "environment": Kind(
         "--environment",
@@ -37,7 +36,7 @@ KINDS = {
         f"{TOOLS}:load_environment",
         TOO_LONG,
         expected="Class",
-        describer=f"{TOOLS}:describe_environment",
+        describes_apart=True,
     ),
 }
 
@@ -61,7 +60,7 @@ def load_rollout(
 
 
 class RolloutWorkers:
-    """A rollout function that runs in worker processes: a `program.Host`.
+    """A rollout function that runs in worker processes; the interface of `program.InProcess`.
 
     kind, on_error: see `load_rollout`. tools: JSON schemas of the tools that the function calls. gives_reward:
     whether an environment has `get_reward`.
@@ -80,12 +79,10 @@ class RolloutWorkers:
         """The same function in the same processes, for other episodes."""
         return RolloutWorkers(self.pool, self.kind, self.on_error)
 
-    def begin(self, episode: Episode, turns: Sequence[Turn] = ()) -> int:
-        """See `Host`. Raises InputError for a row that cannot be sent as JSON, RolloutError if no process starts."""
-        for turn in turns:
-            episode.take(turn)
+    def begin(self, episode: Episode) -> int:
+        """See `InProcess`. Raises InputError for a row that JSON cannot hold, RolloutError if no process starts."""
         try:
-            number = self.pool.open(episode.seed, functools.partial(opening, episode), num_replies=len(turns))
+            number = self.pool.open(episode.seed, functools.partial(opening, episode))
         except (TypeError, ValueError, RecursionError) as error:
             message = f"--{self.kind}: the row at {episode.row.place} cannot be sent to it: {error}"
             raise InputError(message) from None
@@ -95,22 +92,22 @@ class RolloutWorkers:
         return number
 
     def send(self, number: int, turn: Turn) -> None:
-        """See `Host`."""
+        """See `InProcess`."""
         episode = self._episodes[number]
         episode.take(turn)
         self.pool.send(number, turns_message(episode, [turn]))
 
     def close(self, number: int) -> None:
-        """See `Host`."""
+        """See `InProcess`."""
         del self._episodes[number]
         self.pool.close(number)
 
     def seconds(self, number: int) -> float:
-        """See `Host`. Counts time in the present process only, not in one that died."""
+        """See `InProcess`. Counts time in the present process only, not in one that died."""
         return self.pool.seconds(number)
 
     def replies(self, timeout_s: float = 0.0) -> list[tuple[int, Reply]]:
-        """See `Host`. Raises RolloutError if a dead process cannot be replaced."""
+        """See `InProcess`. Waits if there are none. Raises RolloutError if a dead process cannot be replaced."""
         try:
             if timeout_s > 0:
                 self._wait(timeout_s)
@@ -132,10 +129,6 @@ class RolloutWorkers:
                     self.pool.close(number)
         return replies
 
-    def stop(self) -> None:
-        """Kill the workers and the other processes of their sessions."""
-        self.pool.stop()
-
     @spent_on("wait_replies")
     def _wait(self, timeout_s: float) -> None:
         """Wait until a worker that owes a reply has sent something, or has exceeded its time."""
@@ -151,5 +144,5 @@ def _taken(received: workers.Reply, episode: Episode) -> Reply:
         if received.facts is not None:
             take_facts(episode, received.facts)
         return Failed(received.error) if received.error else read_reply(received.content)
-    except (InputError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return Failed(NO_ANSWER)

@@ -1,14 +1,14 @@
 """Run the functions that write rollouts on the engine, which decodes their turns together.
 
-A function may run in this process or in others (`program.Host`). While it works on its reply, its episode waits in the
-engine, and the engine decodes the others.
+A function may run in this process (`InProcess`) or in others (`RolloutWorkers`). While it works on its reply, its
+episode waits in the engine, and the engine decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
 their keys and values in the engine, unless `leave_engine` frees these.
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -18,10 +18,10 @@ from minirl.data.task import is_messages
 from minirl.episodes.episode import Episode, RolloutFunction
 from minirl.episodes.generate import Generate
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
-from minirl.episodes.program import Differs, Ended, Failed, Host, InProcess, Reply
+from minirl.episodes.program import Ended, Failed, InProcess, Reply
 from minirl.episodes.refusals import check_rewards
+from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode, TokenReader
-from minirl.episodes.turn import Turn
 from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.files.redaction import escaped
@@ -50,20 +50,20 @@ class EpisodeRunner:
     def __init__(
         self,
         engine: Engine,
-        rollout: RolloutFunction | Host,
+        rollout: RolloutFunction | RolloutWorkers,
         prompts: PromptStream,
         *,
         limits: EpisodeLimits = NO_LIMITS,
         reward_names: Collection[str] = (),
         shows_environment: bool = False,
     ):
-        """rollout: a generator function, see `episode`, or a `Host` that runs it in other processes.
+        """rollout: a generator function, see `episode`; in this process, or in others.
 
         reward_names: the rewards that an episode must give. If it ends at a limit first they are 0, and if its function
         fails None. shows_environment: whether reward functions ask for `environments`.
         """
         self._engine = engine
-        self._host: Host = InProcess(rollout) if callable(rollout) else rollout
+        self._host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
         self._name = self._host.name
         self._prompts = prompts
         self._limits = limits
@@ -81,9 +81,8 @@ class EpisodeRunner:
         self._ended: list[Rollout] = []
         # Branches of finished episodes that the engine still has.
         self._over: list[RolloutId] = []
-        # By prompt: how many of its episodes have not asked for their first turn yet, and those that have.
-        self._num_unbegun: Counter[int] = Counter()
-        self._begun: dict[int, list[RunningEpisode]] = {}
+        # By prompt: its episodes until all have asked for their first turns.
+        self._unbegun: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
         # In the present round.
         self._budget = NO_BUDGET
         self._weight_version = 0
@@ -101,7 +100,7 @@ class EpisodeRunner:
         for request in requests:
             running = self._make(request)
             self._running[running.number] = running
-            self._num_unbegun[request.rollout_id.prompt_ordinal] += 1
+            self._unbegun[request.rollout_id.prompt_ordinal].append(running)
         self._failures.num_total += len(requests)
 
     def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
@@ -166,28 +165,32 @@ class EpisodeRunner:
         function fails, or makes a refused request.
         """
         self._failures.num_total += len(paused)
-        restored = [self._make(one.request, one) for one in paused]
+        replayed = list(paused)
+        restored = [self._make(one.request) for one in paused]
         left = {running.number: i for i, running in enumerate(restored)}
-        restarted: set[int] = set()
         while left:
             for number, reply in self._host.replies(WAIT_S):
                 i = left.pop(number)
-                if i not in restarted and not self._is_as_before(restored[i], paused[i], reply):
-                    self._note_restart(restored[i])
-                    restored[i] = self._make(paused[i].request)
-                    left[restored[i].number] = i
-                    restarted.add(i)
-                elif restored[i].turn is None:
+                running = restored[i]
+                if len(running.episode.all_turns) == len(replayed[i].asked):
+                    # The function was working on this reply.
                     self._kept_replies.append((number, reply))
+                elif not self._asks_again(running, replayed[i], reply):
+                    self._note_restart(running)
+                    restored[i] = self._make(paused[i].request)
+                    replayed[i] = PausedEpisode(paused[i].request)
+                    left[restored[i].number] = i
+                elif running.unfinished_turn is None:
+                    left[number] = i
         for running in restored:
             self._running[running.number] = running
-            if running.turn is not None:
+            if running.unfinished_turn is not None:
                 self._spent.append(running)
             elif not running.episode.all_turns:
-                self._num_unbegun[running.request.rollout_id.prompt_ordinal] += 1
+                self._unbegun[running.request.rollout_id.prompt_ordinal].append(running)
 
-    def _make(self, request: Request, paused: PausedEpisode | None = None) -> RunningEpisode:
-        """Call the function for an episode, with the turns that it had in an earlier process if it is paused."""
+    def _make(self, request: Request) -> RunningEpisode:
+        """Call the function for an episode."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
         tokenizer = self._prompts.tokenizer
         episode = Episode(
@@ -201,41 +204,39 @@ class EpisodeRunner:
             truncation=request.truncation,
             environment={} if self._shows_environment else None,
         )
-        turns: list[Turn] = []
-        if paused is not None:
-            episode.know(paused.begun)
-            turns = paused.turns_read(tokenizer)
-        return RunningEpisode(request, episode, self._host.begin(episode, turns))
+        return RunningEpisode(request, episode, self._host.begin(episode))
 
-    def _is_as_before(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
-        """Return whether the function asks for the turn that was being sampled; the episode then has all its tokens.
+    def _asks_again(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
+        """Return whether a function asks for its next turn of an earlier process, after the same tokens.
 
-        If it was working on its reply, any reply will do. If it does something else, it is stopped. Raises RolloutError
-        like `restore`.
+        It gets the turn if that was finished; else the episode has its tokens. If not, the function is stopped. Raises
+        RolloutError like `restore`.
         """
-        if isinstance(reply, Differs):
+        if isinstance(reply, Failed):
+            raise RolloutError(self._failure(running, reply.why))
+        if not isinstance(reply, Generate):
             return False
-        if paused.asked is not None:
-            if isinstance(reply, Failed):
-                raise RolloutError(self._failure(running, reply.why))
-            if not isinstance(reply, Generate):
-                return False
-            if reply.digest != paused.asked or not self._brought_back(running, reply):
-                self._host.close(running.number)
-                return False
-        else:
-            self._turn_maker.bring_back(running)
-        for number, rollout in paused.branches.items():
-            running.branches[number].tokens.rollout = rollout
-        return True
-
-    def _brought_back(self, running: RunningEpisode, asked: Generate) -> bool:
-        """Set the branches and the unfinished turn of an episode. Return whether the turn has room."""
-        self._turn_maker.bring_back(running)
+        place = len(running.episode.all_turns)
         try:
-            return self._turn_maker.make(running, asked) is not None
+            is_same = (
+                reply.digest == paused.asked[place] and self._turn_maker.make(running, reply) is not None
+            )
         except InputError as error:
             raise RolloutError(self._failure(running, str(error))) from None
+        if is_same:
+            present, turn = running.present
+            rollout = paused.branches[turn.branch]
+            # A chat template may write the date.
+            before = [*present.request.prompt_ids, *present.branch.tokens, *turn.appended]
+            is_same = rollout.tokens[: len(before)].tolist() == before
+        if not is_same:
+            self._host.close(running.number)
+            return False
+        present.tokens.rollout = rollout
+        if place < len(paused.turns):
+            facts = paused.turns[place]
+            self._finish_turn(running, facts["num_tokens"], facts["finish_reason"])
+        return True
 
     def _note_restart(self, running: RunningEpisode) -> None:
         """Count an episode that starts over, and print a note for the first one."""
@@ -331,12 +332,8 @@ class EpisodeRunner:
     def _take_up_first(self, running: RunningEpisode) -> None:
         """Submit an episode once all those of its prompt have asked for their first turns: they share one prefill."""
         ordinal = running.request.rollout_id.prompt_ordinal
-        begun = self._begun.setdefault(ordinal, [])
-        begun.append(running)
-        self._num_unbegun[ordinal] -= 1
-        if self._num_unbegun[ordinal] == 0:
-            self._start(sorted(begun, key=lambda running: running.request.rollout_id.sample))
-            del self._begun[ordinal], self._num_unbegun[ordinal]
+        if all(one.turn is not None for one in self._unbegun[ordinal]):
+            self._start(self._unbegun.pop(ordinal))
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Submit the turns of these episodes, in branches that the engine does not have."""
@@ -363,23 +360,27 @@ class EpisodeRunner:
         present, turn = running.present
         present.tokens.rollout = rollout
         present.is_held = True
-        last = len(rollout.tokens)
-        end = last - rollout.num_prompt_tokens
+        end = len(rollout.tokens) - rollout.num_prompt_tokens
         running.budget -= end - running.part_start
         self._counts["sampled_tokens"] += end - running.part_start
         if rollout.finish_reason == "length" and end < running.turn_limit:
             self._spent.append(running)
             return
-        if turn.inserted:
-            present.answer_start = turn.start
+        self._finish_turn(running, end - turn.start, rollout.finish_reason)
+
+    def _finish_turn(self, running: RunningEpisode, num_tokens: int, finish_reason: str) -> None:
+        """Give a function the turn that it asked for, whose tokens its branch has."""
+        present, turn = running.present
+        prompt = len(present.request.prompt_ids)
+        answers = (one.start for one in [turn, *reversed(present.branch.turns)] if one.inserted)
         reader = TokenReader(
             self._prompts.tokenizer.with_tools(present.branch.tools),
             present.tokens,
-            first=rollout.num_prompt_tokens + turn.start,
-            last=last,
-            answer_first=rollout.num_prompt_tokens + present.answer_start,
+            first=prompt + turn.start,
+            last=prompt + turn.start + num_tokens,
+            answer_first=prompt + next(answers, 0),
         )
-        turn.finish(end - turn.start, rollout.finish_reason, reader)
+        turn.finish(num_tokens, finish_reason, reader)
         self._host.send(running.number, turn)
 
     def _end(
@@ -405,10 +406,6 @@ class EpisodeRunner:
         elif running.branch is not None:
             ends[running.branch.branch.number] = finish_reason
         self._ended.append(running.rollout(finish_reason, ends, rewards))
-        self._forget(running)
-
-    def _forget(self, running: RunningEpisode) -> None:
-        """Stop an episode; the engine releases its branches at the end of `_take_replies`."""
         del self._running[running.number]
         self._leave(running)
 

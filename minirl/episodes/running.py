@@ -7,10 +7,12 @@ from typing import Any
 
 from minirl.data import answers
 from minirl.data.stop_strings import StopStrings
+from minirl.data.task import is_messages
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.view import as_plain
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.turn import Turn
-from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended
+from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended, rollout_of
 from minirl.truncation import NO_TRUNCATION, Truncation
 from minirl.turn_facts import TurnFacts
 
@@ -31,15 +33,13 @@ class BranchTokens:
 class RunningBranch:
     """A branch of a running episode.
 
-    request: the one of its prompt. is_held: whether it waits in the engine for its next turn. answer_start: where the
-    present turn's answer begins among the tokens after the prompt.
+    request: the one of its prompt. is_held: whether it waits in the engine for its next turn.
     """
 
     request: Request
     branch: Branch
     is_held: bool = False
     tokens: BranchTokens = field(default_factory=BranchTokens)
-    answer_start: int = 0
 
     @property
     def rollout(self) -> Rollout | None:
@@ -61,9 +61,12 @@ class RunningBranch:
     @property
     def seen(self) -> Rollout | None:
         """The rollout up to the last turn of `branch`, without one that reached nobody; None without any turn."""
-        if self.rollout is None or not self.branch.turns:
+        rollout = self.rollout
+        if rollout is None or not self.branch.turns:
             return None
-        return self.rollout.up_to(self.branch.num_tokens)
+        prompt = rollout.tokens[: rollout.num_prompt_tokens]
+        completion = rollout.after_prompt[: self.branch.num_tokens]
+        return rollout_of(rollout.rollout_id, prompt, completion, rollout.finish_reason)
 
 
 @dataclass
@@ -126,49 +129,33 @@ class RunningEpisode:
 
     def _record(self, last: int, rewards: Mapping[str, float | None]) -> EpisodeRecord:
         """Return the facts to store about the episode. last: the number of its last branch."""
-        turns = [TurnFacts(**turn.to_json()) for turn in self.episode.all_turns]
-        turns.sort(key=lambda turn: turn.branch)
-        branch = self.branches[last].branch
+        turns = sorted(map(plain_facts, self.episode.all_turns), key=lambda turn: turn.branch)
         record = EpisodeRecord(turns, rewards, self.episode.environment)
-        # The first branch begins with the row's prompt and the run's tools.
-        return record if last == 0 else replace(record, prompt=branch.prompt, tools=branch.tools)
+        if last == 0:
+            # It begins with the row's prompt and the run's tools.
+            return record
+        branch = self.branches[last].branch
+        prompt = as_plain(branch.prompt) if is_messages(branch.prompt) else branch.prompt
+        return replace(record, prompt=prompt, tools=branch.tools)
+
+
+def plain_facts(turn: Turn) -> TurnFacts:
+    """Return what is stored of a turn: of messages what JSON holds."""
+    return TurnFacts(**{**turn.to_json(), "inserted": as_plain(turn.inserted)})
 
 
 @dataclass(frozen=True)
 class PausedEpisode:
     """A paused episode of an earlier process.
 
-    request: see `EpisodeRunner.begin`. branches: by number, as the engine last returned them. begun: `Branch.to_json`
-    of the further ones. turns: `Turn.to_json` of the finished ones. asked: `Turn.asked` of the unfinished one; None if
-    the function was working on its reply.
+    request: see `EpisodeRunner.begin`. branches: by number, as the engine last returned them. turns: `TurnFacts` of the
+    finished ones, as JSON. asked: `Turn.asked` of all its turns, the unfinished one, if there is one, last.
     """
 
     request: Request
-    branches: Mapping[int, Rollout]
-    begun: Sequence[Mapping[str, Any]]
-    turns: Sequence[Mapping[str, Any]]
-    asked: str | None
-
-    def turns_read(self, tokenizer: Tokenizer) -> list[Turn]:
-        """Return the finished turns."""
-        tools = {branch["number"]: branch["tools"] for branch in self.begun}
-        tokens = {number: BranchTokens(rollout) for number, rollout in self.branches.items()}
-        # By branch, among all its tokens: where the turn before ended, and where the present answer began.
-        lasts = {number: rollout.num_prompt_tokens for number, rollout in self.branches.items()}
-        answer_firsts = dict(lasts)
-        turns = []
-        for facts in self.turns:
-            number = facts["branch"]
-            rollout = self.branches[number]
-            first = rollout.num_prompt_tokens + facts["start"]
-            if facts["inserted"]:
-                answer_firsts[number] = first
-            appended = rollout.tokens[lasts[number] : first].tolist()
-            lasts[number] = first + facts["num_tokens"]
-            own_tokenizer = tokenizer.with_tools(tools.get(number))
-            reader = TokenReader(own_tokenizer, tokens[number], first, lasts[number], answer_firsts[number])
-            turns.append(Turn.read(facts, appended, reader))
-        return turns
+    branches: Mapping[int, Rollout] = field(default_factory=dict)
+    turns: Sequence[Mapping[str, Any]] = ()
+    asked: Sequence[str] = ()
 
 
 @dataclass(slots=True)

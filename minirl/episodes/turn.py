@@ -2,9 +2,9 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minirl.data.task import Messages
 from minirl.turn_facts import TurnFacts
 
 
@@ -36,23 +36,15 @@ class TurnReader(Protocol):
         """The text of its message, up to the end of the turn."""
 
 
+@dataclass(eq=False)
 class Turn(TurnFacts):
     """A turn that a function asked for: appended tokens, then sampled ones. Its parts are made on demand.
 
     appended: the token ids that were appended before it.
     """
 
-    def __init__(
-        self,
-        branch: int,
-        start: int,
-        *,
-        appended: list[int],
-        inserted: Messages | None = None,
-        asked: str = "",
-    ):
-        super().__init__(start, branch=branch, inserted=inserted or [], asked=asked)
-        self.appended = appended
+    appended: list[int] = field(default_factory=list)
+    reader: TurnReader = field(init=False, repr=False)
 
     def finish(self, num_tokens: int, finish_reason: str, reader: TurnReader) -> None:
         """End the turn. For the code that runs the episode."""
@@ -63,14 +55,8 @@ class Turn(TurnFacts):
     @staticmethod
     def read(facts: Mapping[str, Any], appended: list[int], reader: TurnReader) -> "Turn":
         """Return the turn of `to_json`, without rewards."""
-        turn = Turn(
-            facts["branch"],
-            facts["start"],
-            appended=appended,
-            inserted=facts["inserted"],
-            asked=facts["asked"],
-        )
-        turn.finish(facts["num_tokens"], facts["finish_reason"], reader)
+        turn = Turn(**{**facts, "rewards": {}}, appended=appended)
+        turn.reader = reader
         return turn
 
     @functools.cached_property
@@ -109,4 +95,4 @@ class Turn(TurnFacts):
 
         It holds everything sampled, or appended as text or ids, since the last messages.
         """
-        return self.text if self.is_answer else self.reader.answer
+        return self.reader.answer

@@ -1,5 +1,7 @@
 """Make the turn that a function asks for: its branch, the tokens to append before it, its end."""
 
+import functools
+
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
@@ -9,7 +11,6 @@ from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.running import RunningBranch, RunningEpisode
 from minirl.episodes.turn import Turn
 from minirl.errors import refuse
-from minirl.rollouts import Request
 
 
 class TurnMaker:
@@ -19,7 +20,8 @@ class TurnMaker:
         self._function = function
         self._prompts = prompts
         self._limits = limits
-        self._stop_tests: dict[tuple[str, ...], StopStrings] = {}
+        # Made once for all turns with these strings.
+        self._stop_test = functools.cache(functools.partial(StopStrings, prompts.tokenizer))
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
@@ -53,17 +55,9 @@ class TurnMaker:
         if request.temperature:
             running.truncation = request.truncation._replace(**asked.truncation).checked()
         running.turn = Turn(
-            branch.number, start, appended=new_ids, inserted=asked.inserted, asked=asked.digest
+            start, branch=branch.number, inserted=asked.inserted, asked=asked.digest, appended=new_ids
         )
         return running.turn
-
-    def bring_back(self, running: RunningEpisode) -> None:
-        """Restore the branches of an episode that had turns in an earlier process."""
-        for number, branch in running.episode.branches.items():
-            if branch.turns:
-                request = self._request(running.request, number, tuple(branch.prompt_ids))
-                answer_start = max((turn.start for turn in branch.turns if turn.inserted), default=0)
-                running.branches[number] = RunningBranch(request, branch, answer_start=answer_start)
 
     def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
         """Return a request's branch; None for a new one whose prompt leaves no room for a turn."""
@@ -74,7 +68,8 @@ class TurnMaker:
         if number != 0:
             place = self.place(running.episode)
             prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
-            request = self._request(request, number, prompt_ids)
+            branch_id = request.rollout_id._replace(branch=number)
+            request = self._prompts.request(branch_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
                 is_first = not running.episode.all_turns
                 refuse(is_first, f"{place}: the prompt of its first turn leaves no room for it")
@@ -83,14 +78,6 @@ class TurnMaker:
         branch.prompt_ids, branch.max_tokens = list(request.prompt_ids), request.max_new_tokens
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]
-
-    def _request(self, request: Request, number: int, prompt_ids: tuple[int, ...]) -> Request:
-        """Return the request of an episode's branch. request: the one of the row's prompt."""
-        if number == 0:
-            return request
-        return self._prompts.request(
-            request.rollout_id._replace(branch=number), prompt_ids, request.temperature
-        )
 
     def _appended_ids(self, episode: Episode, branch: Branch, asked: Generate) -> list[int]:
         """Return the token ids that a function appends to a branch. Raises InputError naming function and row."""
@@ -106,9 +93,3 @@ class TurnMaker:
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
         return self._prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)
-
-    def _stop_test(self, strings: tuple[str, ...]) -> StopStrings:
-        """Return the test for these strings, made once for all turns."""
-        if strings not in self._stop_tests:
-            self._stop_tests[strings] = StopStrings(self._prompts.tokenizer, strings)
-        return self._stop_tests[strings]

@@ -123,7 +123,7 @@ class Logger:
             if lines:
                 self._first = {name: value for name, value in lines[0].items() if value is not None}
             if wandb_mode != "off":
-                self._wandb = _start_wandb(folder, args, wandb_mode)
+                self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
 
     def log(self, step: int, metrics: Mapping[str, float], *, num_steps: int) -> None:
         """Write a step's metrics to the console, metrics.jsonl and wandb; note each kind of trouble once."""
@@ -196,13 +196,13 @@ class Logger:
     def _rollouts_file(self, step: int) -> Path:
         return self.folder / "rollouts" / f"{step:06d}.jsonl"
 
-    def _try_wandb(self, action: Callable[[], Any]) -> None:
-        """Call wandb. If that fails, print the error and turn wandb off."""
+    def _try_wandb(self, action: Callable[[], Any]) -> Any:
+        """Call wandb; returns what it returns. If that fails, print the error and turn wandb off."""
         try:
-            action()
+            return action()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # whatever wandb raises, SystemExit among it, training goes on
+        except BaseException as error:  # not installed, no network, SystemExit: training goes on
             print0(f"wandb failed and is off from here on: {error!r}")
             self._wandb = None
 
@@ -317,7 +317,7 @@ def console_line(
 
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
-    """Start or resume the run in wandb; returns None, and prints why, if that fails."""
+    """Start or resume the run in wandb."""
     command = sys.argv
     # wandb stores the command line.
     sys.argv = redacted(command)
@@ -333,11 +333,6 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
             config=dict(args),
             mode=mode,
         )
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # not installed, not logged in, no network: the run goes on without wandb
-        print0(f"wandb could not start and is off: {error!r}")
-        return None
     finally:
         sys.argv = command
 

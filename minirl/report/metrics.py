@@ -161,8 +161,9 @@ def add_rollouts(
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
     is_truncated = torch.tensor([rollout.is_truncated for rollout in rollouts])
     # A completion of one token that ended with "stop" is the stop token alone.
-    has_stopped = torch.tensor([rollout.finish_reason == "stop" for rollout in rollouts])
-    is_empty = (lengths == 1) & has_stopped.bool()
+    is_empty = torch.tensor(
+        [rollout.num_sampled == 1 and rollout.finish_reason == "stop" for rollout in rollouts]
+    )
     metrics.add_values("len/mean", lengths)
     metrics.add_max("len/max", lengths)
     metrics.add_values("len/truncated", is_truncated)
@@ -171,7 +172,11 @@ def add_rollouts(
     metrics.add_total("count/rollouts", len(rollouts))
     for rollout in rollouts:
         metrics.add_total(f"finish/{rollout.finish_reason}", 1)
-    _add_turns(metrics, rollouts)
+    turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
+    metrics.add_total("env/turns", len(turns) + sum(not rollout.episode.turns for rollout in rollouts))
+    metrics.add_total("env/tokens", sum(len(rollout.completion) for rollout in rollouts) - lengths.sum())
+    if num_parse_errors := sum(turn.parse_error is not None for turn in turns):
+        metrics.add_total("count/parse_errors", num_parse_errors)
     scored = without_nan(grouped_rewards)
     if scored.numel() < grouped_rewards.numel():
         metrics.add("reward/not_applicable", 1 - scored.numel() / grouped_rewards.numel())
@@ -182,19 +187,6 @@ def add_rollouts(
     group_size = grouped_rewards.shape[1]
     if group_size > 1:
         metrics.add("reward/frac_equal_groups", are_equal(branch_rewards).double().mean())
-
-
-def _add_turns(metrics: StepMetrics, rollouts: Sequence[Rollout]) -> None:
-    """Add the numbers of turns and of appended tokens of this rank's rollouts."""
-    num_environment_tokens = 0
-    num_parse_errors = 0
-    for rollout in rollouts:
-        num_environment_tokens += len(rollout.completion) - rollout.num_sampled
-        num_parse_errors += sum(turn.parse_error is not None for turn in rollout.episode.turns)
-    metrics.add_total("env/turns", sum(max(1, len(rollout.episode.turns)) for rollout in rollouts))
-    metrics.add_total("env/tokens", num_environment_tokens)
-    if num_parse_errors:
-        metrics.add_total("count/parse_errors", num_parse_errors)
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
-from minirl.data.view import has_messages, has_turns_to_tell
 from minirl.errors import InputError, RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import call_reward
@@ -131,6 +130,7 @@ def check_columns(
 ) -> None:
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires.
 
+    Also if a column, other than messages, has the name of an argument that episodes provide and a function asks for.
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
@@ -139,7 +139,10 @@ def check_columns(
     if not any(required.values()) and not asked:
         return  # reading each row from its file would be wasted
     for row in rows:
-        _check_not_taken(asked, row.columns)
+        for name in asked & row.columns.keys() - {"messages"}:
+            raise InputError(
+                f"a reward asks for {name!r}, which every episode has; rename the data's field {name!r}"
+            )
         for name, columns in required.items():
             missing = sorted(columns - row.columns.keys())
             if missing:
@@ -161,15 +164,6 @@ def judges_groups(function: RewardFunction) -> bool:
     return "episodes" in asked_of_episodes([function])
 
 
-def _check_not_taken(asked: Collection[str], columns: Collection[str]) -> None:
-    """Raise InputError if a data field has the name of an argument that episodes provide, except messages."""
-    taken = sorted(set(asked).intersection(columns) - {"messages"})
-    if taken:
-        raise InputError(
-            f"a reward asks for {taken[0]!r}, which every episode has; rename the data's field {taken[0]!r}"
-        )
-
-
 def _instead_of(name: str) -> str:
     """Return the fix for an argument of TRL's reward functions that minirl lacks; "" for other names."""
     if name == "environments":
@@ -180,24 +174,16 @@ def _instead_of(name: str) -> str:
 
 
 def accepted_arguments(
-    function: RewardFunction, arguments: Mapping[str, Any], of_episodes: Mapping[str, Any] | None = None
+    function: RewardFunction, arguments: Mapping[str, Any], of_episodes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of `arguments` that the function takes, and those `of_episodes` that it names.
-
-    Raises InputError if a required one is missing, or is in both.
-    """
-    asked = asked_of_episodes([function])
-    _check_not_taken(asked, arguments)
-    named = {name: values for name, values in (of_episodes or {}).items() if name in asked}
-    arguments = {**named, **arguments}
-    missing = sorted(required_arguments(function) - arguments.keys())
-    if missing:
-        there = _instead_of(missing[0]) or f"the data has {sorted(arguments)}"
-        raise InputError(f"reward {_name_of(function)} asks for {missing[0]!r}; {there}")
+    """Return those of `arguments` that the function takes, and those `of_episodes` that it names."""
     parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {
+        name: values
+        for name, values in {**of_episodes, **arguments}.items()
+        if name in parameters or (takes_all and name in arguments)
+    }
 
 
 def episode_arguments(
@@ -205,13 +191,8 @@ def episode_arguments(
 ) -> dict[str, list[Any]]:
     """Return the arguments for rollouts of one prompt, by name: completions, and those that functions ask for."""
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
-    arguments: dict[str, list[Any]] = {"completions": []}
-    for rollout, text in zip(rollouts, texts, strict=True):
-        shaped = _shaped(row, text)
-        is_text = isinstance(shaped, str)
-        if not is_text and has_messages(rollout) and has_turns_to_tell(rollout, prompts.tokenizer):
-            shaped = prompts.answers(rollout)
-        arguments["completions"].append(shaped)
+    completions = list(texts) if isinstance(row.prompt, str) else list(map(prompts.answers, rollouts))
+    arguments: dict[str, list[Any]] = {"completions": completions}
     if "messages" in asked:
         arguments["messages"] = [prompts.messages(rollout) for rollout in rollouts]
     if "rewards_given" in asked:

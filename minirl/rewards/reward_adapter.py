@@ -10,25 +10,24 @@ from typing import Any
 
 from minirl.rewards.values import validate_rewards
 from minirl.workers.conversation import Loaded
-from minirl.workers.user_code import find_function
+from minirl.workers.user_code import UnusableError, find_functions
 
 # The adapter for the workers' program.
 ADAPTER = "minirl.rewards.reward_adapter:load"
 
 
-def load(source: str, name: str) -> Loaded | str:
-    """Return the function `name` of a file or module, or why it cannot be used.
+def load(source: str, name: str) -> Loaded:
+    """Return the function `name` of a file or module. Raises UnusableError; exceptions of its code pass through.
 
-    Exceptions of the user's code pass through. The description has the arguments that it takes:
-    {"required", "optional", "takes_all"}.
+    The description has "parameters", for each its name and kind, and whether it is required.
     """
-    function = find_function(source, name)
-    if isinstance(function, str):
-        return function
-    description = _described(function, name)
-    if isinstance(description, str):
-        return description
-    return Loaded(lambda: _CallConversation(function), description=description)
+    (function,) = find_functions(source, name)
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UnusableError(f"{name} takes {parameter.name!r} by position only; arguments come by name")
+    described = [(one.name, one.kind.name, one.default is one.empty) for one in parameters]
+    return Loaded(lambda: _CallConversation(function), describe=lambda: {"parameters": described})
 
 
 class _CallConversation:
@@ -60,15 +59,12 @@ def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> A
     for name in objects.keys() & arguments.keys() & inspect.signature(function).parameters.keys():
         arguments = {**arguments, name: list(map(objects[name], arguments[name]))}
     values = function(**arguments)
-    if not inspect.isawaitable(values):
+    if not inspect.iscoroutine(values):
         return values
     # Imported late: it takes longer than all other imports of this file together.
     import asyncio
 
-    async def wait() -> Any:
-        return await values
-
-    return asyncio.run(wait())
+    return asyncio.run(values)
 
 
 class Environment:
@@ -91,19 +87,3 @@ def _as_object(episode: Mapping[str, Any]) -> types.SimpleNamespace:
     turns = [types.SimpleNamespace(**turn) for turn in episode["turns"]]
     row = types.SimpleNamespace(**episode["row"])
     return types.SimpleNamespace(**{**episode, "turns": turns, "row": row})
-
-
-def _described(function: Callable[..., Any], name: str) -> dict[str, Any] | str:
-    """Return the names of the function's arguments, or why they cannot come by name."""
-    required: list[str] = []
-    optional: list[str] = []
-    takes_all = False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            return f"{name} takes {parameter.name!r} by position only; arguments come by name"
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_all = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            names = required if parameter.default is parameter.empty else optional
-            names.append(parameter.name)
-    return {"required": required, "optional": optional, "takes_all": takes_all}

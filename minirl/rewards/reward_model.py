@@ -61,10 +61,7 @@ def load_reward_model(
         microbatches = plan_microbatches(lengths, num_ranks=1, max_tokens=max_tokens)[0]
         with spent_on("score"), unparked(model, device, park=park):
             for members in microbatches:
-                packed_ids: list[int] = []
-                for i in members:
-                    packed_ids.extend(sequences[i])
-                tokens = torch.tensor(packed_ids, device=device)
+                tokens = torch.tensor([token for i in members for token in sequences[i]], device=device)
                 member_lengths = tuple(lengths[i] for i in members)
                 layout = PackedLayout(member_lengths, device)
                 # Only the score after each last token matters, not the values of single tokens.

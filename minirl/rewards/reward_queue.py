@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,27 +20,23 @@ from minirl.rewards.functions import (
     episode_arguments,
     judges_groups,
 )
-from minirl.rewards.reward_workers import (
-    Call,
-    FunctionCalls,
-    RewardWorkers,
-    complete,
-    given_up_on_error,
-    poll,
-)
+from minirl.rewards.reward_workers import Call, FunctionCalls, RewardWorkers, complete, poll
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout
 
 
 @dataclass(frozen=True)
-class _Added:
-    """A rollout that was added: its row and text, and its place among the completions of its group's calls."""
+class _Group:
+    """The rollouts of a prompt, in order of their samples, with their rows and texts.
 
-    row: Row
-    text: str
-    calls: Mapping[str, Call]  # by function, for those with workers
-    index: int
-    of_episodes: Mapping[str, list[Any]]  # its group's arguments by name, one element for each completion
+    of_episodes: arguments by name, one element for each rollout. calls: by function, for those with workers.
+    """
+
+    rollouts: list[Rollout]
+    rows: list[Row]
+    texts: list[str]
+    of_episodes: Mapping[str, list[Any]]
+    calls: Mapping[str, Call]
 
 
 class RewardQueue:
@@ -55,12 +50,13 @@ class RewardQueue:
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream):
         self._functions = functions
         self._prompts = prompts
-        self._calls: dict[str, FunctionCalls] = {}
-        for name, function in functions.items():
-            if isinstance(function, RewardWorkers):
-                self._calls[name] = FunctionCalls(function, num_completions=0)
+        self._calls = {
+            name: FunctionCalls(function)
+            for name, function in functions.items()
+            if isinstance(function, RewardWorkers)
+        }
         self._asked = asked_of_episodes(functions.values())
-        self._added: dict[RolloutId, _Added] = {}
+        self._groups: dict[int, _Group] = {}  # by the prompt's ordinal
 
     def begin_step(self, num_rollouts: int) -> None:
         """Reset the count of failures; the limit of forgiven ones is a share of these rollouts."""
@@ -70,19 +66,14 @@ class RewardQueue:
     def expect(self, num_rollouts: int) -> None:
         """Record that this rank makes this many more rollouts in this step."""
         for calls in self._calls.values():
-            calls.expect(num_rollouts)
-
-    def given_up_on_error(self) -> AbstractContextManager[None]:
-        """Drop all calls if the block raises; after that nothing can be added."""
-        return given_up_on_error(list(self._calls.values()))
+            calls.failures.num_total += num_rollouts
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
         # Raises ValueError if they are of several prompts.
         (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
-        row = self._prompts.row(ordinal)
-        rows = [row] * len(group)
+        rows = [self._prompts.row(ordinal)] * len(group)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
         of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
         arguments = {}
@@ -93,91 +84,81 @@ class RewardQueue:
         for name, function_calls in self._calls.items():
             calls[name] = Call(
                 accepted_arguments(self._functions[name], arguments, of_episodes),
-                places=[row.place] * len(group),
+                places=[row.place for row in rows],
                 texts=texts,
                 seeds=[self._prompts.key(rollout.branches[0].rollout_id) for rollout in group],
                 is_group=judges_groups(self._functions[name]),
             )
             function_calls.add(calls[name])
-        for i, rollout in enumerate(group):
-            self._added[rollout.rollout_id] = _Added(row, texts[i], calls, i, of_episodes)
+        self._groups[ordinal] = _Group(group, rows, texts, of_episodes, calls)
 
     @property
     def is_busy(self) -> bool:
         """Are calls under way or waiting for a free worker?"""
         return any(calls.is_busy for calls in self._calls.values())
 
-    def is_ready(self, rollout_id: RolloutId) -> bool:
-        """Return whether `finish` would not wait for the rewards of this rollout."""
-        return all(call.is_complete for call in self._added[rollout_id].calls.values())
+    def is_ready(self, ordinal: int) -> bool:
+        """Return whether `finish` would not wait for the rewards of this prompt's rollouts."""
+        return all(call.is_complete for call in self._groups[ordinal].calls.values())
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Send, receive, start the next calls, kill calls that exceed their time.
 
         While calls are under way it waits for an event, up to `timeout_s` and never more than half a second. Raises
-        RewardError naming function, row and completion for a failure that is not forgiven, and drops all calls.
+        RewardError naming function, row and completion for a failure that is not forgiven.
         """
-        poll(list(self._calls.values()), timeout_s)
+        poll(self._calls.values(), timeout_s)
 
-    def finish(self, rollouts: Sequence[Rollout]) -> RewardedRollouts:
-        """Take N rollouts out with their rewards [N, K], which it waits for, in the order of `rollouts`.
+    def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
+        """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.
 
         Raises RewardError like `poll` and `compute_rewards`.
         """
-        added = [self._added[rollout.rollout_id] for rollout in rollouts]
-        rows = [one.row for one in added]
-        texts = [one.text for one in added]
+        groups = [self._groups.pop(ordinal) for ordinal in ordinals]
         answers: dict[str, list[float | None]] = {}
-        with given_up_on_error(list(self._calls.values())):
-            for name, function in self._functions.items():
-                if name not in self._calls:
-                    self.poll()
-                    # A hang report names the user's function while it runs.
-                    watchdog.heartbeat(f"reward {name}")
-                    answers[name] = self._computed_here(function, rollouts)
-                    watchdog.heartbeat("")
-            complete(list(self._calls.values()), [call for one in added for call in one.calls.values()])
+        for name, function in self._functions.items():
+            if name not in self._calls:
+                self.poll()
+                # A hang report names the user's function while it runs.
+                watchdog.heartbeat(f"reward {name}")
+                answers[name] = _computed_here(function, groups)
+                watchdog.heartbeat("")
+        complete(self._calls.values(), [call for group in groups for call in group.calls.values()])
         for name in self._calls:
-            answers[name] = [one.calls[name].rewards[one.index] for one in added]
-        for rollout in rollouts:
-            del self._added[rollout.rollout_id]
-
-        columns = []
-        failures = []
-        for name in self._functions:
-            is_failed = [answer is not None and math.isnan(answer) for answer in answers[name]]
-            failures.append(is_failed)
-            # A forgiven failure counts as 0; NaN stands for a reward that does not apply.
-            column = [math.nan if answer is None else answer for answer in answers[name]]
-            columns.append([0.0 if fails else value for fails, value in zip(is_failed, column, strict=True)])
+            answers[name] = [answer for group in groups for answer in group.calls[name].rewards]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        columns = [
+            [math.inf if answer is None else answer for answer in answers[name]] for name in self._functions
+        ]
         # The view gives [K, 0] its shape on a rank without rollouts.
-        rewards = torch.tensor(columns, dtype=torch.float64).view(len(self._functions), len(added)).T
-        failed = torch.tensor(failures, dtype=torch.bool).view(len(self._functions), len(added)).T
+        found = torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T
         return RewardedRollouts(
-            rollouts=list(rollouts), rows=rows, texts=texts, rewards=rewards, failed=failed.any(dim=1)
+            rollouts=rollouts,
+            rows=[row for group in groups for row in group.rows],
+            texts=[text for group in groups for text in group.texts],
+            # A forgiven failure counts as 0; NaN stands for a reward that does not apply.
+            rewards=found.nan_to_num(nan=0.0, posinf=math.nan),
+            failed=found.isnan().any(dim=1),
         )
 
-    def _computed_here(self, function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float | None]:
-        """Return the rewards of a function without workers: one call, or one per prompt if it judges groups."""
+
+def _computed_here(function: RewardFunction, groups: Sequence[_Group]) -> list[float | None]:
+    """Return the rewards of a function without workers: one call, or one per prompt if it judges groups."""
+    rewards: list[float | None] = []
+    for part in [[group] for group in groups] if judges_groups(function) else [groups]:
+        rollouts = [rollout for group in part for rollout in group.rollouts]
         if isinstance(function, OverlongPenalty):
-            return [sum(function.of_branches(rollout)) for rollout in rollouts]
-        indices = range(len(rollouts))
-        parts = [list(indices)]
-        if judges_groups(function):
-            in_order = sorted(indices, key=lambda i: rollouts[i].rollout_id)
-            by_prompt = itertools.groupby(in_order, key=lambda i: rollouts[i].rollout_id.prompt_ordinal)
-            parts = [list(group) for _, group in by_prompt]
-        rewards: list[float | None] = [None] * len(rollouts)
-        for part in parts:
-            added = [self._added[rollouts[i].rollout_id] for i in part]
-            names = added[0].of_episodes if added else ()
-            computed = compute_rewards(
-                function,
-                [one.row for one in added],
-                completions=[one.text for one in added],
-                completion_ids=[rollouts[i].completion for i in part],
-                of_episodes={name: [one.of_episodes[name][one.index] for one in added] for name in names},
-            )
-            for i, reward in zip(part, computed, strict=True):
-                rewards[i] = reward
-        return rewards
+            rewards += [sum(function.of_branches(rollout)) for rollout in rollouts]
+            continue
+        names = part[0].of_episodes if part else ()
+        rewards += compute_rewards(
+            function,
+            [row for group in part for row in group.rows],
+            completions=[text for group in part for text in group.texts],
+            completion_ids=[rollout.completion for rollout in rollouts],
+            of_episodes={
+                name: list(itertools.chain.from_iterable(group.of_episodes[name] for group in part))
+                for name in names
+            },
+        )
+    return rewards

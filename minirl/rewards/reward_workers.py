@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ def load_reward(
 class RewardWorkers:
     """A reward function whose calls run in worker processes, one at a time in each.
 
-    pool: the workers. on_error: see `load_reward`. num_given_up: how often all calls were dropped.
+    pool: the workers. on_error: see `load_reward`.
     """
 
     def __init__(self, pool: Pool, on_error: str):
@@ -53,7 +53,6 @@ class RewardWorkers:
         self.__name__ = self.pool.name
         self.__signature__ = _signature(self.pool.description)
         self.on_error = on_error
-        self.num_given_up = 0
 
     def __call__(self, **arguments: list[Any]) -> list[float | None]:
         """Compute rewards; error messages do not name the rows. Raises like `compute`."""
@@ -68,20 +67,12 @@ class RewardWorkers:
 
         Not collective. For arguments and errors see `FunctionCalls`. The seed is 0.
         """
-        calls = FunctionCalls(self, num_completions=len(texts))
+        calls = FunctionCalls(self)
+        calls.begin_step(len(texts))
         call = Call(arguments, places, texts, seeds=[0] * len(texts))
         calls.add(call)
         complete([calls], [call])
         return call.rewards
-
-    def give_up(self) -> None:
-        """Drop all calls; kill the workers that are in one."""
-        self.pool.give_up()
-        self.num_given_up += 1
-
-    def close(self) -> None:
-        """Kill the workers and the other processes of their sessions; later calls start new ones."""
-        self.pool.stop()
 
 
 @dataclass
@@ -116,13 +107,13 @@ class FunctionCalls:
 
     Each worker runs one at a time. A call that fails as a whole is repeated completion by completion, one after the
     other, so that a function that hangs delays no other call as long as another worker exists. Not collective.
+
+    failures: of the step.
     """
 
-    def __init__(self, function: RewardWorkers, *, num_completions: int):
-        """num_completions: see `begin_step`."""
+    def __init__(self, function: RewardWorkers):
         self.function = function
-        self._num_given_up = function.num_given_up
-        self.begin_step(num_completions)
+        self.begin_step(0)
         # Each call as a generator of its remaining requests.
         self._waiting: deque[Generator[Call, Reply, None]] = deque()
         # The same with the request under way, by the conversation's number.
@@ -135,15 +126,10 @@ class FunctionCalls:
 
     def begin_step(self, num_completions: int) -> None:
         """Reset the count of failures; the limit of forgiven ones is a share of these completions."""
-        self._failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
-
-    def expect(self, num_completions: int) -> None:
-        """Record that this many more completions belong to the step."""
-        self._failures.num_total += num_completions
+        self.failures = Failures(num_completions, are_forgiven=self.function.on_error == "zero")
 
     def add(self, call: Call) -> None:
         """Add a call; it starts at once if a worker is free."""
-        self._check_not_given_up()
         self._waiting.append(self._requests(call))
         with self._place_named():
             self._start_waiting()
@@ -153,29 +139,17 @@ class FunctionCalls:
 
         Raises RewardError naming function, row, completion and the error, as soon as a failure is not forgiven.
         """
-        self._check_not_given_up()
         with self._place_named():
             for number, reply in self.function.pool.poll(self._under_way):
-                # A call that raises stays under way: it is never complete.
-                self._continue(self._under_way[number][1], reply)
-                del self._under_way[number]
+                _, requests = self._under_way.pop(number)
+                self._continue(requests, reply)
             self._start_waiting()
-
-    def give_up(self) -> None:
-        """Drop the calls; after that nothing can be added."""
-        if self._num_given_up == self.function.num_given_up:
-            self.function.give_up()
 
     def say_forgiven(self) -> None:
         """Print once per run that failures were forgiven."""
-        if self._failures.messages:
-            text = f"{self._failures.messages[0]}\nThe reward is 0, see reward/errors."
+        if self.failures.messages:
+            text = f"{self.failures.messages[0]}\nThe reward is 0, see reward/errors."
             self.function.pool.print_once("forgiven", text)
-
-    def _check_not_given_up(self) -> None:
-        """Raise RuntimeError if the calls were dropped."""
-        if self._num_given_up != self.function.num_given_up:
-            raise RuntimeError(f"reward {self.function.__name__}: its calls were dropped")
 
     def _start_waiting(self) -> None:
         """Start a call on each free worker. Raises WorkerError."""
@@ -228,7 +202,7 @@ class FunctionCalls:
         """Return a completion's reward, or NaN for a forgiven failure. Raises RewardError for any other failure."""
         if not isinstance(answer, str):
             return answer
-        failures = self._failures
+        failures = self.failures
         message = (
             f"reward {self.function.__name__}{named_completion(call.places[i], call.texts[i])}: {answer}"
         )
@@ -246,38 +220,27 @@ def named_completion(place: str, text: str) -> str:
     return f" for the row at {place}, completion {text[:80]!r}"
 
 
-@contextlib.contextmanager
-def given_up_on_error(all_calls: Sequence[FunctionCalls]) -> Iterator[None]:
-    """Drop the calls if the block raises."""
-    try:
-        yield
-    except BaseException:
-        for calls in all_calls:
-            calls.give_up()
-        raise
-
-
-def poll(all_calls: Sequence[FunctionCalls], timeout_s: float) -> None:
+def poll(all_calls: Collection[FunctionCalls], timeout_s: float) -> None:
     """Advance the calls of several functions. With a timeout, wait for an event, up to POLL_S seconds.
 
-    Raises like `FunctionCalls.advance`, and drops all calls on any exception.
+    Raises like `FunctionCalls.advance`.
     """
-    with given_up_on_error(all_calls):
-        if timeout_s > 0:
-            # The deadlines limit this wait, not --hang-timeout.
-            watchdog.heartbeat()
-            with spent_on("wait_rewards"):
-                wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
-        for calls in all_calls:
-            calls.advance()
+    if timeout_s > 0:
+        # The deadlines limit this wait, not --hang-timeout.
+        watchdog.heartbeat()
+        with spent_on("wait_rewards"):
+            wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
+    for calls in all_calls:
+        calls.advance()
 
 
 @spent_on("wait_rewards")
-def complete(all_calls: Sequence[FunctionCalls], awaited: Sequence[Call]) -> None:
+def complete(all_calls: Collection[FunctionCalls], awaited: Sequence[Call]) -> None:
     """Wait for these calls of several functions. Raises like `poll`."""
     while not all(call.is_complete for call in awaited):
         # For this rank's line in a hang report.
         busy = [calls.function.__name__ for calls in all_calls if calls.is_busy]
+        assert busy, "a call that has failed is never complete"
         watchdog.heartbeat(f"reward {', '.join(busy)}")
         poll(all_calls, POLL_S)
     watchdog.heartbeat("")
@@ -296,12 +259,14 @@ def _answers(reply: Reply, count: int) -> Answers:
 
 
 def _signature(description: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of the user's function, as its worker describes the arguments."""
-    parameters = []
-    for name in description["required"]:
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
-    for name in description["optional"]:
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    if description["takes_all"]:
-        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD))
-    return inspect.Signature(parameters)
+    """Return the signature of the user's function, as its worker describes it."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                getattr(inspect.Parameter, kind),
+                default=inspect.Parameter.empty if is_required else None,
+            )
+            for name, kind, is_required in description["parameters"]
+        ]
+    )

@@ -68,7 +68,7 @@ def dry_run(
     task = load_task(config, rewards)
     workers = rollout_workers(config)
     if workers is not None:
-        workers.stop()  # they could load the function
+        workers.pool.stop()  # they could load the function
     with ExitStack() as stack:
         if config.model is None:
             folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))

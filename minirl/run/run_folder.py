@@ -28,7 +28,7 @@ from minirl.files.safetensors_files import nonfinite_tensor
 from minirl.ranks.process_group import broadcast_object, launcher, print0, rank
 from minirl.run.flags import flag_of
 
-FORMAT = 2  # version of the layout of checkpoints
+FORMAT = 3  # version of the layout of checkpoints
 # Files of a checkpoint with the script's own tensors, where NaN may have a meaning. Without endings.
 EXTRA_FILE = "resume/extra"
 RECORDS_FOLDER = "resume/records"

@@ -57,8 +57,7 @@ class UpdatePlan:
         owner: dict[int, int] = {}
         for by_rank in self.microbatches:
             for rank, microbatches in enumerate(by_rank):
-                for table_index in itertools.chain(*microbatches):
-                    owner[table_index] = rank
+                owner |= dict.fromkeys(itertools.chain(*microbatches), rank)
         return [owner.get(table_index) for table_index in itertools.chain(*self.minibatches)]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
@@ -67,13 +66,10 @@ class UpdatePlan:
         `exchange` makes this batch: it holds the rank's rollouts in table order. In the example above, the
         batch of rank 1 holds the rollouts [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
         """
-        owned = [table_index for table_index, owner in enumerate(self.rank_of) if owner == rank]
-        sequence_index = {table_index: i for i, table_index in enumerate(owned)}
-        minibatches = []
-        for by_rank in self.microbatches:
-            microbatches = [[sequence_index[i] for i in micro] for micro in by_rank[rank]]
-            minibatches.append(microbatches)
-        return minibatches
+        minibatches = [by_rank[rank] for by_rank in self.microbatches]
+        owned = itertools.chain.from_iterable(itertools.chain(*minibatches))
+        sequence_index = {table_index: i for i, table_index in enumerate(sorted(owned))}
+        return [[[sequence_index[i] for i in micro] for micro in own] for own in minibatches]
 
 
 def plan_updates(
@@ -103,10 +99,7 @@ def plan_updates(
             max_tokens=max_tokens,
         )
         # plan_microbatches counts the sequences of this minibatch from 0: translate back to table indices.
-        translated = []
-        for rank_microbatches in by_rank:
-            translated.append([[table_indices[i] for i in micro] for micro in rank_microbatches])
-        microbatches.append(translated)
+        microbatches.append([[[table_indices[i] for i in micro] for micro in own] for own in by_rank])
     return UpdatePlan(minibatches, microbatches)
 
 

@@ -31,6 +31,8 @@ from minirl.ranks.time_account import spent_on, wait_for_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, ranks wait more often
+
 
 class ShardedModel:
     """A trainable `Transformer`, sharded over all ranks, or over groups of ranks that each hold all shards.
@@ -213,16 +215,15 @@ class ShardedModel:
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
         """Copies on the host of all weights in the compute dtype; {} without `keep`.
 
-        Collective with `shard_weights`, which gathers one weight after another.
+        With `shard_weights` they are gathered one after another (collective).
         """
+        if not self.shards_weights:
+            return {name: _host_copy(weight) for name, weight in self.compute_weights.items()} if keep else {}
         copies = {}
         sharded = self.masters | self._frozen
         for name in self._names:
-            whole = self.compute_weights.get(name)
-            if self.shards_weights:
-                whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
+            whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
             if keep:
-                assert whole is not None
                 copies[name] = _host_copy(whole.to(self.dtype))
         return copies
 
@@ -338,25 +339,18 @@ class ShardedModel:
         Raises InputError naming `place` and the tensor if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
-        kinds = {key: key.partition(".")[0] for key in stored}
-        names = {key: key.partition(".")[2] for key in stored}
-        unmatched = set(names.values()) ^ self.masters.keys()
+        parts = {key: key.split(".", 1) for key in stored}
+        unmatched = {name for _, name in parts.values()} ^ self.masters.keys()
         if unmatched:
             raise InputError(f"{place}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
-        for key, source in stored.items():
-            kind = kinds[key]
-            master = self.masters[names[key]]
-            target = master
-            if kind != "masters":
-                state = optimizer.state[master]
-                if kind not in state:  # some optimizers make their state in the first step
-                    # A scalar is the step count.
-                    is_scalar = not source.get_shape()
-                    state[kind] = (
-                        torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
-                    )
-                target = state[kind]
-            fill(target, source, f"{place}: {key}")
+        for key, (kind, name) in parts.items():
+            master = self.masters[name]
+            # Some optimizers make their state in the first step. A scalar is the step count.
+            state = {"masters": master} if kind == "masters" else optimizer.state[master]
+            if kind not in state:
+                is_scalar = not stored[key].get_shape()
+                state[kind] = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
+            fill(state[kind], stored[key], f"{place}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -364,7 +358,7 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
-        Needs the memory of the largest parameter; on a single rank whose masters are on the device none.
+        Needs twice the memory of GATHERED_TOGETHER parameters; on one rank with its masters on the device none.
         """
         # Copies from the host are asynchronous. The optimizer next writes to the masters once it has gradients, which
         # are computed with the weights copied here: the copies end before that.
@@ -373,21 +367,28 @@ class ShardedModel:
 
     def _copy(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy sharded parameters into the compute weights, if these have them: own rows or all (collective)."""
-        for name, parameter in parameters.items():
-            weight = self.compute_weights.get(name)
-            if weight is None:
-                continue
-            shard = _local(parameter).detach()
-            if name in self._sliced or self._num_shards == 1:
-                weight[: len(shard)].copy_(shard, non_blocking=True)
-                continue
-            # FSDP cuts the rows into chunks of this many; the last ones may have fewer, or none.
-            num_rows = math.ceil(len(weight) / self._num_shards)
-            own = weight.new_zeros(num_rows, *weight.shape[1:])
-            own[: len(shard)].copy_(shard, non_blocking=True)
-            gathered = own.new_empty(self._num_shards * num_rows, *weight.shape[1:])
-            all_gather_flat(gathered, own, self._shard_group)
-            weight.copy_(gathered[: len(weight)])
+        gathered: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards of them
+        for name, weight in self.compute_weights.items():
+            if name in parameters:
+                shard = _local(parameters[name]).detach()
+                if name in self._sliced or self._num_shards == 1:
+                    weight[: len(shard)].copy_(shard, non_blocking=True)
+                else:
+                    gathered.append((weight, shard))
+        for first in range(0, len(gathered), GATHERED_TOGETHER):
+            self._gather(gathered[first : first + GATHERED_TOGETHER])
+
+    def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Fill weights from all ranks' shards of them, given this rank's (collective)."""
+        # FSDP cuts the rows into chunks of equally many; the last ones may have fewer, or none.
+        sizes = [math.ceil(len(weight) / self._num_shards) * weight[0].numel() for weight, _ in pairs]
+        own = pairs[0][0].new_zeros(sum(sizes))
+        for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
+            place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
+        of_ranks = own.new_empty(self._num_shards, len(own))
+        all_gather_flat(of_ranks.view(-1), own, self._shard_group)
+        for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
+            weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
     def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
         """Describe where sharded tensors are not finite: the first such tensor, and the ranks (collective)."""

@@ -1,13 +1,14 @@
-"""The program of a worker: `main` with the arguments ADAPTER SOURCE NAME holds conversations with a user's code.
+"""The program of a worker: `main` with the arguments ADAPTER SOURCE NAME [describe] holds conversations with a user's
+code.
 
 ADAPTER is a function, "module:function", that loads the user's code: given SOURCE, a Python file or the name of a
-module, and NAME, it returns a `Loaded`, or the reason why it cannot. One process holds many conversations. Those of
-async code run at the same time; others take turns, from a message to the reply.
+module, and NAME, it returns a `Loaded`, or raises `UnusableError`. One process holds many conversations. Those of async
+code run at the same time; others take turns, from a message to the reply.
 
 Protocol: one JSON object per line, requests on stdin, answers on stdout.
 
 - The first request is {"id", "path"}: path is the sys.path of the trainer. The answer is {"is_async",
-  "max_conversations", "description"} (see `Loaded`), or {"error"}.
+  "max_conversations", "description"} (see `Loaded`; the description is {} unless asked for), or {"error"}.
 - Every later request is {"number", "message", "limit_s"}, or {"number", "closes", "limit_s"}, of the conversation with
   this number. The first one of a conversation has "seed" too, for the random generators.
 - The answer is {"number", "seconds", "facts"}, with the seconds that it took, and {"reply", "is_last"}, {"error"} or
@@ -34,12 +35,12 @@ from minirl.workers.containment import (
     working_directory,
 )
 from minirl.workers.conversation import Conversation, Loaded, run_at_once
-from minirl.workers.user_code import users_traceback
+from minirl.workers.user_code import UnusableError, users_traceback
 
 
 def main() -> None:
     """Load the code, then hold conversations until stdin is closed."""
-    adapter, source, name = sys.argv[1:]
+    adapter, source, name, *describes = sys.argv[1:]
     module, _, load = adapter.partition(":")
     load_code = getattr(importlib.import_module(module), load)
     trainer = connect(source)
@@ -47,7 +48,9 @@ def main() -> None:
         return
     folder = working_directory()
     # While it loads, the file draws the same random numbers in every process.
-    loading = isolated(_answer_within(None, _load(load_code, source, name)), OwnRandom(0), folder)
+    loading = isolated(
+        _answer_within(None, _load(load_code, source, name, bool(describes))), OwnRandom(0), folder
+    )
     answer = run_at_once(loading)
     loaded = answer.pop("loaded", None)
     trainer.send(answer)
@@ -64,15 +67,19 @@ def main() -> None:
     asyncio.run(server.serve())
 
 
-async def _load(load_code: Callable[[str, str], Loaded | str], source: str, name: str) -> dict[str, Any]:
+async def _load(
+    load_code: Callable[[str, str], Loaded], source: str, name: str, describes: bool
+) -> dict[str, Any]:
     """Return the first answer, with the loaded code beside it. Exceptions of user code pass through."""
-    loaded = load_code(source, name)
-    if isinstance(loaded, str):
-        return {"error": loaded}
+    try:
+        loaded = load_code(source, name)
+        description = loaded.describe() if describes else {}
+    except UnusableError as reason:
+        return {"error": str(reason)}
     return {
         "is_async": loaded.is_async,
         "max_conversations": loaded.max_conversations,
-        "description": loaded.description,
+        "description": description,
         "loaded": loaded,
     }
 

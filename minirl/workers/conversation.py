@@ -3,8 +3,8 @@
 Standard library only: a worker starts quickly.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -35,13 +35,14 @@ class Loaded:
     """A user's code.
 
     open: begins a conversation. is_async: whether user code ever waits; then conversations run concurrently.
-    max_conversations: how many a process takes at a time; None: any number. description: JSON for the trainer.
+    max_conversations: how many a process takes at a time; None: any number. describe: makes JSON for the trainer; may
+    raise `user_code.UnusableError`.
     """
 
     open: Callable[[], Conversation]
     is_async: bool = False
     max_conversations: int | None = None
-    description: Mapping[str, Any] = field(default_factory=dict)
+    describe: Callable[[], dict[str, Any]] = dict
 
 
 def run_at_once(coroutine: Coroutine[Any, Any, Result]) -> Result:

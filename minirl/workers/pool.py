@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ class Kind:
     """The kind of code in a pool, for its workers and for messages.
 
     flag: the flag that names the code. expected: the form of the flag's value, in messages. called: precedes the name
-    of the code. adapter: loads the code (`child`). describer: an adapter that loads it in another process only to
-    describe it, and may import more. too_long: the end of the message about a late reply.
+    of the code. adapter: loads the code (`child`). describes_apart: another process describes the code, since that
+    imports much. too_long: the end of the message about a late reply.
     """
 
     flag: str
@@ -76,7 +76,7 @@ class Kind:
     adapter: str
     too_long: str
     expected: str = "function"
-    describer: str = ""
+    describes_apart: bool = False
 
     def source_and_name(self, spec: str) -> tuple[str, str]:
         """Return the file or module, and the name in it, of "file.py:name" or "module:name".
@@ -110,8 +110,9 @@ class Pool:
         """
         source, self.name = kind.source_and_name(spec)
         self.what = f"{kind.called} {self.name}"
-        self._kind = kind
-        self._start_worker = functools.partial(_Worker, kind, source, self.name, timeout_s=timeout_s)
+        self._start_worker = functools.partial(
+            _Worker, kind, source, self.name, note=self._note, timeout_s=timeout_s
+        )
         self._numbers = itertools.count()
         self._worker_of: dict[int, _Worker] = {}
         # Replies that nobody has taken, by conversation.
@@ -122,15 +123,15 @@ class Pool:
         try:
             # All workers load the file at the same time.
             for _ in range(num_workers):
-                self.workers.append(self._start_worker(kind.adapter))
-            if kind.describer:
-                self.workers.append(self._start_worker(kind.describer))
+                self.workers.append(self._start_worker())
+            if kind.describes_apart:
+                self.workers.append(self._start_worker(describes=True))
             self._wait_until_ready()
         except WorkerError as error:
             self.stop()
             raise InputError(f"{kind.flag} {source}:{self.name}: {error}") from None
         self.description = self.workers[-1].description
-        if kind.describer:
+        if kind.describes_apart:
             self.workers.pop().kill()
         self._max_conversations = self.workers[0].max_conversations
 
@@ -143,7 +144,7 @@ class Pool:
             worker.kill()
         del self.workers[num_workers:]
         for _ in range(num_workers - len(self.workers)):
-            self.workers.append(self._start_worker(self._kind.adapter))
+            self.workers.append(self._start_worker())
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
@@ -156,21 +157,20 @@ class Pool:
         """Return whether some worker is idle."""
         return any(not worker.held for worker in self.workers)
 
-    def open(self, seed: int, opening: Callable[[], Any], *, num_replies: int = 0) -> int:
+    def open(self, seed: int, opening: Callable[[], Any]) -> int:
         """Open a conversation with the worker that has the fewest; returns its number.
 
         seed: for the random generators. opening: returns the first message, as JSON; called again when the process is
-        replaced, it returns everything that its successor must be told. num_replies: how many replies the code repeats,
-        with the current one, each with its own time limit. Raises the errors of `json.dumps`, and WorkerError if no
-        process starts.
+        replaced, it returns everything that its successor must be told. Raises the errors of `json.dumps`, and
+        WorkerError if no process starts.
         """
         worker = min(self.workers, key=lambda worker: len(worker.held))
         if len(worker.held) >= self._max_conversations:
             # A conversation that waited for another's end could wait forever: a group's episodes begin together.
-            worker = self._start_worker(self._kind.adapter)
+            worker = self._start_worker()
             self.workers.append(worker)
         number = next(self._numbers)
-        worker.open(number, _OpenConversation(seed, opening, num_replies, json.dumps(opening())))
+        worker.open(number, _OpenConversation(seed, opening, json.dumps(opening())))
         self._worker_of[number] = worker
         return number
 
@@ -198,15 +198,16 @@ class Pool:
         """
         for worker in self.workers:
             self._replies.update(worker.poll())
-            for kind, text in worker.take_notes().items():
-                # User code prints nearly the same on all ranks.
-                if kind != "printed" or rank() == 0:
-                    self.print_once(kind, f"{self.what} {kind} (said once):\n{escaped(text)}")
         taken = [(number, self._replies.pop(number)) for number in list(self._replies) if number in numbers]
         for number, reply in taken:
             if reply.is_last:
                 del self._worker_of[number]
         return taken
+
+    def _note(self, kind: str, text: str | None) -> None:
+        # User code prints nearly the same on all ranks.
+        if text and (kind != "printed" or rank() == 0):
+            self.print_once(kind, f"{self.what} {kind} (said once):\n{escaped(text)}")
 
     def print_once(self, kind: str, text: str) -> None:
         """Print a note on this rank unless one of this kind was printed before."""
@@ -214,16 +215,8 @@ class Pool:
             self._printed_notes.add(kind)
             print_here(f"note: {text}")
 
-    def give_up(self) -> None:
-        """Forget all conversations; kill the processes that still owe a reply, so that none is taken later."""
-        self._worker_of.clear()
-        self._replies.clear()
-        for worker in self.workers:
-            worker.give_up()
-
     def stop(self) -> None:
-        """Kill the workers and the other processes of their sessions; later conversations start new ones."""
-        self.give_up()
+        """Kill the workers and the other processes of their sessions."""
         for worker in self.workers:
             worker.kill()
 
@@ -247,13 +240,14 @@ class _OpenConversation:
     """A worker's record of a conversation; see `Pool.open` for the first fields.
 
     message: the next one for the process, as JSON; None: `opening` has yet to make it, since the process is new.
-    is_there: whether the process has the conversation. seconds: the code's time in this process.
+    num_replies: those so far, which a new process repeats, each with its own time limit. is_there: whether the process
+    has the conversation. seconds: the code's time in this process.
     """
 
     seed: int
     opening: Callable[[], Any]
-    num_replies: int
     message: str | None
+    num_replies: int = 0
     is_there: bool = False
     is_closing: bool = False
     seconds: float = 0.0
@@ -265,10 +259,21 @@ class _Worker:
     held: the conversations. is_ready: whether the process has loaded the code.
     """
 
-    def __init__(self, kind: Kind, source: str, name: str, adapter: str, *, timeout_s: float):
-        """Start a process. Raises WorkerError if that fails."""
+    def __init__(
+        self,
+        kind: Kind,
+        source: str,
+        name: str,
+        *,
+        note: Callable[[str, str | None], None],
+        timeout_s: float,
+        describes: bool = False,
+    ):
+        """Start a process. note: tells the user a text, if there is one. Raises WorkerError if the start fails."""
         self._kind = kind
-        self._arguments = [adapter, source, name]
+        self._arguments = [kind.adapter, source, name]
+        if describes or not kind.describes_apart:
+            self._arguments.append("describe")
         self._timeout_s = timeout_s
         self.held: dict[int, _OpenConversation] = {}
         # Conversations with messages to send; before them suspects, to open one at a time.
@@ -276,7 +281,7 @@ class _Worker:
         self._suspects: deque[int] = deque()
         # Awaited replies in the order of sending: when each was requested, and its time limit.
         self._awaited: dict[int, tuple[float, float]] = {}
-        self._notes: dict[str, str] = {}
+        self._note = note
         self.description: Mapping[str, Any] = {}
         self.max_conversations = sys.maxsize
         self._is_async = False
@@ -312,14 +317,6 @@ class _Worker:
         else:
             del self.held[number]
 
-    def give_up(self) -> None:
-        """Forget all conversations, and kill the process if it is in one."""
-        was_awaited = bool(self._awaited)
-        for forgotten in (self.held, self._waiting, self._suspects, self._awaited):
-            forgotten.clear()
-        if was_awaited:
-            self.kill()
-
     def kill(self) -> None:
         """Kill the process and all others of its session; the next message starts another."""
         self._is_running = False
@@ -329,11 +326,6 @@ class _Worker:
         """Register the events to wait for. Returns the seconds until the process exceeds its time."""
         self._process.register(poller)
         return min(self._deadlines().values()) - time.monotonic()
-
-    def take_notes(self) -> dict[str, str]:
-        """Return notes for the user, by kind."""
-        notes, self._notes = self._notes, {}
-        return notes
 
     def flush(self) -> None:
         """Send all waiting messages, or a suspect's alone. Raises WorkerError."""
@@ -358,7 +350,7 @@ class _Worker:
         self.flush()
         if not self.is_busy:
             return []
-        if self._process.has_unsent and self._process.flush():
+        if self._process.flush():
             # A request's time begins when the process has it, since this process may send the rest late.
             self._since = time.monotonic()
         replies: list[tuple[int, Reply]] = []
@@ -367,8 +359,7 @@ class _Worker:
             answer = self._parsed(line)
             if answer is None:
                 return replies + self._replace(NO_ANSWER)
-            if answer["printed"]:
-                self._notes["printed"] = answer["printed"]
+            self._note("printed", answer["printed"])
             if self.is_ready:
                 replies += self._received(answer)
             else:
@@ -386,8 +377,8 @@ class _Worker:
         """Start a process; its first answer says that it loaded the code."""
         self.is_ready = False
         self._key = secrets.token_hex(8)
-        # When the process could start its current work, and when it last sent something.
-        self._since = self._heard_at = time.monotonic()
+        # When the process could start its current work, or last sent something.
+        self._since = time.monotonic()
         try:
             self._process: UserProcess = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, *self._arguments])
         except OSError as error:
@@ -427,13 +418,13 @@ class _Worker:
             culprit = late
         self._suspects += [number for number in self._awaited if number != culprit]
         self._awaited.clear()
-        for number in [number for number, conversation in self.held.items() if conversation.is_closing]:
-            del self.held[number]
+        self.held = {
+            number: replace(conversation, message=None, is_there=False)
+            for number, conversation in self.held.items()
+            if not conversation.is_closing
+        }
         self._suspects = deque(number for number in self._suspects if number in self.held)
         self._waiting = deque(number for number in self._waiting if number in self.held)
-        for conversation in self.held.values():
-            conversation.is_there = False
-            conversation.message = None
         if culprit is None or self.held.pop(culprit, None) is None:
             return []
         return [(culprit, Reply(error=why))]
@@ -462,18 +453,13 @@ class _Worker:
         """Return when the process exceeds its time, by the conversation to blame; -1 for its start."""
         if not self.is_ready:
             return {-1: self._since + self._timeout_s + LOAD_TIMEOUT_S}
-        # A full pipe may have held the other process up while this one was busy: it gets GRACE_S after the last answer.
-        least = self._heard_at + GRACE_S
+        # A full pipe may have held the other process up while this one was busy: its time begins after the last bytes.
+        awaited = self._awaited.items()
         if self._is_async:
-            awaited = self._awaited.items()
-            return {number: max(sent + limit + GRACE_S, least) for number, (sent, limit) in awaited}
+            return {number: max(sent + limit, self._since) + GRACE_S for number, (sent, limit) in awaited}
         # The first one runs, since it was sent or its predecessor ended; the others wait for it.
-        first = itertools.islice(self._awaited.items(), 1)
-        is_amid_answer = bool(self._process.received)
-        return {
-            number: max(max(sent, self._since) + limit, least if is_amid_answer else 0.0)
-            for number, (sent, limit) in first
-        }
+        first = itertools.islice(awaited, 1)
+        return {number: max(sent, self._since) + limit for number, (sent, limit) in first}
 
     def _too_long(self) -> str:
         return f"took more than {self._timeout_s:g} s {self._kind.too_long}"
@@ -481,16 +467,13 @@ class _Worker:
     def _read(self) -> tuple[list[bytes], bool]:
         """Return the complete lines, and whether no more will come."""
         received = self._process.received
-        searched = len(received)
         has_ended = False
         size = -1
         while not has_ended and size < len(received) <= MAX_ANSWER:
             size = len(received)
             has_ended = self._process.read()
-        if len(received) > searched:
-            self._heard_at = time.monotonic()
-        if received.find(b"\n", searched) < 0 and len(received) <= MAX_ANSWER:
-            return [], has_ended  # a long line is split once, when it is complete
+            if len(received) > size:
+                self._since = time.monotonic()
         *lines, rest = bytes(received).split(b"\n")
         received[:] = rest
         if len(rest) > MAX_ANSWER:
@@ -515,7 +498,6 @@ class _Worker:
         """Take an answer; returns its reply, unless its conversation was closed."""
         number = answer["number"]
         del self._awaited[number]
-        self._since = time.monotonic()
         if self._suspects:
             self._suspects.popleft()
         conversation = self.held[number]
@@ -527,6 +509,5 @@ class _Worker:
             del self.held[number]
         if not conversation.is_closing:
             return [(number, Reply(answer.get("reply"), error, is_last, answer["facts"]))]
-        if error:
-            self._notes["failed at its end"] = error
+        self._note("failed at its end", error)
         return []

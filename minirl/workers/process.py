@@ -50,18 +50,15 @@ class UserProcess:
         """The process, which may be dead."""
         return self._process.pid
 
-    @property
-    def has_unsent(self) -> bool:
-        """Return whether some data is still unsent."""
-        return bool(self._unsent)
-
     def write(self, data: bytes) -> None:
         """Send data after the unsent data."""
         self._unsent = memoryview(bytes(self._unsent) + data)
         self.flush()
 
     def flush(self) -> bool:
-        """Send as much as the pipe takes, since a line may exceed its size. Returns whether the process reads."""
+        """Send as much as the pipe takes, since a line may exceed its size. Returns whether the process took any."""
+        if not self._unsent:
+            return False
         try:
             num_sent = os.write(self._stdin, self._unsent)
         except BlockingIOError:

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 # Of this package.
@@ -15,14 +15,12 @@ MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
 
-def find_function(source: str, name: str) -> Callable[..., Any] | str:
-    """Return the function `name` of a file or module, or why it is missing. Exceptions of its code pass through."""
-    found = find_functions(source, [name])
-    return found if isinstance(found, str) else found[0]
+class UnusableError(Exception):
+    """Why a user's code cannot be used; it needs no traceback."""
 
 
-def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]] | str:
-    """Return functions of one file or module, or why one is missing. Exceptions of its code pass through."""
+def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
+    """Return functions of one file or module. Raises UnusableError; exceptions of its code pass through."""
     if source.endswith(".py"):
         module = _run_file(source)
     else:
@@ -31,10 +29,10 @@ def find_functions(source: str, names: Sequence[str]) -> list[Callable[..., Any]
         except ModuleNotFoundError as error:
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
                 raise
-            return f"there is no module {error.name!r} here; is it installed?"
+            raise UnusableError(f"there is no module {error.name!r} here; is it installed?") from None
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
-        return f"{source} has no function {missing[0]}"
+        raise UnusableError(f"{source} has no function {missing[0]}")
     return [getattr(module, name) for name in names]
 
 

@@ -221,7 +221,7 @@ def assert_pauses_change_nothing(
     assert found == {row[0]: row for row in whole if row[0] in found}
     first = make(**pausing)
     assert collected(first, 1, 2) == expected[:1]
-    ids = [record["id"] for record in rollout_records(first)]
+    ids = [record["rollout_id"] for record in rollout_records(first)]
     assert ids, "nothing is in flight"
     assert ids == sorted(ids), "the order of replies is in the checkpoint"
     second = resumed(first, (make_again or make)(**pausing))

@@ -38,7 +38,7 @@ def reward_rollouts(functions, prompts, rollouts):
     for group in groups.values():
         queue.add(group)
         queue.poll()
-    return queue.finish(rollouts)
+    return queue.finish(groups)
 
 
 def in_two_branches(rollout):
