@@ -19,10 +19,7 @@ MAX_NAME = 80
 
 
 def checked_turn(yielded: Any) -> Generate:
-    """Return the request for a turn that a function yielded. Raises InputError naming the field that is wrong.
-
-    Prompt and tools are checked where they become tokens.
-    """
+    """Return the request for a turn that a function yielded. Raises InputError naming the field that is wrong."""
     if not isinstance(yielded, Generate):
         raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
     limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
@@ -36,11 +33,16 @@ def checked_turn(yielded: Any) -> Generate:
         "stop": (is_stop, "expected a tuple of texts"),
         "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
         "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
+        # Checked where the prompt is tokenized.
+        "prompt": (True, ""),
+        "tools": (True, ""),
         "truncation": (is_truncation, f"expected {' or '.join(Truncation._fields)}"),
         "contents": (is_each, "expected one for each message of `after`"),
     }
-    for name, (is_right, what) in expected.items():
-        refuse(not is_right, f"generate({name}={getattr(yielded, name)!r:.80}): {what}")
+    for name, value in vars(yielded).items():
+        is_right, what = expected.get(name, (False, "there is no such field"))
+        if not is_right:
+            raise InputError(f"generate({name}={value!r:.80}): {what}")
     return yielded
 
 
