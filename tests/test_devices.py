@@ -181,7 +181,9 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
         batch = make_batch()
         prefixes = tuple(PromptPrefix(i, 1) for i in range(len(batch.lengths)))
         batch = dataclasses.replace(batch, prefixes=prefixes).to(place)
-        outputs = after_prompts(teacher_states, lambda ordinal: [3, 1 + ordinal], max_tokens=999)
+        outputs = after_prompts(
+            teacher_states, lambda ordinal: [3, 1 + ordinal], max_tokens=999, is_sharded=False
+        )
         options = {"park": True, "has_states": True}
         names = ["teacher_states"]
         frozen = FrozenModel(teacher, outputs, names=names, device=place, **options)

@@ -209,7 +209,9 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
     model = make_model("mixed", torch.float32, seed=5)
     batch = pack([branch for rollout in rollouts for branch in rollout.branches])
-    outputs = after_prompts(partial(score_batch, temperature=0.7), prompts.__getitem__, max_tokens=90)
+    outputs = after_prompts(
+        partial(score_batch, temperature=0.7), prompts.__getitem__, max_tokens=90, is_sharded=False
+    )
     frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU)
     streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
     branches = itertools.chain.from_iterable(rollout.branches for rollout in rollouts)

@@ -13,6 +13,7 @@ Standard library only. Nothing here is collective.
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -42,7 +43,7 @@ MAX_PENDING = 64
 MAX_EPISODES = 128
 # Seconds for a program to end after it was told to.
 CLOSE_S = 1.0
-# The most bytes of a program's output to return.
+# The most bytes of a program's output to keep.
 MAX_OUTPUT = 1 << 20
 
 Program = Callable[[str, Episode], Any]
@@ -83,7 +84,7 @@ def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
 async def run_program(url: str, *command: str, text: str = "") -> str:
     """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; return what it prints.
 
-    It returns the last MAX_OUTPUT bytes of the output. Raises RuntimeError with the end of its stderr unless its exit
+    It keeps the last MAX_OUTPUT bytes of the output. Raises RuntimeError with the end of its stderr unless its exit
     code is 0. If the episode ends first, the command is killed; processes that it started end with the run.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
@@ -92,14 +93,16 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
         *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
     )
     try:
-        output, errors = await process.communicate(text.encode())
+        _, output, errors = await asyncio.gather(
+            _write(process.stdin, text.encode()), _read_end(process.stdout), _read_end(process.stderr)
+        )
+        code = await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
-    if process.returncode != 0:
-        said = errors[-2000:].decode(errors="replace")
-        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}\n{said}")
-    return output[-MAX_OUTPUT:].decode(errors="replace")
+    if code != 0:
+        raise RuntimeError(f"{command[0]} ended with exit code {code}\n{errors[-2000:]}")
+    return output
 
 
 class _BranchChat:
@@ -271,3 +274,21 @@ async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
             raise RuntimeError(f"the program raised {error!r}") from error
 
     return await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), run)
+
+
+async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
+    """Write all to a program, which may be gone."""
+    assert pipe is not None
+    with contextlib.suppress(ConnectionError):
+        pipe.write(data)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _read_end(pipe: asyncio.StreamReader | None) -> str:
+    """Return the end of a program's output."""
+    assert pipe is not None
+    kept = b""
+    while piece := await pipe.read(MAX_OUTPUT):
+        kept = (kept + piece)[-MAX_OUTPUT:]
+    return kept.decode(errors="replace")

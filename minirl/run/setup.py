@@ -198,7 +198,12 @@ class Setup:
         outputs: Outputs = teacher_states if has_states else self.sampled_logprobs
         if self.prompts.teacher_field is not None:
             max_tokens = self.sizes.max_tokens_per_microbatch
-            outputs = after_prompts(outputs, self.prompts.teacher_ids, max_tokens=max_tokens)
+            outputs = after_prompts(
+                outputs,
+                self.prompts.teacher_ids,
+                max_tokens=max_tokens,
+                is_sharded=self.sizes.decode_group > 1,
+            )
         name = "teacher_states" if has_states else "teacher_logprobs"
         return self.frozen(folder, outputs, [name], has_states=has_states)
 

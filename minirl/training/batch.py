@@ -211,11 +211,11 @@ class Batch:
             prefixes.append(prefix._replace(num_tokens=len(prompt)))
         return Batch(
             lengths=tuple(map(len, tokens)),
-            tokens=torch.cat(tokens),
-            loss_mask=torch.cat(masks),
+            tokens=torch.cat([self.tokens[:0], *tokens]),
+            loss_mask=torch.cat([self.loss_mask[:0], *masks]),
             sample_logprobs=NOT_MADE,
             prefixes=tuple(prefixes),
-            kept=replace(self.kept, counts=torch.cat(num_kept)),
+            kept=replace(self.kept, counts=torch.cat([self.kept.counts[:0], *num_kept])),
         )
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minirl.model.layers import LoraLinear
 from minirl.model.transformer import Transformer
+from minirl.ranks.process_group import gather_objects
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch
 from minirl.training.scoring import scalar_outputs
@@ -102,16 +103,20 @@ class FrozenModel:
 
 
 def after_prompts(
-    outputs: Outputs, prompt_ids: Callable[[int], Sequence[int]], *, max_tokens: int
+    outputs: Outputs, prompt_ids: Callable[[int], Sequence[int]], *, max_tokens: int, is_sharded: bool
 ) -> Outputs:
     """The outputs at the sampled tokens, for a model that reads other prompts before them; 0 elsewhere.
 
-    prompt_ids: see `Batch.with_prompts`. max_tokens: limit of a microbatch with these prompts.
+    prompt_ids: see `Batch.with_prompts`. max_tokens: limit of a microbatch with these prompts. is_sharded: each pass
+    through the model is collective, so all ranks make as many.
     """
 
     def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
         other = batch.with_prompts(prompt_ids)
         (microbatches,) = plan_microbatches(other.lengths, other.prefixes, num_ranks=1, max_tokens=max_tokens)
+        if is_sharded:
+            num_passes = max(gather_objects(len(microbatches)))
+            microbatches += [[]] * (num_passes - len(microbatches))
         parts = []
         for indices in microbatches:
             seen = other.select(indices)
