@@ -237,7 +237,7 @@ class PromptStream:
         InputError naming `place` for messages that cannot be rendered, and for ids that the model does not have.
         """
         if isinstance(after, str):
-            ids = self.tokenizer.encode_text(after, place)
+            ids = self.tokenizer.encode_text(after, place) if after else []
         elif is_messages(after):
             ids = following_ids(self.tokenizer.with_tools(tools), after, place, end_id=end_id)
         else:

@@ -64,6 +64,8 @@ class RunningBranch:
         rollout = self.rollout
         if rollout is None or not self.branch.turns:
             return None
+        if self.num_tokens == self.branch.num_tokens:
+            return rollout
         prompt = rollout.tokens[: rollout.num_prompt_tokens]
         completion = rollout.after_prompt[: self.branch.num_tokens]
         return rollout_of(rollout.rollout_id, prompt, completion, rollout.finish_reason)
