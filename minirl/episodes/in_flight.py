@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -94,8 +94,9 @@ def finished_rollout(record: Mapping[str, Any]) -> Rollout:
 
 def _record(rollout: Rollout) -> dict[str, Any]:
     """Return the fields of a rollout, copied."""
+    fields = asdict(replace(rollout, earlier=()))
     earlier = [_record(branch) for branch in rollout.earlier]
-    return {**asdict(rollout), "rollout_id": list(rollout.rollout_id), "earlier": earlier}
+    return {**fields, "rollout_id": list(rollout.rollout_id), "earlier": earlier}
 
 
 def _rollout(fields: Mapping[str, Any]) -> Rollout:

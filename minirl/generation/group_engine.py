@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from minirl.errors import GuardError
@@ -105,17 +106,24 @@ class GroupEngine(Engine):
 
     def _send(self, *, is_step: bool) -> None:
         """Send the calls since the last message, and whether a step follows them."""
-        calls = [_with_stop_tests(call, lambda test: test.strings) for call in self.calls]
-        self.calls = []
-        dist.broadcast_object_list([self._checksum, is_step, calls], self._leader, self._group)
+        calls, self.calls = self.calls, []
+        # Most steps have no calls, and send these numbers alone.
+        header = torch.tensor([self._checksum, is_step, bool(calls)])
+        dist.broadcast(header, self._leader, self._group)
+        if calls:
+            sent = [_with_stop_tests(call, lambda test: test.strings) for call in calls]
+            dist.broadcast_object_list([sent], self._leader, self._group)
 
     @spent_on("wait_ranks")
     def _receive(self) -> tuple[int, bool, list[Call]]:
         """The leader's checksum before its next calls, whether a step follows them, and the calls."""
-        message: list[Any] = [None] * 3
-        dist.broadcast_object_list(message, self._leader, self._group)
-        checksum, is_step, calls = message
-        return checksum, is_step, [_with_stop_tests(call, self._make_stop_test) for call in calls]
+        header = torch.empty(3, dtype=torch.int64)
+        dist.broadcast(header, self._leader, self._group)
+        checksum, is_step, has_calls = header.tolist()
+        received: list[Any] = [[]]
+        if has_calls:
+            dist.broadcast_object_list(received, self._leader, self._group)
+        return checksum, bool(is_step), [_with_stop_tests(call, self._make_stop_test) for call in received[0]]
 
 
 def _with_stop_tests(call: Call, change: Callable[[Any], Any]) -> Call:

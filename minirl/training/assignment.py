@@ -69,7 +69,10 @@ class UpdatePlan:
         minibatches = [by_rank[rank] for by_rank in self.microbatches]
         owned = itertools.chain.from_iterable(itertools.chain(*minibatches))
         sequence_index = {table_index: i for i, table_index in enumerate(sorted(owned))}
-        return [[[sequence_index[i] for i in micro] for micro in own] for own in minibatches]
+        translated = []
+        for own in minibatches:
+            translated.append([[sequence_index[i] for i in micro] for micro in own])
+        return translated
 
 
 def plan_updates(
@@ -99,7 +102,10 @@ def plan_updates(
             max_tokens=max_tokens,
         )
         # plan_microbatches counts the sequences of this minibatch from 0: translate back to table indices.
-        microbatches.append([[[table_indices[i] for i in micro] for micro in own] for own in by_rank])
+        translated = []
+        for own in by_rank:
+            translated.append([[table_indices[i] for i in micro] for micro in own])
+        microbatches.append(translated)
     return UpdatePlan(minibatches, microbatches)
 
 
@@ -146,7 +152,9 @@ def plan_microbatches(
     for members in _balance(lengths, prefixes, num_ranks):
         by_rank.append(list(map(sorted, _first_fit(members, lengths, prefixes, max_tokens))))
     num_microbatches = max(map(len, by_rank))
-    return [[*microbatches, *[[]] * (num_microbatches - len(microbatches))] for microbatches in by_rank]
+    for microbatches in by_rank:
+        microbatches += [[]] * (num_microbatches - len(microbatches))
+    return by_rank
 
 
 # Sequences are placed in two stages, both by pieces and bins. A piece is several sequences with one prompt:

@@ -1,5 +1,4 @@
-"""The program of a worker: `main` with the arguments ADAPTER SOURCE NAME [describe] holds conversations with a user's
-code.
+"""The program of a worker: it holds conversations with a user's code. Arguments: ADAPTER SOURCE NAME [describe].
 
 ADAPTER is a function, "module:function", that loads the user's code: given SOURCE, a Python file or the name of a
 module, and NAME, it returns a `Loaded`, or raises `UnusableError`. One process holds many conversations. Those of async
