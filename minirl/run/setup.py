@@ -61,7 +61,7 @@ from minirl.run.planning import given_sizes, plan, possible_decode_groups, teach
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
-from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, under_adapters
+from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -194,18 +194,12 @@ class Setup:
         """
         folder = teacher_folder(self.config)
         assert folder is not None
-        has_states = self.config.has_kl_loss
-        outputs: Outputs = teacher_states if has_states else self.sampled_logprobs
+        options: dict[str, Any] = {}
         if self.prompts.teacher_field is not None:
-            max_tokens = self.sizes.max_tokens_per_microbatch
-            outputs = after_prompts(
-                outputs,
-                self.prompts.teacher_ids,
-                max_tokens=max_tokens,
-                is_sharded=self.sizes.decode_group > 1,
-            )
-        name = "teacher_states" if has_states else "teacher_logprobs"
-        return self.frozen(folder, outputs, [name], has_states=has_states)
+            options["prompt_ids"] = self.prompts.teacher_ids
+        if self.config.has_kl_loss:
+            return self.frozen(folder, teacher_states, ["teacher_states"], keeps_head=True, **options)
+        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], **options)
 
     def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
         """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
@@ -216,10 +210,9 @@ class Setup:
         source: ShardedModel | Transformer | Path,
         outputs: Outputs,
         names: Sequence[str],
-        *,
-        has_states: bool = False,
+        **options: Any,
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step, see `FrozenModel` (collective if weights are sharded).
+        """A model that scores the rollouts of each step (collective if weights are sharded). options: `FrozenModel`'s.
 
         source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With
         --shard-decode the model is sharded, and InputError is raised if its vocabulary differs.
@@ -245,7 +238,8 @@ class Setup:
             names=names,
             device=self.device,
             park=park,
-            has_states=has_states,
+            max_tokens=self.sizes.max_tokens_per_microbatch,
+            **options,
         )
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
