@@ -277,9 +277,7 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_branches] on the host, the
     same on every rank, with 0 for a branch that is in no batch.
     """
-    table = torch.zeros(num_branches, dtype=torch.float64)
-    table[batch.table_index.cpu()] = values.double().cpu()
-    return all_reduce_sum(table)
+    return _gather(values, batch.table_index.cpu(), num_branches)
 
 
 def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Tensor, Tensor]:
@@ -291,9 +289,14 @@ def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Te
     """
     counts, index = table.num_loss_tokens, batch.table_index.cpu()
     places = concatenated_ranges((counts.cumsum(0) - counts)[index], counts[index])
-    gathered = torch.zeros(int(counts.sum()), *values.shape[1:], dtype=torch.float64)
+    return _gather(values, places, int(counts.sum())), places
+
+
+def _gather(values: Tensor, places: Tensor, size: int) -> Tensor:
+    """Put the ranks' values [n, ...] at their places in one tensor fp64 [size, ...] of zeros (collective)."""
+    gathered = torch.zeros(size, *values.shape[1:], dtype=torch.float64)
     gathered[places] = values.double().cpu()
-    return all_reduce_sum(gathered), places
+    return all_reduce_sum(gathered)
 
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
