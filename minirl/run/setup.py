@@ -102,15 +102,16 @@ class Setup:
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         self.folder = self._open_folder(name)
-        # A checkpoint of adapters has no model: they belong to the one that the run began with.
-        saved = None if config.adapters else self.folder.checkpoint
-        self.model_folder = saved or self._original_model()
+        # A checkpoint of adapters has no models: they belong to those that the run began with.
+        self._saved = None if config.adapters else self.folder.checkpoint
+        self.model_folder = self._saved or self._original_model()
         base = self.model_folder if config.adapters else None
         self._inputs = input_digests(config, base=base) if rank() == 0 else {}
         self._notes = check_inputs(self.folder, self._inputs, config, base=base)
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
-        self.model_config = model_config.with_adapters(config.adapters)
+        self.model_config = dataclasses.replace(
+            model_config, scalar_head=scalar_head, adapters=config.adapters
+        )
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
@@ -136,12 +137,8 @@ class Setup:
         self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
-        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None.
-
-        A checkpoint of adapters has no model's folder, so it returns None for these too.
-        """
-        checkpoint = self.folder.checkpoint
-        return None if checkpoint is None or self.config.adapters else checkpoint / name
+        """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
+        return self._saved and self._saved / name
 
     def load_trainable(
         self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None

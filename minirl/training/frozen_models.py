@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from minirl.model.layers import LoraLinear
+from minirl.model.layers import Linear
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import gather_objects
 from minirl.training.assignment import plan_microbatches
@@ -119,12 +119,12 @@ def under_adapters(outputs: Outputs) -> Outputs:
     """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
 
     def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
-        adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
-        for module in adapted:
-            module.is_adapted = False
+        scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}
+        for layer in scales:
+            layer.lora_scale = 0.0
         streams = outputs(model, batch)
-        for module in adapted:
-            module.is_adapted = True
+        for layer, scale in scales.items():
+            layer.lora_scale = scale
         return streams
 
     return outputs_of
