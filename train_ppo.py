@@ -338,7 +338,7 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
     if folder is None and config.value_model:
         folder = resolve_folder(config.value_model, flag="--value-model")
     folder = folder or setup.model_folder
-    model_config = dataclasses.replace(read_config(folder), scalar_head=True).with_adapters(config.adapters)
+    model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
     is_too_short = model_config.max_position_embeddings < setup.max_tokens

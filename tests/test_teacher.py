@@ -21,7 +21,7 @@ from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import clipped_policy_loss
 from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
-from minirl.training.frozen_models import FrozenModel, after_prompts
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score, score_batch
 from support.collecting import make_collector
 from support.engines import make_model
@@ -209,10 +209,9 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
     model = make_model("mixed", torch.float32, seed=5)
     batch = pack([branch for rollout in rollouts for branch in rollout.branches])
-    outputs = after_prompts(
-        partial(score_batch, temperature=0.7), prompts.__getitem__, max_tokens=90, is_sharded=False
-    )
-    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU)
+    outputs = partial(score_batch, temperature=0.7)
+    options = {"prompt_ids": prompts.__getitem__, "max_tokens": 90}
+    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU, **options)
     streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
     branches = itertools.chain.from_iterable(rollout.branches for rollout in rollouts)
     for branch, stream in zip(branches, streams, strict=True):

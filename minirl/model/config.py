@@ -1,12 +1,10 @@
 """The shape and features of a decoder, with the names of config.json."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from minirl.errors import refuse
 from minirl.model import batch_invariance, delta_rule, portable_attention
 from minirl.model.delta_rule import DeltaNet
 
@@ -139,22 +137,6 @@ class ModelConfig:
             outputs |= {"in_proj_b": heads, "in_proj_a": heads}
             layers["out_proj"] = (values, hidden)
         return layers | {name: (hidden, num_outputs) for name, num_outputs in outputs.items()}
-
-    def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":
-        """This shape with adapters on the targets that it has; all of `LINEAR_LAYERS` means all that it has.
-
-        Raises InputError for a target that it lacks.
-        """
-        if adapters is not None:
-            layers = self.linear_layers
-            present = tuple(name for name in adapters.targets if name in layers)
-            lacking = set(adapters.targets) - set(present)
-            refuse(
-                bool(lacking) and set(adapters.targets) != set(LINEAR_LAYERS),
-                f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
-            )
-            adapters = dataclasses.replace(adapters, targets=present)
-        return dataclasses.replace(self, adapters=adapters)
 
     def is_batch_invariant(self, dtype: torch.dtype, device: torch.device, num_slices: int = 1) -> bool:
         """Return whether a token has the same bits in any batch on this machine, measured on all products.

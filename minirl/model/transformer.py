@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minirl.errors import refuse
 from minirl.model import batch_invariance, device_kernels, padding
 from minirl.model.attention import Layout, attend
-from minirl.model.config import Adapters, ModelConfig, is_adapter
+from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig, is_adapter
 from minirl.model.gated_delta_net import GatedDeltaNet
-from minirl.model.layers import ACTIVATIONS, Linear, LoraLinear, RMSNorm
+from minirl.model.layers import ACTIVATIONS, Linear, RMSNorm
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
 from minirl.model.slices import Slices
 
@@ -187,24 +188,30 @@ class Transformer(nn.Module):
         self.config = config
         self.recompute_layers = recompute_layers
         self.model = Decoder(config, recompute_layers=recompute_layers)
-        if config.adapters is not None:
-            self._add_adapters(config.adapters)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
-            return
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head.requires_grad_(config.adapters is None)
-        self.tie_weights()
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.tie_weights()
+        if config.adapters is not None:
+            self._add_adapters(config.adapters)
 
     def _add_adapters(self, adapters: Adapters) -> None:
-        """Freeze the decoder, and give its linear layers adapters."""
-        for path, linear in list(self.model.layers.named_modules()):
-            parent, _, name = path.rpartition(".")
-            if name in adapters.targets:
-                assert isinstance(linear, Linear)
-                setattr(self.model.layers.get_submodule(parent), name, LoraLinear(linear, adapters))
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(is_adapter(name))
+        """Give linear layers adapters, and freeze all else but a scalar head.
+
+        Raises InputError for a target that the model lacks.
+        """
+        layers = self.config.linear_layers
+        lacking = set(adapters.targets) - layers.keys()
+        refuse(
+            lacking and adapters.targets != LINEAR_LAYERS,
+            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
+        )
+        for path, module in self.model.layers.named_modules():
+            if isinstance(module, Linear) and path.rpartition(".")[2] in adapters.targets:
+                module.add_adapter(adapters)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding's, if the config says so. Call it again after replacing them."""

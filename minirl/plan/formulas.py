@@ -98,7 +98,9 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """The bytes that a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
-    adapters = len(config.adapters.targets) * config.adapters.rank if config.adapters else 0
+    adapters = 0
+    if config.adapters:
+        adapters = config.adapters.rank * len(config.linear_layers.keys() & config.adapters.targets)
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size

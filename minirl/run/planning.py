@@ -39,14 +39,14 @@ def workload(
     --value-model, or the policy's. streams: training prompts, and held-out ones. Raises InputError for models that
     cannot be used.
     """
-    policy = read_config(policy_folder).with_adapters(config.adapters)
+    policy = dataclasses.replace(read_config(policy_folder), adapters=config.adapters)
     trained = [policy]
     if config.num_value_models:
         named = getattr(config, "value_model", None)
         if value_folder is None and named:
             value_folder = resolve_folder(named, flag="--value-model", with_weights=not config.dry_run)
         value_config = read_config(value_folder or policy_folder)
-        value = dataclasses.replace(value_config, scalar_head=True).with_adapters(config.adapters)
+        value = dataclasses.replace(value_config, scalar_head=True, adapters=config.adapters)
         trained += [value] * config.num_value_models
     frozen = {}
     if config.has_reference and not config.adapters:  # with adapters it is the policy without them
