@@ -28,7 +28,6 @@ from minirl.ranks import process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
-from minirl.report.progress_bar import progress_bar
 from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
 from minirl.run.flags import check_needed, run_script
 from minirl.run.run_folder import newest_checkpoint
@@ -90,17 +89,15 @@ def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -
     engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
     collector = setup.make_collector(engine, one_turn).evaluator(setup.held_out)
     own = [ordinal for ordinal in prompt_ordinals if ordinal % world_size() == rank()]
-    found = collector.run_in_turn(
+    for rewarded in collector.run(
         (setup.eval_requests(ordinal, 1) for ordinal in own),
+        num_requests=len(own) * (setup.config.eval_samples or 1),
         num_open=2 * setup.sizes.max_running_requests,
         num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
-    )
-    with progress_bar("evaluate", total=len(own), unit="prompts") as bar:
-        for rewarded in found:
-            scores = weighted_scores(rewarded.rewards, setup.score_weights)
-            records = setup.records(rewarded, reward=scores, failed=rewarded.failed)
-            durable.append_whole(path, json_lines(records).encode())
-            bar.update(len({record["id"][0] for record in records}))
+    ):
+        scores = weighted_scores(rewarded.rewards, setup.score_weights)
+        records = setup.records(rewarded, reward=scores, failed=rewarded.failed)
+        durable.append_whole(path, json_lines(records).encode())
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, plan, possible_decode_groups, teacher_folder
+from minirl.run.planning import given_sizes, named_folder, plan, possible_decode_groups
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
@@ -189,7 +189,7 @@ class Setup:
 
         It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
         """
-        folder = teacher_folder(self.config)
+        folder = named_folder(self.config, "teacher")
         assert folder is not None
         options: dict[str, Any] = {}
         if self.prompts.teacher_field is not None:
