@@ -18,6 +18,7 @@ from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors
 from minirl.model.config import ModelConfig
 from minirl.model.folders import ADAPTERS_FILE
+from minirl.model.transformer import linear_layers
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -101,7 +102,7 @@ def peft_config(config: ModelConfig, base: str) -> dict[str, Any]:
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": [name for name in adapters.targets if name in config.linear_layers],
+        "target_modules": [name for name in adapters.targets if name in linear_layers(config)],
         "modules_to_save": ["score"] if config.scalar_head else None,
         "inference_mode": True,
     }

@@ -10,12 +10,14 @@ features a family has. Norm statistics, rope tables and rotations are fp32 (fp64
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minirl.errors import refuse
-from minirl.model import batch_invariance, device_kernels, padding
+from minirl.model import batch_invariance, delta_rule, device_kernels, padding, portable_attention
 from minirl.model.attention import Layout, attend
 from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig, is_adapter
 from minirl.model.gated_delta_net import GatedDeltaNet
@@ -201,7 +203,7 @@ class Transformer(nn.Module):
 
         Raises InputError for a target that the model lacks.
         """
-        layers = self.config.linear_layers
+        layers = linear_layers(self.config)
         lacking = set(adapters.targets) - layers.keys()
         refuse(
             lacking and adapters.targets != LINEAR_LAYERS,
@@ -239,3 +241,36 @@ class Transformer(nn.Module):
         if self.config.logits_divisor == 1 or self.config.scalar_head:
             return states
         return states / self.config.logits_divisor
+
+
+@functools.cache
+def linear_layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The linear layers of a model's decoder layers by name, with the numbers of their inputs and outputs."""
+    with torch.device("meta"):
+        layers = Decoder(config, recompute_layers=False).layers
+    shapes = {}
+    for path, module in layers.named_modules():
+        if isinstance(module, Linear):
+            shapes[path.rpartition(".")[2]] = (module.in_features, module.out_features)
+    return shapes
+
+
+def is_batch_invariant(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slices: int = 1
+) -> bool:
+    """Return whether a token has the same bits in any batch on this machine, measured on all products.
+
+    num_slices: the slices in which decoding computes their columns.
+    """
+    layers = list(linear_layers(config).values())
+    if config.adapters is not None:
+        rank = config.adapters.rank
+        layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
+    head = [(config.hidden_size, config.vocab_size)]
+    if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
+        return False
+    if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
+        return False
+    if config.delta_net is not None and not delta_rule.is_batch_invariant(config.delta_net):
+        return False
+    return portable_attention.min_queries(config.head_dim, dtype) is not None

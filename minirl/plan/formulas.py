@@ -15,7 +15,7 @@ from minirl.model.delta_rule import CHUNK, make_states
 from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, linear_layers
 from minirl.model.weights import named_parameters
 
 
@@ -100,7 +100,7 @@ def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     queries, keys = _channels(config)
     adapters = 0
     if config.adapters:
-        adapters = config.adapters.rank * len(config.linear_layers.keys() & config.adapters.targets)
+        adapters = config.adapters.rank * len(linear_layers(config).keys() & config.adapters.targets)
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size
