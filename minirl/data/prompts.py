@@ -387,15 +387,13 @@ def _check_prompts(
     except InputError as own_error:
         error = str(own_error)
     own = torch.tensor(facts, dtype=torch.int64).view(-1, 2)
-    if num_ranks > 1:
-        errors, counts = zip(*gather_objects((error, len(rows))), strict=True)
-        error = next(filter(None, errors), None)
-        differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
-        refuse(error is None and len(set(counts)) > 1, differ)
-        own = torch.cat(gather_objects(own))
-    if error is not None:
+    errors, counts, parts = zip(*gather_objects((error, len(rows), own)), strict=True)
+    for error in filter(None, errors):
         raise InputError(error)
-    return own[:, 0], own[:, 1]
+    differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
+    refuse(len(set(counts)) > 1, differ)
+    lengths, hashes = torch.cat(parts).unbind(1)
+    return lengths, hashes
 
 
 def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int | None) -> None:
