@@ -94,7 +94,9 @@ def make_batch():
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
     batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), table_index=torch.arange(3))
-    return batch.replace(kept=KeptIds.none(len(tokens)), **dict(zip(names, streams[1:], strict=True)))
+    return batch.replace(
+        kept=tuple(map(KeptIds.none, batch.lengths)), **dict(zip(names, streams[1:], strict=True))
+    )
 
 
 OBJECTIVES = {

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -132,8 +132,7 @@ class Batch:
     # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
     table_index: Tensor = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
-    # Of T tokens, always on the host.
-    kept: KeptIds = NOT_MADE
+    kept: tuple[KeptIds, ...] = ()  # those of each sequence
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
@@ -161,9 +160,9 @@ class Batch:
             shared = []
         return PackedLayout(self.lengths, self.tokens.device, shared=tuple(shared))
 
-    def replace(self, **fields: Tensor) -> Self:
+    def replace(self, **fields: Any) -> Self:
         """A copy with these fields set."""
-        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **fields)
 
     def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
@@ -172,26 +171,21 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        return upload(self._token_places(indices), self.tokens.device)
-
-    def _token_places(self, indices: Sequence[int]) -> Tensor:
-        """The result of `token_index` on the host."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        return concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        places = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        return upload(places, self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
         sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
-        token_places = self._token_places(indices)
-        token_index = upload(token_places, self.tokens.device)
-        selected: dict[str, Any] = {}
+        token_index = self.token_index(indices)
+        selected: dict[str, Any] = {"lengths": tuple(self.lengths[i] for i in indices)}
+        for name in ("prefixes", "kept"):
+            facts = getattr(self, name)
+            selected[name] = tuple(facts[i] for i in indices) if facts else ()
         for name, tensor in self._tensors().items():
             selected[name] = tensor[sequence_index if name == "table_index" else token_index]
-        if self.kept is not None:
-            selected["kept"] = _select_kept(self.kept, token_places)
-        lengths = tuple(self.lengths[i] for i in indices)
-        prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
-        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
+        return self.replace(**selected)
 
     def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> "Batch":
         """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal, without the streams.
@@ -200,14 +194,14 @@ class Batch:
         """
         device = self.tokens.device
         prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
-        tokens, masks, prefixes, num_kept = [], [], [], []
-        streams = [stream.split(self.lengths) for stream in (self.tokens, self.loss_mask, self.kept.counts)]
-        for prefix, own, mask, counts in zip(self.prefixes, *streams, strict=True):
+        tokens, masks, prefixes, all_kept = [], [], [], []
+        streams = [stream.split(self.lengths) for stream in (self.tokens, self.loss_mask)]
+        for prefix, own, mask, kept in zip(self.prefixes, *streams, self.kept, strict=True):
             start = prefix.num_tokens
             prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
             tokens.append(torch.cat([prompt, own[start:]]))
             masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
-            num_kept.append(torch.constant_pad_nd(counts[start:], (len(prompt), 0)))
+            all_kept.append(KeptIds.join([KeptIds.none(len(prompt)), kept[start:]]))
             prefixes.append(prefix._replace(num_tokens=len(prompt)))
         return Batch(
             lengths=tuple(map(len, tokens)),
@@ -215,7 +209,7 @@ class Batch:
             loss_mask=torch.cat([self.loss_mask[:0], *masks]),
             sample_logprobs=NOT_MADE,
             prefixes=tuple(prefixes),
-            kept=replace(self.kept, counts=torch.cat([self.kept.counts[:0], *num_kept])),
+            kept=tuple(all_kept),
         )
 
     @property
@@ -305,7 +299,7 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
         sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
         weight_version=_join(branches, "weight_version", torch.int32),
         prefixes=tuple(prefixes),
-        kept=KeptIds.join([KeptIds.none(0), *(branch.kept for branch in branches)]),
+        kept=tuple(branch.kept for branch in branches),
     )
 
 
@@ -329,8 +323,11 @@ def exchange(
     parts = []
     for receiver in range(world_size()):
         parts.append(own.select([i for i, rank in enumerate(ranks) if rank == receiver]))
+    kept_parts = [KeptIds.join(part.kept) for part in parts]
     # How many indices, elements of each stream and kept ids every rank sends this one.
-    counts = torch.tensor([[len(part.lengths), len(part.tokens), len(part.kept.ids)] for part in parts])
+    counts = torch.tensor(
+        [[len(part.lengths), len(kept), len(kept.ids)] for part, kept in zip(parts, kept_parts, strict=True)]
+    )
     received_counts = torch.empty_like(counts)
     with spent_on("wait_ranks"):
         dist.all_to_all_single(received_counts, counts)
@@ -342,29 +339,21 @@ def exchange(
         sent = [tensors[name] for tensors in tensors_of]
         received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
     kept = KeptIds(
-        _all_to_all([part.kept.counts for part in parts], num_tokens),
-        _all_to_all([part.kept.ids for part in parts], num_ids),
+        _all_to_all([part.counts for part in kept_parts], num_tokens),
+        _all_to_all([part.ids for part in kept_parts], num_ids),
     )
     indices = received["table_index"].tolist()
+    lengths = tuple(table.num_tokens[indices].tolist())
     arrived = dataclasses.replace(
         own,
-        lengths=tuple(table.num_tokens[indices].tolist()),
+        lengths=lengths,
         prefixes=tuple(table.select(indices).prefixes),
-        kept=kept,
+        kept=tuple(kept.split(lengths)),
         **received,
     )
     batch = arrived.select(received["table_index"].argsort().tolist())
     _check_shared_prompts(batch)
     return batch
-
-
-def _select_kept(kept: KeptIds, places: Tensor) -> KeptIds:
-    """Those of the tokens at these places, in this order."""
-    if not len(kept.ids):  # the sums below would cover the whole batch for each of its microbatches
-        return KeptIds.none(len(places))
-    starts = kept.counts.cumsum(0) - kept.counts
-    counts = kept.counts[places]
-    return KeptIds(counts, kept.ids[concatenated_ranges(starts[places], counts)])
 
 
 def _check_shared_prompts(batch: Batch) -> None:

@@ -36,7 +36,7 @@ def score_with_teacher(
     from truncated distributions.
     """
     refuse(
-        len(batch.kept.ids),
+        any(len(kept.ids) for kept in batch.kept),
         "--teacher-kl: compares whole vocabularies, and a turn was sampled with top_k; use --teacher-kl sampled",
     )
     index = batch.loss_index
