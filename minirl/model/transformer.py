@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minirl.errors import refuse
-from minirl.model import batch_invariance, device_kernels, padding
+from minirl.model import batch_invariance, delta_rule, device_kernels, padding, portable_attention
 from minirl.model.attention import Layout, attend
 from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig, is_adapter
 from minirl.model.gated_delta_net import GatedDeltaNet
@@ -201,15 +201,18 @@ class Transformer(nn.Module):
 
         Raises InputError for a target that the model lacks.
         """
-        layers = self.config.linear_layers
-        lacking = set(adapters.targets) - layers.keys()
+        present = set()
+        for path, module in self.model.layers.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, Linear):
+                present.add(name)
+                if name in adapters.targets:
+                    module.add_adapter(adapters)
+        lacking = set(adapters.targets) - present
         refuse(
             lacking and adapters.targets != LINEAR_LAYERS,
-            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
+            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(sorted(present))}",
         )
-        for path, module in self.model.layers.named_modules():
-            if isinstance(module, Linear) and path.rpartition(".")[2] in adapters.targets:
-                module.add_adapter(adapters)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 
@@ -239,3 +242,23 @@ class Transformer(nn.Module):
         if self.config.logits_divisor == 1 or self.config.scalar_head:
             return states
         return states / self.config.logits_divisor
+
+
+def is_batch_invariant(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slices: int = 1
+) -> bool:
+    """Return whether a token has the same bits in any batch on this machine, measured on all products of such a model.
+
+    num_slices: the slices in which decoding computes their columns.
+    """
+    with torch.device("meta"):
+        parameters = list(Transformer(config).model.layers.parameters())
+    layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
+    head = [(config.hidden_size, config.vocab_size)]
+    if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
+        return False
+    if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
+        return False
+    if config.delta_net is not None and not delta_rule.is_batch_invariant(config.delta_net):
+        return False
+    return portable_attention.min_queries(config.head_dim, dtype) is not None

@@ -30,7 +30,7 @@ from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
 from minirl.plan.choice import can_keep_cache, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
@@ -130,7 +130,7 @@ class Setup:
             self._lead_or_follow(self.sizes.decode_group)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        is_invariant = self.model_config.is_batch_invariant(self.dtype, self.device, self.sizes.decode_group)
+        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
         self._is_exact = config.threads == 1 and is_invariant
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
