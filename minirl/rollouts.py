@@ -64,12 +64,6 @@ class KeptIds:
         before = int(self.counts[: part.start].sum()) if part.start else 0
         return KeptIds(counts, self.ids[before : before + int(counts.sum())])
 
-    def split(self, lengths: Sequence[int]) -> list["KeptIds"]:
-        """Return the ids of parts with these numbers of tokens; the inverse of `join`."""
-        counts = self.counts.split(list(lengths))
-        ids = self.ids.split([int(part.sum()) for part in counts])
-        return list(map(KeptIds, counts, ids))
-
     def rows(self) -> Tensor:
         """Return the ids int32 [n, W] with -1 after the last one; W is the greatest count."""
         width = int(self.counts.max()) if len(self.ids) else 0

@@ -29,11 +29,10 @@ def make_batch(lengths):
         field.name: torch.rand(sum(lengths), generator=generator) for field in dataclasses.fields(Batch)
     }
     counts = (3 * streams["kept"]).int()
-    kept = KeptIds(counts, torch.arange(int(counts.sum()), dtype=torch.int32))
     return Batch(
         **{
             **streams,
-            "kept": tuple(kept.split(lengths)),
+            "kept": KeptIds(counts, torch.arange(int(counts.sum()), dtype=torch.int32)),
             "lengths": tuple(lengths),
             "tokens": (1000 * streams["tokens"]).long(),
             "loss_mask": streams["loss_mask"] < 0.5,
@@ -66,7 +65,11 @@ def test_select_equals_a_loop_over_sequences(chosen):
         parts = value.split(1 if name == "table_index" else batch.lengths)
         wanted = torch.cat([value[:0], *(parts[i] for i in chosen)])
         torch.testing.assert_close(getattr(part, name), wanted, rtol=0, atol=0)
-    assert part.kept == tuple(batch.kept[i] for i in chosen)
+    starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
+    kept = [batch.kept[starts[i] : starts[i] + batch.lengths[i]] for i in chosen]
+    wanted = KeptIds.join([KeptIds.none(0), *kept])
+    assert torch.equal(part.kept.counts, wanted.counts)
+    assert torch.equal(part.kept.ids, wanted.ids)
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 4], []])
@@ -153,7 +156,7 @@ def exchange_branches(rank, first_share, rank_of):
         batch.prefixes,
         gather_to_table(batch, batch.tokens[batch.last_index], 12),
         batch.tokens[batch.loss_mask],
-        KeptIds.join(batch.kept),
+        batch.kept,
         *gather_tokens(batch, batch.tokens[batch.loss_mask], table),
     )
 

@@ -108,7 +108,7 @@ def test_requests_decode_on_from_states_that_fla_prefilled(fla):
     engine = make_engine(model, keeps_cache=True)
     engine.submit(mixed_requests())
     for states in engine._cache.states.values():
-        for pool in vars(states).values():
+        for pool in states:
             pool.fill_(torch.nan)
     rollouts = {rollout.rollout_id: rollout for rollout in finish(engine, len(expected))}
     for twin in expected:
@@ -171,7 +171,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
         cache = engine._cache
         free = [row for row in cache._free_rows if row < engine.max_running_requests + 1]
         for states in cache.states.values():
-            for pool in vars(states).values():
+            for pool in states:
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:

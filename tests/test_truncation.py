@@ -107,7 +107,6 @@ def test_kept_ids_are_cut_joined_and_laid_out_as_lists():
     assert as_lists(kept[1:4]) == lists[1:4]
     assert as_lists(kept[3:]) == lists[3:]
     assert as_lists(kept[:0]) == []
-    assert [as_lists(part) for part in kept.split([1, 0, 4])] == [lists[:1], [], lists[1:]]
     assert as_lists(KeptIds.join([kept[:2], KeptIds.none(2), kept[2:]])) == [*lists[:2], [], [], *lists[2:]]
     assert kept.rows().tolist() == [[5, 3, -1], [-1] * 3, [7, -1, -1], [1, 2, 9], [-1] * 3]
     assert KeptIds.none(2).rows().shape == (2, 0)

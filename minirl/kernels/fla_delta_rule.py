@@ -39,39 +39,36 @@ class SegmentIndex:
 
 
 def index_segments(
-    num_own: Sequence[int],
+    lengths: Sequence[int],
     num_shared: Sequence[int],
-    parents: Sequence[int],
+    hidden_index: Tensor,
     upload: Callable[[Tensor], Tensor],
 ) -> SegmentIndex:
     """The segments of packed sequences, of which at least one has rows; `PackedLayout` explains the arguments.
 
-    parents: the sequence that each one shares its first `num_shared` tokens with.
     upload: copies a tensor from the host to the device of the rows.
     """
-    starts = [0, *itertools.accumulate(num_own)]
-    end_before = {}  # of each sequence's first row: where the segment ends that it follows; 0: it follows none
-    for i, shared in enumerate(num_shared):
-        owner = i
-        while 0 < shared <= num_shared[owner]:
-            owner = parents[owner]
-        end_before[starts[i]] = starts[owner] + shared - num_shared[owner] if shared else 0
-    # Of each segment: the rows at which it begins and ends, and which segment of the round before it follows.
-    rounds: list[list[tuple[int, int, int]]] = []
+    num_rows = 0
+    follows = {}  # of each sequence's first row: where the segment ends that it follows; 0: it follows none
+    for sequence, shared in zip(hidden_index.split(list(lengths)), num_shared, strict=True):
+        follows[num_rows] = int(sequence[shared - 1]) + 1 if shared else 0
+        num_rows += len(sequence) - shared
+    rounds: dict[
+        int, list[tuple[int, int, int]]
+    ] = {}  # where each segment begins and ends, and its predecessor
     ended_by = {0: (-1, 0)}  # of each segment's end: its round, and its number there
-    cuts = sorted({*end_before, *end_before.values(), starts[-1]})
+    cuts = sorted({*follows, *follows.values(), num_rows})
     for begin, end in itertools.pairwise(cuts):
-        round_before, previous = ended_by[end_before.get(begin, begin)]
-        if round_before + 1 == len(rounds):
-            rounds.append([])
-        segments = rounds[round_before + 1]
+        round_before, previous = ended_by[follows.get(begin, begin)]
+        segments = rounds.setdefault(round_before + 1, [])
         ended_by[end] = (round_before + 1, len(segments))
         segments.append((begin, end, previous))
     indexed = []
-    for segments in rounds:
+    for segments in rounds.values():
         rows = torch.cat([torch.arange(begin, end) for begin, end, _ in segments])
-        ends = torch.tensor([end - begin for begin, end, _ in segments]).cumsum(0)
-        indexed.append(Round(rows, F.pad(ends, (1, 0)), torch.tensor([number for _, _, number in segments])))
+        begins, ends, previous_ones = map(torch.tensor, zip(*segments, strict=True))
+        cu_seqlens = F.pad((ends - begins).cumsum(0), (1, 0))
+        indexed.append(Round(rows, cu_seqlens, previous_ones))
     order = torch.cat([part.rows for part in indexed])
     return SegmentIndex(tuple(Round(*map(upload, part)) for part in indexed), upload(order.argsort()))
 
@@ -94,13 +91,13 @@ def run_segments(
     outputs: list[Tensor] = []
     ended = rows.v.new_zeros(1, *rows.k.shape[1:], rows.v.shape[-1])
     for part in index.rounds:
-        own = rows.select(part.rows)
+        q, k, v, decay, beta = (x[part.rows][None] for x in rows)
         out, ended = chunk_gated_delta_rule(
-            own.q.to(dtype)[None],
-            own.k.to(dtype)[None],
-            own.v.to(dtype)[None],
-            own.decay[None],
-            own.beta[None],
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            decay,
+            beta,
             scale=1.0,
             initial_state=ended[part.previous],
             output_final_state=True,

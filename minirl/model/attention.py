@@ -217,14 +217,14 @@ class PackedLayout:
     @functools.cached_property
     def chunk_index(self) -> ChunkIndex:
         """The chunks of the gated delta rule."""
-        return index_chunks(self.lengths, self.parents, self.num_shared, self._hidden_index, self._upload)
+        return index_chunks(self.lengths, self.num_shared, self._hidden_index, self._upload)
 
     @functools.cached_property
     def segment_index(self) -> "SegmentIndex":
         """The segments of the gated delta rule, for fla's kernels."""
         from minirl.kernels.fla_delta_rule import index_segments
 
-        return index_segments(self.num_own, self.num_shared, self.parents, self._upload)
+        return index_segments(self.lengths, self.num_shared, self._hidden_index, self._upload)
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)

@@ -91,7 +91,7 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype, *, requests: int) -> fl
     if config.delta_net is None:
         return 0.0
     states = make_states(config.delta_net, requests + 1, dtype=dtype, device=torch.device("meta"))
-    return float(len(config.delta_net.layers) * sum(x.nbytes for x in vars(states).values()))
+    return float(len(config.delta_net.layers) * sum(pool.nbytes for pool in states))
 
 
 def decode_logits_bytes(config: ModelConfig) -> float:

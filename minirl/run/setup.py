@@ -57,11 +57,11 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, plan, possible_decode_groups, teacher_folder
+from minirl.run.planning import given_sizes, named_folder, plan, possible_decode_groups
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
-from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, under_adapters
+from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -189,20 +189,14 @@ class Setup:
 
         It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
         """
-        folder = teacher_folder(self.config)
+        folder = named_folder(self.config, "teacher")
         assert folder is not None
-        has_states = self.config.has_kl_loss
-        outputs: Outputs = teacher_states if has_states else self.sampled_logprobs
+        options: dict[str, Any] = {}
         if self.prompts.teacher_field is not None:
-            max_tokens = self.sizes.max_tokens_per_microbatch
-            outputs = after_prompts(
-                outputs,
-                self.prompts.teacher_ids,
-                max_tokens=max_tokens,
-                is_sharded=self.sizes.decode_group > 1,
-            )
-        name = "teacher_states" if has_states else "teacher_logprobs"
-        return self.frozen(folder, outputs, [name], has_states=has_states)
+            options["prompt_ids"] = self.prompts.teacher_ids
+        if self.config.has_kl_loss:
+            return self.frozen(folder, teacher_states, ["teacher_states"], keeps_head=True, **options)
+        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], **options)
 
     def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
         """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
@@ -213,10 +207,9 @@ class Setup:
         source: ShardedModel | Transformer | Path,
         outputs: Outputs,
         names: Sequence[str],
-        *,
-        has_states: bool = False,
+        **options: Any,
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step, see `FrozenModel` (collective if weights are sharded).
+        """A model that scores the rollouts of each step (collective if weights are sharded). options: `FrozenModel`'s.
 
         source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With
         --shard-decode the model is sharded, and InputError is raised if its vocabulary differs.
@@ -242,7 +235,8 @@ class Setup:
             names=names,
             device=self.device,
             park=park,
-            has_states=has_states,
+            max_tokens=self.sizes.max_tokens_per_microbatch,
+            **options,
         )
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:

@@ -132,7 +132,8 @@ class Batch:
     # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
     table_index: Tensor = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
-    kept: tuple[KeptIds, ...] = ()  # those of each sequence
+    # Of T tokens, always on the host.
+    kept: KeptIds = NOT_MADE
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
@@ -160,9 +161,9 @@ class Batch:
             shared = []
         return PackedLayout(self.lengths, self.tokens.device, shared=tuple(shared))
 
-    def replace(self, **fields: Any) -> Self:
+    def replace(self, **fields: Tensor) -> Self:
         """A copy with these fields set."""
-        return dataclasses.replace(self, **fields)
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
@@ -171,46 +172,52 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
+        return upload(self._token_places(indices), self.tokens.device)
+
+    def _token_places(self, indices: Sequence[int]) -> Tensor:
+        """The result of `token_index` on the host."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        places = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
-        return upload(places, self.tokens.device)
+        return concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
+        lengths = tuple(self.lengths[i] for i in indices)
+        prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
+        selected = self._at(self._token_places(indices), lengths, prefixes)
+        if self.table_index is None:
+            return selected
         sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
-        token_index = self.token_index(indices)
-        selected: dict[str, Any] = {"lengths": tuple(self.lengths[i] for i in indices)}
-        for name in ("prefixes", "kept"):
-            facts = getattr(self, name)
-            selected[name] = tuple(facts[i] for i in indices) if facts else ()
-        for name, tensor in self._tensors().items():
-            selected[name] = tensor[sequence_index if name == "table_index" else token_index]
-        return self.replace(**selected)
+        return selected.replace(table_index=self.table_index[sequence_index])
 
-    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> "Batch":
-        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal, without the streams.
+    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> Self:
+        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal.
 
-        A further branch of a rollout keeps the prompt that its episode gave it.
+        A further branch of a rollout keeps the prompt that its episode gave it. In the other streams a new prompt's
+        tokens have the elements of the old one's first token.
         """
-        device = self.tokens.device
-        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
-        tokens, masks, prefixes, all_kept = [], [], [], []
-        streams = [stream.split(self.lengths) for stream in (self.tokens, self.loss_mask)]
-        for prefix, own, mask, kept in zip(self.prefixes, *streams, self.kept, strict=True):
+        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)))
+        tokens, places, prefixes = [], [], []
+        first = 0
+        for own, prefix in zip(self.tokens.cpu().split(self.lengths), self.prefixes, strict=True):
             start = prefix.num_tokens
             prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
             tokens.append(torch.cat([prompt, own[start:]]))
-            masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
-            all_kept.append(KeptIds.join([KeptIds.none(len(prompt)), kept[start:]]))
+            places += [torch.full_like(prompt, first), torch.arange(first + start, first + len(own))]
             prefixes.append(prefix._replace(num_tokens=len(prompt)))
-        return Batch(
-            lengths=tuple(map(len, tokens)),
-            tokens=torch.cat([self.tokens[:0], *tokens]),
-            loss_mask=torch.cat([self.loss_mask[:0], *masks]),
-            sample_logprobs=NOT_MADE,
-            prefixes=tuple(prefixes),
-            kept=tuple(all_kept),
-        )
+            first += len(own)
+        none = torch.arange(0)  # for a batch without sequences
+        moved = self._at(torch.cat([none, *places]), tuple(map(len, tokens)), tuple(prefixes))
+        return moved.replace(tokens=torch.cat([none, *tokens]).to(self.tokens.device))
+
+    def _at(self, places: Tensor, lengths: tuple[int, ...], prefixes: tuple[PromptPrefix, ...]) -> Self:
+        """A batch of the tokens at these places, with the table index of this one's sequences."""
+        token_index = upload(places, self.tokens.device)
+        fields: dict[str, Any] = {
+            name: tensor[token_index] for name, tensor in self._tensors().items() if name != "table_index"
+        }
+        if self.kept is not None:
+            fields["kept"] = _select_kept(self.kept, places)
+        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -270,9 +277,7 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_branches] on the host, the
     same on every rank, with 0 for a branch that is in no batch.
     """
-    table = torch.zeros(num_branches, dtype=torch.float64)
-    table[batch.table_index.cpu()] = values.double().cpu()
-    return all_reduce_sum(table)
+    return _gather(values, batch.table_index.cpu(), num_branches)
 
 
 def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Tensor, Tensor]:
@@ -284,9 +289,14 @@ def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Te
     """
     counts, index = table.num_loss_tokens, batch.table_index.cpu()
     places = concatenated_ranges((counts.cumsum(0) - counts)[index], counts[index])
-    gathered = torch.zeros(int(counts.sum()), *values.shape[1:], dtype=torch.float64)
+    return _gather(values, places, int(counts.sum())), places
+
+
+def _gather(values: Tensor, places: Tensor, size: int) -> Tensor:
+    """Put the ranks' values [n, ...] at their places in one tensor fp64 [size, ...] of zeros (collective)."""
+    gathered = torch.zeros(size, *values.shape[1:], dtype=torch.float64)
     gathered[places] = values.double().cpu()
-    return all_reduce_sum(gathered), places
+    return all_reduce_sum(gathered)
 
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
@@ -299,7 +309,7 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
         sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
         weight_version=_join(branches, "weight_version", torch.int32),
         prefixes=tuple(prefixes),
-        kept=tuple(branch.kept for branch in branches),
+        kept=KeptIds.join([KeptIds.none(0), *(branch.kept for branch in branches)]),
     )
 
 
@@ -323,11 +333,8 @@ def exchange(
     parts = []
     for receiver in range(world_size()):
         parts.append(own.select([i for i, rank in enumerate(ranks) if rank == receiver]))
-    kept_parts = [KeptIds.join(part.kept) for part in parts]
     # How many indices, elements of each stream and kept ids every rank sends this one.
-    counts = torch.tensor(
-        [[len(part.lengths), len(kept), len(kept.ids)] for part, kept in zip(parts, kept_parts, strict=True)]
-    )
+    counts = torch.tensor([[len(part.lengths), len(part.tokens), len(part.kept.ids)] for part in parts])
     received_counts = torch.empty_like(counts)
     with spent_on("wait_ranks"):
         dist.all_to_all_single(received_counts, counts)
@@ -339,21 +346,29 @@ def exchange(
         sent = [tensors[name] for tensors in tensors_of]
         received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
     kept = KeptIds(
-        _all_to_all([part.counts for part in kept_parts], num_tokens),
-        _all_to_all([part.ids for part in kept_parts], num_ids),
+        _all_to_all([part.kept.counts for part in parts], num_tokens),
+        _all_to_all([part.kept.ids for part in parts], num_ids),
     )
     indices = received["table_index"].tolist()
-    lengths = tuple(table.num_tokens[indices].tolist())
     arrived = dataclasses.replace(
         own,
-        lengths=lengths,
+        lengths=tuple(table.num_tokens[indices].tolist()),
         prefixes=tuple(table.select(indices).prefixes),
-        kept=tuple(kept.split(lengths)),
+        kept=kept,
         **received,
     )
     batch = arrived.select(received["table_index"].argsort().tolist())
     _check_shared_prompts(batch)
     return batch
+
+
+def _select_kept(kept: KeptIds, places: Tensor) -> KeptIds:
+    """Those of the tokens at these places, in this order."""
+    if not len(kept.ids):  # the sums below would cover the whole batch for each of its microbatches
+        return KeptIds.none(len(places))
+    starts = kept.counts.cumsum(0) - kept.counts
+    counts = kept.counts[places]
+    return KeptIds(counts, kept.ids[concatenated_ranges(starts[places], counts)])
 
 
 def _check_shared_prompts(batch: Batch) -> None:

@@ -101,7 +101,7 @@ def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tupl
         batch.layout(),
         select=batch.loss_index,
         temperature=temperature,
-        kept=KeptIds.join(batch.kept),
+        kept=batch.kept,
     )
 
 
