@@ -61,66 +61,68 @@ class DeltaRows(NamedTuple):
     beta: Tensor
 
 
-@dataclass(frozen=True)
-class ChunkIndex:
-    """The chunks of packed sequences, in order of their number within their sequence.
+class Round(NamedTuple):
+    """Pieces of packed sequences that are computed together, each from the state after a piece of the round before.
 
-    A sequence that shares its first tokens with another one begins with the chunk in which they end, from the other's
-    state: up to CHUNK - 1 rows are computed once more.
-
-    rows int64 [chunks, CHUNK]: the index of each row among the T' that the model computes; T' where a chunk has none.
-    places int64 [T']: the place of each row in the chunks, end to end.
-    steps: for each step, which computes the chunks with that number in their sequence, int64 [n]: the index of each
-    chunk's predecessor in the step before. In the first step 0, for a state of zeros.
-    last int64 [sequences]: the last chunk of each sequence.
+    rows int64 [n]: the pieces' rows, end to end, as indices among the T' rows of the model; T' for padding.
+    lengths int64 [pieces]: how many rows each has.
+    previous int64 [pieces]: which piece of the round before it follows. In the first round 0, for a state of zeros.
     """
 
     rows: Tensor
-    places: Tensor
-    steps: tuple[Tensor, ...]
-    last: Tensor
+    lengths: Tensor
+    previous: Tensor
 
 
-def index_chunks(
-    lengths: Sequence[int],
-    num_shared: Sequence[int],
-    hidden_index: Tensor,
-    upload: Callable[[Tensor], Tensor],
-) -> ChunkIndex:
-    """The chunks of packed sequences; `PackedLayout` explains the arguments, which are on the host.
+@dataclass(frozen=True)
+class RoundIndex:
+    """Packed sequences in pieces.
 
-    upload: copies a tensor from the host to the device of the rows.
+    places int64 [T']: where each row is in the rows of all rounds, end to end; the first place if it has several.
+    ends int64 [sequences]: the places of the sequences' last rows.
     """
-    num_rows = sum(lengths) - sum(num_shared)
-    sequences = hidden_index.split(list(lengths))
-    rows: list[Tensor] = []
-    places = torch.zeros(num_rows, dtype=torch.int64)
-    steps: list[Tensor] = []
-    last = [0] * len(lengths)
-    first_of_step = 0
-    for begin in range(0, max(lengths, default=0), CHUNK):
-        previous = []
-        first_before, first_of_step = first_of_step, len(rows)
-        for i, sequence in enumerate(sequences):
-            chunk = sequence[begin : begin + CHUNK]
-            first_own = max(0, num_shared[i] - begin)
-            if len(chunk) == 0 or first_own >= CHUNK:
-                continue
-            # The row before it may be another sequence's, and so may the chunk before it.
-            previous.append(int(places[sequence[begin - 1]]) // CHUNK - first_before if begin else 0)
-            places[chunk[first_own:]] = len(rows) * CHUNK + torch.arange(first_own, len(chunk))
-            last[i] = len(rows)
-            rows.append(F.pad(chunk, (0, CHUNK - len(chunk)), value=num_rows))
-        steps.append(torch.tensor(previous))
-    if not rows:  # one chunk without rows, so that every parameter has a gradient
-        rows = [torch.zeros(CHUNK, dtype=torch.int64)]
-        steps = [torch.zeros(1, dtype=torch.int64)]
-    return ChunkIndex(
-        upload(torch.stack(rows)),
-        upload(places),
-        tuple(map(upload, steps)),
-        upload(torch.tensor(last, dtype=torch.int64)),
-    )
+
+    rounds: tuple[Round, ...]
+    places: Tensor
+    ends: Tensor
+
+
+def index_rounds(
+    sequences: Sequence[Tensor],
+    begins: Sequence[Sequence[int]],
+    num_rows: int,
+    multiple: int,
+    upload: Callable[[Tensor], Tensor],
+) -> RoundIndex:
+    """Cut packed sequences into pieces that begin at these positions of each.
+
+    sequences: the rows of each, as indices among the model's `num_rows`; on the host. It may share its first rows with
+    an earlier one, which must then have a piece that ends before its first own piece.
+    multiple: the rows of each piece are padded to a multiple of it. upload: copies a tensor to the rows' device.
+    """
+    pieces_of: dict[
+        int, list[tuple[Tensor, int]]
+    ] = {}  # by round: their rows, and the piece that each follows
+    ended_by: dict[int, tuple[int, int]] = {}  # of a piece's last row: its round, and its number there
+    for sequence, starts in zip(sequences, begins, strict=True):
+        for begin, piece in zip(starts, sequence.tensor_split(list(starts))[1:], strict=True):
+            round_before, previous = ended_by[int(sequence[begin - 1])] if begin else (-1, 0)
+            pieces = pieces_of.setdefault(round_before + 1, [])
+            ended_by[int(piece[-1])] = (round_before + 1, len(pieces))
+            pieces.append((F.pad(piece, (0, -len(piece) % multiple), value=num_rows), previous))
+    if not pieces_of:  # one piece of padding, so that every parameter has a gradient
+        pieces_of[0] = [(torch.full((multiple,), num_rows), 0)]
+    rounds = []
+    for pieces in pieces_of.values():
+        rows, numbers = zip(*pieces, strict=True)
+        lengths = [len(piece) for piece in rows]
+        rounds.append(Round(torch.cat(rows), torch.tensor(lengths), torch.tensor(numbers)))
+    all_rows = torch.cat([part.rows for part in rounds])
+    places = torch.full((num_rows + 1,), len(all_rows))
+    places.scatter_reduce_(0, all_rows, torch.arange(len(all_rows)), "amin")
+    last_rows = torch.cat([all_rows[:0], *(sequence[-1:] for sequence in sequences)])
+    uploaded = tuple(Round(*map(upload, part)) for part in rounds)
+    return RoundIndex(uploaded, upload(places[:num_rows]), upload(places[last_rows]))
 
 
 class DeltaStates(NamedTuple):
@@ -166,34 +168,35 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def run_chunks(
-    rows: DeltaRows, index: ChunkIndex, states: DeltaStates | None = None, slots: Tensor | None = None
+    rows: DeltaRows, index: RoundIndex, states: DeltaStates | None = None, slots: Tensor | None = None
 ) -> Tensor:
     """The outputs [T', H, Dv] of packed sequences. Stores the states after them in these slots int64 [sequences]."""
-    chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))
-    sizes = [len(previous) for previous in index.steps]
-    steps = zip(*(x.split(sizes) for x in chunks), strict=True)
+    in_chunks = torch.cat([part.rows for part in index.rounds])
+    chunks = DeltaRows(*(_in_chunks(x, in_chunks) for x in rows))
+    sizes = [len(part.previous) for part in index.rounds]
+    of_rounds = zip(*(x.split(sizes) for x in chunks), strict=True)
     end = rows.v.new_zeros(1, *rows.k.shape[1:], rows.v.shape[-1])
     begins: list[Tensor] = []
     updates: list[Tensor] = []
     outputs: list[Tensor] = []
-    for previous, step in zip(index.steps, steps, strict=True):
-        begin = end[previous]
-        out, update, end = _run_chunk(DeltaRows(*step), begin)
+    for part, own in zip(index.rounds, of_rounds, strict=True):
+        begin = end[part.previous]
+        out, update, end = _run_chunk(DeltaRows(*own), begin)
         begins.append(begin)
         updates.append(update)
         outputs.append(out)
     if states is not None:
         kept = (torch.cat(begins), chunks.k, torch.cat(updates), chunks.decay)
         for pool, values in zip(states[1:], kept, strict=True):
-            pool[slots] = values[index.last]
+            pool[slots] = values[index.ends // CHUNK]
     by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     return by_row[index.places]
 
 
 def _in_chunks(x: Tensor, index: Tensor) -> Tensor:
-    """The rows of x [T', H, ...] in their chunks, [N, H, C, ...], with zeros where a chunk has none."""
+    """The rows of x [T', H, ...] at these indices [N x C] in their chunks, [N, H, C, ...]; zeros for padding."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    chunks = padded.index_select(0, index.flatten()).unflatten(0, index.shape)
+    chunks = padded.index_select(0, index).unflatten(0, (-1, CHUNK))
     return chunks.transpose(1, 2).contiguous()
 
 
@@ -297,7 +300,8 @@ def is_batch_invariant(shape: DeltaNet) -> bool:
     q, k, v = (F.normalize(torch.randn(*heads, size, generator=generator), dim=-1) for size in sizes)
     decay = -torch.rand(heads, generator=generator)
     rows = DeltaRows(q, k, v, decay, beta=torch.rand(heads, generator=generator))
-    index = index_chunks((length,) * 3, (0, 0, 0), torch.arange(3 * length), lambda tensor: tensor)
+    sequences = torch.arange(3 * length).split(length)
+    index = index_rounds(sequences, [[0, CHUNK]] * 3, 3 * length, CHUNK, lambda tensor: tensor)
     expected = run_chunks(rows, index)
     for num_sequences in (1, 3):
         slots = torch.arange(num_sequences)
