@@ -62,7 +62,7 @@ class PromptStream:
         fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or truncate them
         on the "left". If no prompt leaves that many, all that leave at least one token are kept, and their
         completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
-        truncation: of the distributions that requests sample from, if they are not greedy.
+        truncation: of the distributions that requests sample from; greedy ones have none.
 
         Raises InputError on every rank, naming rows and flags, also if no row is left.
         """
@@ -159,7 +159,7 @@ class PromptStream:
             max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
             temperature=temperature,
             stop_ids=self.tokenizer.stop_ids,
-            truncation=self.truncation if temperature else NO_TRUNCATION,
+            truncation=self.truncation,
         )
 
     def key(self, rollout_id: RolloutId) -> int:
