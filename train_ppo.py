@@ -33,7 +33,6 @@ from minirl.episodes.episode import Episode, Turns
 from minirl.errors import InputError, refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.model.folders import resolve_folder
 from minirl.objective.advantages import explained_variance, gae, token_rewards, weighted_scores, whiten
 from minirl.objective.kl import adapted_kl_coef, kl_penalty
 from minirl.objective.loss_weights import loss_weights
@@ -50,6 +49,7 @@ from minirl.report.progress_bar import show_progress
 from minirl.run.config import RunConfig, check_shared
 from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, check_numbers, run_script
+from minirl.run.planning import named_folder
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
@@ -334,11 +334,8 @@ def main(config: Config) -> int:
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
     """Config and folder of the value model, which must read the policy's tokens. Raises InputError."""
-    folder = setup.saved_folder("value")
-    if folder is None and config.value_model:
-        folder = resolve_folder(config.value_model, flag="--value-model")
-    folder = folder or setup.model_folder
-    model_config = dataclasses.replace(read_config(folder), scalar_head=True).with_adapters(config.adapters)
+    folder = setup.saved_folder("value") or named_folder(config, "value_model") or setup.model_folder
+    model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
     is_too_short = model_config.max_position_embeddings < setup.max_tokens

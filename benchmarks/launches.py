@@ -284,7 +284,7 @@ def counting() -> Iterator[Counts]:
 
 def make_model(shape: str, adapters: Adapters | None = None) -> Transformer:
     """A model of a shape in `SHAPES`, on the meta device in bf16."""
-    config = config_from_dict(COMMON | SHAPES[shape]).with_adapters(adapters)
+    config = dataclasses.replace(config_from_dict(COMMON | SHAPES[shape]), adapters=adapters)
     rope_table(config, META)  # made and uploaded once in a run
     with META:
         return Transformer(config).to(torch.bfloat16)

@@ -26,9 +26,8 @@ from minirl.model.weights import load_replica
 from minirl.objective.advantages import weighted_scores
 from minirl.ranks import process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
-from minirl.report.evaluation import NUM_RESAMPLES, Record, bootstrap_interval
+from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
-from minirl.report.progress_bar import progress_bar
 from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
 from minirl.run.flags import check_needed, run_script
 from minirl.run.run_folder import newest_checkpoint
@@ -90,17 +89,15 @@ def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -
     engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
     collector = setup.make_collector(engine, one_turn).evaluator(setup.held_out)
     own = [ordinal for ordinal in prompt_ordinals if ordinal % world_size() == rank()]
-    found = collector.run_in_turn(
+    for rewarded in collector.run(
         (setup.eval_requests(ordinal, 1) for ordinal in own),
+        num_requests=len(own) * (setup.config.eval_samples or 1),
         num_open=2 * setup.sizes.max_running_requests,
         num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
-    )
-    with progress_bar("evaluate", total=len(own), unit="prompts") as bar:
-        for rewarded in found:
-            scores = weighted_scores(rewarded.rewards, setup.score_weights)
-            records = setup.records(rewarded, reward=scores, failed=rewarded.failed)
-            durable.append_whole(path, json_lines(records).encode())
-            bar.update(len({record["id"][0] for record in records}))
+    ):
+        scores = weighted_scores(rewarded.rewards, setup.score_weights)
+        records = setup.records(rewarded, reward=scores, failed=rewarded.failed)
+        durable.append_whole(path, json_lines(records).encode())
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
@@ -112,31 +109,21 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         scores[name] = {"mean": fmean(of_prompts), "low": low, "high": high, "prompts": len(of_prompts)}
     return {
         "model": str(setup.model_folder),
-        "task": setup.task.name,
-        "data": list(setup.task.eval_sets),
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
         **config.truncation.active,
-        "seed": config.seed,
-        "correct": "reward >= that of 1 from each reward that applies and has a positive weight",
-        "interval": f"95 %, bootstrap over prompts, {NUM_RESAMPLES} resamples",
         "errors": sum(record["failed"] or record["finish_reason"] == "error" for record in records),
-        "notes": setup.held_out.notes(),
         "scores": scores,
     }
 
 
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate the prompts that are not finished yet; returns the JSON on rank 0, else {} (collective)."""
-    device = process_group.start(
-        device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
-    )
-    # On rank 0 alone: meanwhile the run may save another one.
+    process_group.start(device=config.device, threads=config.threads, hang_timeout=config.hang_timeout)
+    # On rank 0 alone: meanwhile the run may save another one. An evaluation that goes on must have the same.
     model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
-    # An evaluation that goes on must have the same.
-    resolved: dict[str, Any] = {"model": broadcast_object(model), "device": device.type}
-    setup = Setup(dataclasses.replace(config, **resolved), name="eval")
+    setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
     folder = setup.folder.create().path
     rollouts = folder / "rollouts"
     if rank() == 0:

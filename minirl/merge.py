@@ -1,18 +1,28 @@
 """Make one model of a run's adapters and their base: `python -m minirl.merge RUN FOLDER`."""
 
-import argparse
-import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+import tyro
 
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.files.json_files import read_json_object
-from minirl.files.redaction import escaped
 from minirl.model.families import read_config
 from minirl.model.folders import file_of, has_adapters
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
+from minirl.ranks import watchdog
 from minirl.run.run_folder import newest_checkpoint
+
+
+@dataclass(frozen=True)
+class Config:
+    """Merge adapters into their base."""
+
+    run: tyro.conf.Positional[str]  # a run's folder or name, or a folder with adapters
+    output: tyro.conf.Positional[Path]  # the new folder of the model
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of its weights
 
 
 def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
@@ -31,34 +41,13 @@ def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
     save_folder(output, named_parameters(model), config=config, tokenizer_from=source, kept=kept)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minirl.merge", description="Merge adapters into their base."
-    )
-    parser.add_argument("run", metavar="RUN", help="a run's folder or name, or a folder with adapters")
-    parser.add_argument("output", metavar="FOLDER", type=Path, help="the new folder of the model")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of its weights (default: float32)",
-    )
-    return parser.parse_args()
-
-
-def main() -> int:
+def main() -> None:
     """The command."""
-    given = arguments()
-    try:
-        source = Path(newest_checkpoint(given.run, flag="RUN"))
-        merge(source, given.output, getattr(torch, given.dtype))
-    except InputError as error:
-        print(f"error: {escaped(str(error))}", file=sys.stderr)
-        return error.exit_code
-    print(f"{source} and its base are merged in {given.output}")
-    return 0
+    config = tyro.cli(Config, prog="python -m minirl.merge")
+    source = Path(newest_checkpoint(config.run, flag="RUN"))
+    merge(source, config.output, getattr(torch, config.dtype))
+    print(f"{source} and its base are merged in {config.output}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    watchdog.run(main)

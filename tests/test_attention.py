@@ -14,6 +14,7 @@ from minirl.generation.kv_cache import KVCache
 from minirl.model import attention, device_kernels
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_queries
+from minirl.model.transformer import is_batch_invariant
 from support.caches import length_of, poison
 from support.engines import cached_model
 from support.layouts import FAMILIES, shared_layout
@@ -462,7 +463,7 @@ def test_attention_whose_products_depend_on_how_they_are_called_is_not_batch_inv
 ):
     """Torch's bf16 products without bf16 instructions do: a run with them does not claim equal logprobs. Pitfall 38."""
     config = cached_model("full", torch.float32).config
-    if not config.is_batch_invariant(torch.float32, CPU):
+    if not is_batch_invariant(config, torch.float32, CPU):
         pytest.skip("this machine's fp32 products are not batch-invariant")
 
     def bmm(x, y, bmm=torch.bmm):
@@ -476,6 +477,6 @@ def test_attention_whose_products_depend_on_how_they_are_called_is_not_batch_inv
     monkeypatch.setattr(torch, "bmm", bmm)
     min_queries.cache_clear()
     try:
-        assert not config.is_batch_invariant(torch.float32, CPU)
+        assert not is_batch_invariant(config, torch.float32, CPU)
     finally:
         min_queries.cache_clear()

@@ -22,7 +22,7 @@ from minirl.errors import InputError
 from minirl.model import delta_rule, device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
 from support import stub_fla
 from support.engines import (
@@ -60,7 +60,7 @@ def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_eac
     Pitfall 65.
     """
     model = cached_model("states", torch.float32)
-    is_exact = model.config.is_batch_invariant(torch.float32, CPU)
+    is_exact = is_batch_invariant(model.config, torch.float32, CPU)
     sequences = tokens_of(LENGTHS, SHARED)
     layout = PackedLayout(LENGTHS, CPU, shared=SHARED)
     tokens = torch.cat(sequences)[layout.computed_tokens]
@@ -108,7 +108,7 @@ def test_requests_decode_on_from_states_that_fla_prefilled(fla):
     engine = make_engine(model, keeps_cache=True)
     engine.submit(mixed_requests())
     for states in engine._cache.states.values():
-        for pool in vars(states).values():
+        for pool in states:
             pool.fill_(torch.nan)
     rollouts = {rollout.rollout_id: rollout for rollout in finish(engine, len(expected))}
     for twin in expected:
@@ -161,7 +161,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     Pitfalls 65 and 66.
     """
     model = cached_model("states", dtype)
-    if not model.config.is_batch_invariant(dtype, CPU):
+    if not is_batch_invariant(model.config, dtype, CPU):
         pytest.skip("this machine's products are not batch-invariant")
     expected = make_engine(model).generate(mixed_requests())
     engine = make_engine(model, max_running_requests=3, keeps_cache=True)
@@ -171,7 +171,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
         cache = engine._cache
         free = [row for row in cache._free_rows if row < engine.max_running_requests + 1]
         for states in cache.states.values():
-            for pool in vars(states).values():
+            for pool in states:
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:

@@ -20,7 +20,7 @@ from minirl.rollouts import KeptIds
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
-from minirl.training.frozen_models import FrozenModel, after_prompts, values_of
+from minirl.training.frozen_models import FrozenModel, values_of
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support import stub_fla
@@ -181,12 +181,9 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
         batch = make_batch()
         prefixes = tuple(PromptPrefix(i, 1) for i in range(len(batch.lengths)))
         batch = dataclasses.replace(batch, prefixes=prefixes).to(place)
-        outputs = after_prompts(
-            teacher_states, lambda ordinal: [3, 1 + ordinal], max_tokens=999, is_sharded=False
-        )
-        options = {"park": True, "has_states": True}
+        options = {"park": True, "prompt_ids": lambda ordinal: [3, 1 + ordinal], "max_tokens": 999}
         names = ["teacher_states"]
-        frozen = FrozenModel(teacher, outputs, names=names, device=place, **options)
+        frozen = FrozenModel(teacher, teacher_states, names=names, device=place, **options)
         micro = frozen.add_to(batch, [[2], [], [0, 1]]).select(lengths)
         *_, kl = score_with_teacher(model, micro, teacher, temperature=0.7, is_forward=False)
         assert kl.device == place

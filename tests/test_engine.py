@@ -15,7 +15,7 @@ import torch
 from minirl.generation.kv_cache import Blocks, KVCache
 from minirl.model import batch_invariance, padding
 from minirl.model.config import ModelConfig
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.rollouts import Rollout, RolloutId
 from support.cuda_rules import pad_as_on_cuda
 from support.engines import (
@@ -69,7 +69,7 @@ def expected_rollouts(attention: str, dtype: torch.dtype) -> list[Rollout]:
 @functools.cache
 def tolerance_for(config: ModelConfig, dtype: torch.dtype) -> float:
     """0 where every product of this model gives a row the same bits in any batch, else what rounding allows."""
-    if config.is_batch_invariant(dtype, CPU):
+    if is_batch_invariant(config, dtype, CPU):
         return 0.0
     print(f"not bitwise: this machine's {dtype} matrix products depend on the number of rows")
     return 1e-5 if dtype == torch.float32 else 0.1

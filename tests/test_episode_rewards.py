@@ -27,6 +27,7 @@ from support.collecting import (
     Prompts,
     assert_pauses_change_nothing,
     chat_prompts,
+    evaluated,
     in_workers,
     make_collector,
     rollout_records,
@@ -400,7 +401,7 @@ def test_an_evaluation_judges_each_greedy_rollout_alone():
     collector = collector_of({"last": of_last_turn, **OF_EPISODE}, giving)
     evaluator = collector.evaluator(Prompts(num_rows=4))
     requests = Prompts(num_rows=4).requests(0, 4, group_size=0, num_greedy=1)
-    assert evaluator.run(requests).rewards[:, 0].tolist() == [-1.0] * 4
+    assert evaluated(evaluator, requests).rewards[:, 0].tolist() == [-1.0] * 4
 
 
 def own_groups(rank):

@@ -22,6 +22,7 @@ from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, va
 from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from support.collecting import Prompts, facts, make_collector
+from support.collecting import evaluated as evaluated_here
 from support.jobs import started, wait_for
 from support.models import QWEN_7B
 from support.scripts import (
@@ -129,10 +130,10 @@ def test_rollouts_come_prompt_by_prompt_and_are_those_of_one_batch():
     """With few at a time, and with several prompts rewarded together."""
     prompts = Prompts()
     requests = [prompts.requests(ordinal, 1, group_size=2) for ordinal in range(5)]
-    whole = make_collector(prompts).run(list(itertools.chain(*requests)))
+    whole = evaluated_here(make_collector(prompts), list(itertools.chain(*requests)))
     for num_open, num_together in ((1, 1), (4, 1), (100, 3)):
         collector = make_collector(prompts)
-        parts = list(collector.run_in_turn(requests, num_open=num_open, num_together=num_together))
+        parts = list(collector.run(requests, num_requests=10, num_open=num_open, num_together=num_together))
         assert max(len({r.rollout_id.prompt_ordinal for r in part.rollouts}) for part in parts[:-1]) >= (
             num_together
         )

@@ -158,7 +158,7 @@ AUTO = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
 
 def test_a_value_model_on_the_policys_base_holds_its_adapters_and_head():
     """And one of another folder its base too."""
-    policy = QWEN_7B.with_adapters(Adapters(16, 16.0, LINEAR_LAYERS))
+    policy = dataclasses.replace(QWEN_7B, adapters=Adapters(16, 16.0, LINEAR_LAYERS))
     value = dataclasses.replace(policy, scalar_head=True)
     for shares_base, count in ((True, num_trained_parameters), (False, num_parameters)):
         work = make_workload(policy, trained=(policy, value), shares_base=shares_base)
@@ -588,5 +588,5 @@ def test_the_cache_takes_what_the_code_says(attention):
     cache = KVCache(config.attention_windows, delta_net=config.delta_net, **shape, **options)
     num_bytes = sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
     assert formulas.cached_bytes(config, torch.bfloat16, tokens=4096, requests=3) == num_bytes
-    of_states = sum(pool.nbytes for states in cache.states.values() for pool in vars(states).values())
+    of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
     assert formulas.state_bytes(config, torch.bfloat16, requests=3) == of_states

@@ -9,7 +9,7 @@ from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.families import read_config
 from minirl.model.rotation import Rotation, rotate
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.scoring import scalar_outputs, score
@@ -174,7 +174,7 @@ def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
 def load_exact(folder, dtype):
     """The model in `dtype`, and whether this machine's products are batch-invariant; no test of bf16 where not."""
     model = load(folder).to(dtype)
-    is_exact = model.config.is_batch_invariant(dtype, CPU)
+    is_exact = is_batch_invariant(model.config, dtype, CPU)
     if not is_exact and dtype == torch.bfloat16:
         pytest.skip("this machine's bf16 products are not batch-invariant")
     return model, is_exact

@@ -19,6 +19,7 @@ import train_ppo
 from minirl.errors import GuardError, InputError
 from minirl.generation.engine import Engine, Request
 from minirl.model.families import read_config, scalar_config
+from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
@@ -503,7 +504,11 @@ def check_refreshes(rank, folder, dtype):
     engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=dtype, device=CPU)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
     tolerance = (
-        0.0 if model.module.config.is_batch_invariant(dtype, CPU) else 1e-5 if dtype == torch.float32 else 0.1
+        0.0
+        if is_batch_invariant(model.module.config, dtype, CPU)
+        else 1e-5
+        if dtype == torch.float32
+        else 0.1
     )
     for _ in range(3):
         versions = {name: weight._version for name, weight in weights.items()}

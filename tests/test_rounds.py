@@ -18,6 +18,7 @@ from support.collecting import (
     Prompts,
     calculator,
     collected,
+    evaluated,
     in_workers,
     make_collector,
     resumed,
@@ -115,7 +116,7 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     waiting = [record for record in rollout_records(collector) if record["rollout_id"][0] == 1]
     assert [(len(record["asked"]), len(record["turns"])) for record in waiting] == [(1, 1)] * 3
     requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
-    assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
+    assert len(evaluated(collector.evaluator(make_prompts()), requests).rollouts) == 1
     (tmp_path / "open").touch()
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), rollout=load("patient"), **OPTIONS))
@@ -178,7 +179,7 @@ def test_a_worker_that_cannot_be_replaced_during_an_evaluation_is_an_error_that_
         worker.kill()
     requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
     with pytest.raises(RolloutError, match=r"(?s)^rollout patient: raised.*it is gone"):
-        collector.evaluator(make_prompts()).run(requests)
+        evaluated(collector.evaluator(make_prompts()), requests)
 
 
 def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(load):
@@ -192,7 +193,7 @@ def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(loa
     requests = make_prompts().requests(0, 40, group_size=0, num_greedy=1)
     evaluator = make_collector(make_prompts(), rollout=here, functions=functions)
     with pytest.raises(RewardError, match=r"^3 of this step's 40 .* forgives 2"):
-        evaluator.run(requests)
+        evaluated(evaluator, requests)
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_the_host_of_32b_on_8_cards_needs_1_3_tb():
 @pytest.mark.parametrize("offload", [False, True])
 def test_14b_on_4_cards_of_24_gb_fits_with_adapters(offload):
     """The reference is the policy without them. By hand, of 21.6 GB: 2 P / 4 = 7.4, and 4.2 are gathered."""
-    adapted = QWEN_14B.with_adapters(LORA)
+    adapted = dataclasses.replace(QWEN_14B, adapters=LORA)
     work = make_workload(adapted, num_ranks=4, kl=True, offloads_optimizer=offload)
     layer = 2 * 5120 * 5120 + 2 * 5120 * 1024 + 3 * 5120 * 13824 + (5120 + 2 * 1024) + 2 * 5120
     outside = 2 * 152064 * 5120 + 5120
@@ -167,7 +167,7 @@ def test_70b_on_8_cards_of_80_gb_needs_a_host_of_2_tb_or_adapters():
     assert needed / 1e12 == pytest.approx(2.35, abs=0.05)
     assert "8 ranks need 2,3" in choice.host_too_small(offloaded, num_ranks=8, free=2000 * GB)
 
-    adapted = make_workload(LLAMA_70B.with_adapters(LORA), num_ranks=8, kl=True)
+    adapted = make_workload(dataclasses.replace(LLAMA_70B, adapters=LORA), num_ranks=8, kl=True)
     assert planned(adapted, 80 * GB)[1] is None
 
 
@@ -177,7 +177,7 @@ def test_a_value_model_has_no_rows_to_decode_from():
     policy_rows = 2 * formulas.num_parameters(QWEN_7B) / 4
     of_both = make_workload(QWEN_7B, num_ranks=4, trained=(QWEN_7B, value))
     assert needs.always_bytes(of_both)["weights"] == policy_rows
-    policy, value = (config.with_adapters(LORA) for config in (QWEN_7B, value))
+    policy, value = (dataclasses.replace(config, adapters=LORA) for config in (QWEN_7B, value))
     for shares_base in (False, True):
         adapted = make_workload(policy, num_ranks=4, trained=(policy, value), shares_base=shares_base)
         own = formulas.num_parameters(policy), formulas.num_parameters(value)

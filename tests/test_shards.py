@@ -23,7 +23,7 @@ from minirl.model.families import config_from_dict, read_config, scalar_config
 from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.ranks.process_group import host_group
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
@@ -128,7 +128,7 @@ def test_slices_decode_the_bits_of_whole_weights(request, two_ranks, case, dtype
     pool = two_ranks if size == 2 else request.getfixturevalue("four_ranks")
     keys = {"linear_num_value_heads": 16} if case == "qwen3_5_text" else {}
     config = config_from_dict(make_checkpoint(case, vocab_size=203, **keys).config.to_dict())
-    assert config.is_batch_invariant(dtype, CPU, size)
+    assert is_batch_invariant(config, dtype, CPU, size)
     for whole, in_slices, share in pool.run(decode_both_ways, config, dtype, size, options):
         assert in_slices == whole
         assert share < 1 / size + 0.05

@@ -19,9 +19,10 @@ from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import clipped_policy_loss
+from minirl.training import distillation
 from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
-from minirl.training.frozen_models import FrozenModel, after_prompts
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score, score_batch
 from support.collecting import make_collector
 from support.engines import make_model
@@ -170,13 +171,14 @@ def test_the_sampled_form_is_the_reverse_kl_in_expectation():
 
 @pytest.mark.parametrize("is_forward", [False, True])
 @pytest.mark.parametrize("tile_logits", [1, 40, 60, 999])
-def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits):
+def test_the_divergence_in_tiles_is_that_of_full_logits(monkeypatch, is_forward, tile_logits):
     """Values and gradients, of states and head of another width than the teacher's; the teacher gets no gradient."""
+    monkeypatch.setattr(distillation, "TILE_LOGITS", tile_logits)
     generator = torch.Generator().manual_seed(1)
     sizes = [(11, 6), (19, 6), (11, 5), (19, 5)]
     tensors = [torch.randn(size, generator=generator).double().requires_grad_() for size in sizes]
     weights = torch.randn(11, generator=generator).double()
-    got = Divergence.apply(*tensors, 0.7, is_forward, tile_logits)
+    got = Divergence.apply(*tensors, 0.7, is_forward)
     p, q = ((states @ head.t() / 0.7).log_softmax(-1) for states, head in (tensors[:2], tensors[2:]))
     expected = functional.kl_div(p, q, log_target=True, reduction="none").sum(-1)
     if not is_forward:
@@ -189,14 +191,15 @@ def test_the_divergence_in_tiles_is_that_of_full_logits(is_forward, tile_logits)
         torch.testing.assert_close(gradient, other, atol=1e-12, rtol=1e-9)
 
 
-def test_no_logits_of_all_tokens_exist():
+def test_no_logits_of_all_tokens_exist(monkeypatch):
     """At most four tiles besides the results: forward and backward, of 1,024 tokens and a vocabulary of 4,096."""
     states, head = torch.randn(1024, 8).requires_grad_(), torch.randn(4096, 8).requires_grad_()
     others = states.detach().clone(), head.detach().clone()
     tile_logits = 1024 * 64
+    monkeypatch.setattr(distillation, "TILE_LOGITS", tile_logits)
 
     def update():
-        Divergence.apply(states, head, *others, 1.0, False, tile_logits).sum().backward()
+        Divergence.apply(states, head, *others, 1.0, False).sum().backward()
 
     peak, _ = allocated_bytes(update)
     assert peak <= 4 * (6 * tile_logits + 4 * (states.numel() + head.numel()))
@@ -209,10 +212,9 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
     model = make_model("mixed", torch.float32, seed=5)
     batch = pack([branch for rollout in rollouts for branch in rollout.branches])
-    outputs = after_prompts(
-        partial(score_batch, temperature=0.7), prompts.__getitem__, max_tokens=90, is_sharded=False
-    )
-    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU)
+    outputs = partial(score_batch, temperature=0.7)
+    options = {"prompt_ids": prompts.__getitem__, "max_tokens": 90}
+    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU, **options)
     streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
     branches = itertools.chain.from_iterable(rollout.branches for rollout in rollouts)
     for branch, stream in zip(branches, streams, strict=True):

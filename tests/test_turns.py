@@ -12,6 +12,7 @@ from minirl.data.stop_strings import StopStrings
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.engine import Engine, Request
+from minirl.model.transformer import is_batch_invariant
 from minirl.rollouts import Rollout
 from support.engines import (
     CPU,
@@ -165,7 +166,7 @@ def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, 
     rollouts = run_turns(engine, requests, tokenizer, abort_every=abort_every)
     assert not engine.is_busy
     expected = expected_turns(attention, tokenizer)
-    is_exact = model.config.is_batch_invariant(torch.float32, CPU)
+    is_exact = is_batch_invariant(model.config, torch.float32, CPU)
     for rollout_id, got in rollouts.items():
         assert got.tokens.tolist() == expected[rollout_id].tokens.tolist()
         assert got.loss_mask.tolist() == expected[rollout_id].loss_mask.tolist()

@@ -11,6 +11,7 @@ and `records` put them into a checkpoint.
 """
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -136,40 +137,38 @@ class Collector:
             del self._begun_in[ordinal]
         return selection.groups
 
-    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
-        """The rollouts of these requests with their rewards, in order of their ids. Not collective.
-
-        Functions that judge groups get the rollouts of one prompt together.
-        """
-        self._queue.begin_step(0)
-        self._begin(requests)
-        self._run_round(weight_version)
-        rewarded = self._finish(self._ended)
-        self._leave_engine()
-        return rewarded
-
-    def run_in_turn(
-        self, groups: Iterable[Sequence[Request]], *, num_open: int, num_together: int = 1
+    def run(
+        self,
+        groups: Iterable[Sequence[Request]],
+        *,
+        num_requests: int,
+        num_open: float = math.inf,
+        num_together: float = math.inf,
+        weight_version: int = 0,
     ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards, prompt by prompt as they finish. Not collective.
+        """The rollouts of these requests with their rewards, as soon as they have them. Not collective.
 
-        groups: the requests of each prompt. num_open: the number of open rollouts above which no prompt begins.
-        num_together: prompts that are rewarded together.
+        groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
+        rollouts above which no group begins. num_together: prompts that are rewarded together, in order of their
+        rollouts' ids; those that finish last may be fewer.
         """
         waiting = iter(groups)
         self._queue.begin_step(0)
-        self._runner.begin_round(weight_version=0)
-        while True:
-            while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
-                self._begin(group)
-            if not self._ended and not self._num_running:
-                break
-            for rollout in self._runner.step():
-                self._take(rollout)
-            self._queue.poll(0.0 if self._num_running else 0.5)
-            ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
-            if len(ready) >= num_together or (ready and not self._num_running):
-                yield self._finish(ready)
+        self._runner.begin_round(weight_version=weight_version)
+        with progress_bar("generate", total=num_requests, unit="completions") as bar:
+            while True:
+                while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
+                    self._begin(group)
+                if not self._ended and not self._num_running:
+                    break
+                rollouts = self._runner.step()
+                for rollout in rollouts:
+                    self._take(rollout)
+                bar.update(len(rollouts))
+                self._queue.poll(0.0 if self._num_running else 0.5)
+                ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
+                if len(ready) >= num_together or (ready and not self._num_running):
+                    yield self._finish(ready)
         self._leave_engine()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":

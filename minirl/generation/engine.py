@@ -346,7 +346,7 @@ class Engine:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
             from minirl.kernels.cuda_graphs import DecodeGraphs
 
-            self._graphs = DecodeGraphs(self._cache.states.values(), max_blocks=max_blocks)
+            self._graphs = DecodeGraphs(max_blocks)
             padding_row = self._cache.add(1)
             assert padding_row is not None
             self._padding_row = torch.tensor([padding_row])

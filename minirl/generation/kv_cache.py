@@ -6,7 +6,7 @@ and copies the last, partial one. All bookkeeping is on the host. Blocks are han
 those in use stay dense.
 
 Layers with a gated delta net keep a state of each sequence instead, in the slot of the sequence's row (`states`). A
-prefill writes all of it, and a fork copies it.
+prefill writes all of it, and a fork copies it. It advances when a token begins a chunk of the delta rule.
 
 A sequence is identified by its row, its index in the array of lengths and in the block tables of each pool
 (`Blocks`). Most steps change no table, so a decode step costs the host a few operations on whole columns,
@@ -36,7 +36,7 @@ from minirl.model.attention import (
     decode_kernel_for,
     upload,
 )
-from minirl.model.delta_rule import DeltaNet, DeltaStates, make_states
+from minirl.model.delta_rule import CHUNK, DeltaNet, DeltaStates, end_chunks, make_states
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
 Number = TypeVar("Number", int, Tensor)
@@ -301,7 +301,7 @@ class KVCache:
                 taken.append(copy)
             blocks.set(fork, first, taken)
         for states in self.states.values():
-            for pool_of_states in vars(states).values():
+            for pool_of_states in states:
                 pool_of_states[fork] = pool_of_states[parent]
         return fork
 
@@ -334,13 +334,16 @@ class KVCache:
         return True
 
     def extend_by(self, row: int, num_tokens: int) -> int:
-        """Extend by up to `num_tokens`, all within one block; returns by how many, 0 if no block is free.
+        """Extend by up to `num_tokens`, all within one block, and one chunk of the delta rule if there are states.
+
+        Returns by how many, 0 if no block is free.
 
         It frees no key that the first of them sees.
         """
         if not self.extend(row):
             return 0
-        num_more = min(num_tokens - 1, -int(self._lengths[row]) % self.block_size)
+        part = CHUNK if self.states else self.block_size
+        num_more = min(num_tokens - 1, -int(self._lengths[row]) % part)
         self._lengths[row] += num_more
         return 1 + num_more
 
@@ -395,6 +398,8 @@ class KVCache:
     def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
         """The tensors that `decode_layout` of these rows needs on the device, still on the host; [B] by default.
 
+        Called once for each step: it also advances the states of sequences whose token begins a chunk.
+
         lengths int64 [B]: how many tokens of its sequence each of the B tokens sees; by default all.
 
         Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
@@ -414,7 +419,18 @@ class KVCache:
             if self.kernel != "portable":
                 # Void columns hold numbers of other blocks. The kernels read no further than the keys.
                 inputs.append(tables[:, : int(counts.max())].index_select(0, rows))
-        return [*inputs, rows] if self.states else inputs
+        if self.states:
+            inputs.append(rows)
+            begins_chunk = (positions > 0) & (positions % CHUNK == 0)
+            self._end_chunks(rows[begins_chunk])
+        return inputs
+
+    def _end_chunks(self, rows: Tensor) -> None:
+        """Advance the states of these sequences int64 [n]: the tokens before their newest one fill a chunk."""
+        if len(rows):
+            slots = upload(rows, self.device)
+            for states in self.states.values():
+                end_chunks(states, slots)
 
     def decode_layout(
         self, rows: Tensor, inputs: Sequence[Tensor] | None = None, lengths: Tensor | None = None

@@ -10,13 +10,11 @@ the cache does. A batch size is captured at its first use, which costs about two
 CPU nothing is captured: the same buffers are passed to the eager step, for tests.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from minirl.model.delta_rule import DeltaStates
 
 
 class DecodeGraphs:
@@ -25,9 +23,8 @@ class DecodeGraphs:
     Each is captured at its first use.
     """
 
-    def __init__(self, states: Iterable[DeltaStates], *, max_blocks: int):
-        """states: those of the cache, which a step advances; max_blocks: the largest width of a block table."""
-        self._states = [pool for of_layer in states for pool in vars(of_layer).values()]
+    def __init__(self, max_blocks: int):
+        """max_blocks: the largest width of a block table."""
         self._max_blocks = max_blocks
         # By the batch size and the number of inputs.
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
@@ -70,16 +67,11 @@ class DecodeGraphs:
         """
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        # A state would advance twice: it is put back.
-        slots = buffers[-1]
-        before = [pool[slots] for pool in self._states]
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             step(*buffers)
         torch.cuda.current_stream().wait_stream(side_stream)
-        for pool, values in zip(self._states, before, strict=True):
-            pool[slots] = values
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):

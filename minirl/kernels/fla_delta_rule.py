@@ -1,84 +1,15 @@
-"""The gated delta rule of packed sequences by the kernels of flash-linear-attention (the extra `fla`), in 16 bits.
-
-The rows that the model computes are cut where a sequence begins, and where the tokens end that it shares with another
-one. Each of these segments begins with the state at the end of an earlier one, so that every row is computed once.
-"""
-
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+"""The gated delta rule of packed sequences by the kernels of flash-linear-attention (the extra `fla`), in 16 bits."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.delta_rule import DeltaRows, DeltaStates
-
-
-class Round(NamedTuple):
-    """Segments that are computed together, because the round before computed their predecessors.
-
-    rows int64 [n]: the indices of the segments' rows among the model's, end to end.
-    cu_seqlens int64 [segments + 1]: where each begins among these, and where the last one ends.
-    previous int64 [segments]: the predecessor of each, in the round before. In the first round 0, for a state of
-    zeros.
-    """
-
-    rows: Tensor
-    cu_seqlens: Tensor
-    previous: Tensor
-
-
-@dataclass(frozen=True)
-class SegmentIndex:
-    """The segments of packed sequences. places int64 [T']: where each row of the model is in all rounds, end to end."""
-
-    rounds: tuple[Round, ...]
-    places: Tensor
-
-
-def index_segments(
-    num_own: Sequence[int],
-    num_shared: Sequence[int],
-    parents: Sequence[int],
-    upload: Callable[[Tensor], Tensor],
-) -> SegmentIndex:
-    """The segments of packed sequences, of which at least one has rows; `PackedLayout` explains the arguments.
-
-    parents: the sequence that each one shares its first `num_shared` tokens with.
-    upload: copies a tensor from the host to the device of the rows.
-    """
-    starts = [0, *itertools.accumulate(num_own)]
-    end_before = {}  # of each sequence's first row: where the segment ends that it follows; 0: it follows none
-    for i, shared in enumerate(num_shared):
-        owner = i
-        while 0 < shared <= num_shared[owner]:
-            owner = parents[owner]
-        end_before[starts[i]] = starts[owner] + shared - num_shared[owner] if shared else 0
-    # Of each segment: the rows at which it begins and ends, and which segment of the round before it follows.
-    rounds: list[list[tuple[int, int, int]]] = []
-    ended_by = {0: (-1, 0)}  # of each segment's end: its round, and its number there
-    cuts = sorted({*end_before, *end_before.values(), starts[-1]})
-    for begin, end in itertools.pairwise(cuts):
-        round_before, previous = ended_by[end_before.get(begin, begin)]
-        if round_before + 1 == len(rounds):
-            rounds.append([])
-        segments = rounds[round_before + 1]
-        ended_by[end] = (round_before + 1, len(segments))
-        segments.append((begin, end, previous))
-    indexed = []
-    for segments in rounds:
-        rows = torch.cat([torch.arange(begin, end) for begin, end, _ in segments])
-        ends = torch.tensor([end - begin for begin, end, _ in segments]).cumsum(0)
-        indexed.append(Round(rows, F.pad(ends, (1, 0)), torch.tensor([number for _, _, number in segments])))
-    order = torch.cat([part.rows for part in indexed])
-    return SegmentIndex(tuple(Round(*map(upload, part)) for part in indexed), upload(order.argsort()))
+from minirl.model.delta_rule import DeltaRows, DeltaStates, RoundIndex
 
 
 def run_segments(
     rows: DeltaRows,
-    index: SegmentIndex,
+    index: RoundIndex,
     dtype: torch.dtype,
     states: DeltaStates | None = None,
     slots: Tensor | None = None,
@@ -94,17 +25,17 @@ def run_segments(
     outputs: list[Tensor] = []
     ended = rows.v.new_zeros(1, *rows.k.shape[1:], rows.v.shape[-1])
     for part in index.rounds:
-        own = rows.select(part.rows)
+        q, k, v, decay, beta = (x[part.rows][None] for x in rows)
         out, ended = chunk_gated_delta_rule(
-            own.q.to(dtype)[None],
-            own.k.to(dtype)[None],
-            own.v.to(dtype)[None],
-            own.decay[None],
-            own.beta[None],
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            decay,
+            beta,
             scale=1.0,
             initial_state=ended[part.previous],
             output_final_state=True,
-            cu_seqlens=part.cu_seqlens,
+            cu_seqlens=F.pad(part.lengths.cumsum(0), (1, 0)),
         )
         outputs.append(out[0])
     if states is not None:

@@ -21,17 +21,14 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import device_kernels, portable_attention
-from minirl.model.delta_rule import ChunkIndex, DeltaStates, index_chunks
-
-if TYPE_CHECKING:
-    from minirl.kernels.fla_delta_rule import SegmentIndex
+from minirl.model.delta_rule import CHUNK, DeltaStates, RoundIndex, index_rounds
 
 # Tokens of a cache block for flash-attn.
 FLASH_BLOCK = 256
@@ -163,11 +160,11 @@ class PackedLayout:
 
         For lengths (3, 5), where the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
         """
-        return self._upload(self._hidden_index)
+        return self._upload(torch.cat([torch.arange(0), *self._sequences]))
 
     @functools.cached_property
-    def _hidden_index(self) -> Tensor:
-        """The same on the host."""
+    def _sequences(self) -> list[Tensor]:
+        """The same of each sequence, on the host."""
         indices: list[Tensor] = []
         num_hidden = 0
         for parent, num_shared, num_own in zip(self.parents, self.num_shared, self.num_own, strict=True):
@@ -176,7 +173,7 @@ class PackedLayout:
                 index = torch.cat([indices[parent][:num_shared], index])
             indices.append(index)
             num_hidden += num_own
-        return torch.cat([torch.arange(0), *indices])
+        return indices
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
@@ -215,16 +212,30 @@ class PackedLayout:
         return torch.where(self.positions >= ages, seen, len(self.positions))
 
     @functools.cached_property
-    def chunk_index(self) -> ChunkIndex:
-        """The chunks of the gated delta rule."""
-        return index_chunks(self.lengths, self.parents, self.num_shared, self._hidden_index, self._upload)
+    def chunk_index(self) -> RoundIndex:
+        """The chunks of the gated delta rule.
+
+        A sequence that shares its first tokens with another one begins with the chunk in which they end, from the
+        other's state: up to CHUNK - 1 rows are computed once more.
+        """
+        shared_and_length = zip(self.num_shared, self.lengths, strict=True)
+        begins = [range(shared // CHUNK * CHUNK, length, CHUNK) for shared, length in shared_and_length]
+        return index_rounds(self._sequences, begins, sum(self.num_own), CHUNK, self._upload)
 
     @functools.cached_property
-    def segment_index(self) -> "SegmentIndex":
-        """The segments of the gated delta rule, for fla's kernels."""
-        from minirl.kernels.fla_delta_rule import index_segments
+    def segment_index(self) -> RoundIndex:
+        """The segments of the gated delta rule for fla's kernels: every row is computed once.
 
-        return index_segments(self.num_own, self.num_shared, self.parents, self._upload)
+        One begins where a sequence's own tokens begin, and after the token where another sequence parts from it.
+        """
+        sequences = list(zip(self._sequences, self.num_shared, strict=True))
+        shared_ends = torch.tensor([int(sequence[n - 1]) + 1 for sequence, n in sequences if n])
+        begins = []
+        for sequence, shared in sequences:
+            is_begin = torch.isin(sequence[shared:], shared_ends)
+            is_begin[:1] = True
+            begins.append((shared + is_begin.nonzero()[:, 0]).tolist())
+        return index_rounds(self._sequences, begins, sum(self.num_own), 1, self._upload)
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)

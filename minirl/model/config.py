@@ -1,13 +1,8 @@
 """The shape and features of a decoder, with the names of config.json."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from minirl.errors import refuse
-from minirl.model import batch_invariance, delta_rule, portable_attention
 from minirl.model.delta_rule import DeltaNet
 
 
@@ -117,59 +112,3 @@ class ModelConfig:
         """The windows of the layers that have attention."""
         deltas = self.delta_net.layers if self.delta_net else ()
         return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
-
-    @property
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Those of `LINEAR_LAYERS` that its layers have, with the numbers of their inputs and outputs."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries = self.num_attention_heads * self.head_dim
-        keys = self.num_key_value_heads * self.head_dim
-        _, fused_name, down_name = self.mlp_names
-        layers = {"o_proj": (queries, hidden), down_name: (inner, hidden)}
-        outputs = {"q_proj": queries * (1 + self.attention_gate), "k_proj": keys, "v_proj": keys}
-        if self.fused_qkv:
-            outputs = {"qkv_proj": queries + 2 * keys}
-        if self.fused_gate_up:
-            outputs[fused_name] = 2 * inner
-        else:
-            outputs |= {"gate_proj": inner, "up_proj": inner} if self.gated_mlp else {"up_proj": inner}
-        if self.delta_net is not None:
-            heads, values = self.delta_net.num_value_heads, self.delta_net.num_values
-            outputs |= {"in_proj_qkv": self.delta_net.num_channels, "in_proj_z": values}
-            outputs |= {"in_proj_b": heads, "in_proj_a": heads}
-            layers["out_proj"] = (values, hidden)
-        return layers | {name: (hidden, num_outputs) for name, num_outputs in outputs.items()}
-
-    def with_adapters(self, adapters: Adapters | None) -> "ModelConfig":
-        """This shape with adapters on the targets that it has; all of `LINEAR_LAYERS` means all that it has.
-
-        Raises InputError for a target that it lacks.
-        """
-        if adapters is not None:
-            layers = self.linear_layers
-            present = tuple(name for name in adapters.targets if name in layers)
-            lacking = set(adapters.targets) - set(present)
-            refuse(
-                bool(lacking) and set(adapters.targets) != set(LINEAR_LAYERS),
-                f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
-            )
-            adapters = dataclasses.replace(adapters, targets=present)
-        return dataclasses.replace(self, adapters=adapters)
-
-    def is_batch_invariant(self, dtype: torch.dtype, device: torch.device, num_slices: int = 1) -> bool:
-        """Return whether a token has the same bits in any batch on this machine, measured on all products.
-
-        num_slices: the slices in which decoding computes their columns.
-        """
-        layers = list(self.linear_layers.values())
-        if self.adapters is not None:
-            rank = self.adapters.rank
-            layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
-        head = [(self.hidden_size, self.vocab_size)]
-        if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
-            return False
-        if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
-            return False
-        if self.delta_net is not None and not delta_rule.is_batch_invariant(self.delta_net):
-            return False
-        return portable_attention.min_queries(self.head_dim, dtype) is not None

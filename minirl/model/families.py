@@ -40,8 +40,8 @@ class Family:
     ropes_only_windows: bool = False
     # Names of keys of its rope that change nothing for text.
     ignored_rope_keys: str = ""
-    # Its layers of "linear_attention" are gated delta nets.
-    has_delta_net: bool = False
+    # Of "linear_attention" are gated delta nets.
+    layer_types: Set[str] = frozenset({"full_attention", "sliding_attention"})
     # Embeddings are multiplied by the square root of their size.
     scales_embeddings: bool = False
 
@@ -145,7 +145,7 @@ FAMILIES = {
         ignored_keys="attn_output_gate mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers "
         "mtp_use_dedicated_embeddings",
         ignored_rope_keys="mrope_section mrope_interleaved",
-        has_delta_net=True,
+        layer_types={"full_attention", "linear_attention"},
     ),
     "seed_oss": Family(
         "attention_bias attention_out_bias mlp_bias", ignored_keys="attention_dropout residual_dropout"
@@ -227,8 +227,6 @@ _HARMLESS_KEYS = frozenset(
     "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
     "suppress_tokens begin_suppress_tokens".split()
 )
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_DELTA_LAYER_TYPES = {"full_attention", "linear_attention"}
 # The endings of the only name in `architectures`; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
@@ -240,7 +238,18 @@ _REQUIRED_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-_KEPT_KEYS = (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
+# Fields of `ModelConfig`, and the keys that may say them: the first that the family has.
+_FIELDS = {
+    **{key: key for key in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")},
+    "intermediate_size": "shared_intermediate_size intermediate_size",
+    "qkv_bias": "attention_bias use_bias",
+    "o_bias": "attention_out_bias attention_bias use_bias",
+    "mlp_bias": "mlp_bias use_bias",
+    "activation": "hidden_activation hidden_act",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
 # The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
 # comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
@@ -325,33 +334,31 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     _check_ranges(raw)
     config = _as_transformers_reads(raw)
     head_dim = _head_dim(config)
-    kinds = _kinds_of_layers(config, _DELTA_LAYER_TYPES if family.has_delta_net else _LAYER_TYPES)
+    kinds = _kinds_of_layers(config, family.layer_types)
     ropes = _ropes(raw, config, head_dim, family)
-    has_attention_bias = getattr(config, "attention_bias", getattr(config, "use_bias", False))
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    refuse(
-        activation not in ACTIVATIONS,
-        f"config.json: hidden_act={activation!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
-    )
     fields: dict[str, Any] = {
-        **{key: getattr(config, key) for key in _KEPT_KEYS},
-        "intermediate_size": getattr(config, "shared_intermediate_size", config.intermediate_size),
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
             config.sliding_window if kind == "sliding_attention" else None for kind in kinds
         ),
-        # Usually `attention_bias` puts a bias on q, k, v and o.
-        "qkv_bias": has_attention_bias,
-        "o_bias": getattr(config, "attention_out_bias", has_attention_bias),
-        "mlp_bias": getattr(config, "mlp_bias", getattr(config, "use_bias", False)),
-        "activation": activation,
+        "query_multiplier": _query_multiplier(config, head_dim),
         "delta_net": _delta_net(config, kinds),
         "weight_prefix": prefix,
         "scalar_head": _is_classifier(raw, config.num_labels),
     }
-    fields |= _ropes_of_layers(config, ropes, kinds, family) | _multipliers(config, head_dim, family)
-    return ModelConfig(**fields | dict(family.features))
+    for name, keys in _FIELDS.items():
+        values = [getattr(config, key) for key in keys.split() if hasattr(config, key)]
+        if values:
+            fields[name] = values[0]
+    if family.scales_embeddings:
+        fields["embedding_multiplier"] = math.sqrt(config.hidden_size)
+    fields |= _ropes_of_layers(config, ropes, kinds, family) | dict(family.features)
+    refuse(
+        fields["activation"] not in ACTIVATIONS,
+        f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
+    )
+    return ModelConfig(**fields)
 
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
@@ -371,9 +378,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     vision = _VISION_MODELS.get(str(raw.get("model_type")))
     if vision is None:
         return raw
-    known = _HARMLESS_KEYS.union(_KEYS_OF_VISION, vision.keys.split())
-    for key, value in raw.items():
-        refuse(key not in known, f"config.json: {key}={value!r} is not supported beside text_config")
+    _check_keys(raw, {*_KEYS_OF_VISION, *vision.keys.split()})
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != vision.text:
         raise InputError(f"config.json: text_config does not have the model_type {vision.text!r}")
@@ -551,19 +556,13 @@ def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
     return shape
 
 
-def _multipliers(config: Any, head_dim: int, family: Family) -> dict[str, float]:
-    """Return the fields of `ModelConfig` that are factors of the embeddings, the queries, the layers and the logits."""
+def _query_multiplier(config: Any, head_dim: int) -> float:
+    """Return the factor of queries beside 1 / sqrt(head_dim)."""
     per_channel = 1 / math.sqrt(head_dim)
-    attention = getattr(config, "attention_multiplier", per_channel)
     if hasattr(config, "query_pre_attn_scalar"):
-        attention = 1 / math.sqrt(config.query_pre_attn_scalar)
-    embedding = math.sqrt(config.hidden_size) if family.scales_embeddings else 1.0
-    return {
-        "query_multiplier": attention / per_channel,
-        "embedding_multiplier": getattr(config, "embedding_multiplier", embedding),
-        "residual_multiplier": getattr(config, "residual_multiplier", 1.0),
-        "logits_divisor": getattr(config, "logits_scaling", 1.0),
-    }
+        return 1 / math.sqrt(config.query_pre_attn_scalar) / per_channel
+    factor: float = getattr(config, "attention_multiplier", per_channel)
+    return factor / per_channel
 
 
 def _max_positions(config: Any) -> int:
@@ -626,10 +625,12 @@ def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -
     if family.has_rope_of_kind:
         given = [key for key in ("rope_theta", "rope_local_base_freq", "rope_scaling") if raw.get(key)]
         refuse(new and given, f"config.json: rope_parameters and {', '.join(given)}; remove one")
-        is_known = found.keys() == _LAYER_TYPES and all(isinstance(rope, dict) for rope in found.values())
+        is_known = found.keys() == family.layer_types and all(
+            isinstance(rope, dict) for rope in found.values()
+        )
         refuse(
             not is_known,
-            f"config.json: rope_parameters={new}; expected one for each of {sorted(_LAYER_TYPES)}",
+            f"config.json: rope_parameters={new}; expected one for each of {sorted(family.layer_types)}",
         )
         return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
     refuse(old and new and old != new, "config.json: rope_scaling and rope_parameters differ; remove one")
@@ -664,7 +665,12 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
     )
     for key, value in keys.items():
-        _check_rope_value(key, value)
+        is_list = key in ("short_factor", "long_factor") and isinstance(value, list)
+        numbers = value if is_list else [value]
+        is_known = value is None or all(map(_is_positive, numbers))
+        if key == "truncate":
+            is_known = isinstance(value, bool)
+        refuse(not is_known, f"config.json: {key}={value!r} of rope; expected positive numbers")
     low, high = keys.get("low_freq_factor", 0), keys.get("high_freq_factor", 1)
     refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
     size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0
@@ -686,19 +692,3 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         f"config.json: the rope with theta {theta} and {keys} has frequencies that are not finite",
     )
     return Rope(tuple(frequencies.tolist()), amplitude, family.has_interleaved_rope)
-
-
-def _check_rope_value(key: str, value: Any) -> None:
-    """Raise InputError for values without a meaning in this type of rope."""
-    if key == "truncate":
-        refuse(
-            not isinstance(value, bool), f"config.json: truncate={value!r} of rope; expected true or false"
-        )
-    elif key.endswith(("short_factor", "long_factor")):
-        is_list = isinstance(value, list) and all(map(_is_positive, value))
-        refuse(not is_list, f"config.json: {key}={value!r} of rope; expected a list of positive numbers")
-    else:
-        refuse(
-            value is not None and not _is_positive(value),
-            f"config.json: {key}={value!r} of rope; expected a positive number",
-        )

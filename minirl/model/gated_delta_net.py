@@ -68,8 +68,10 @@ class GatedDeltaNet(nn.Module):
         convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
         states = layout.states.get(self.layer)
         if states is not None:
+            assert layout.slots is not None
             last = layout.cu_seqlens[1:].long() - 1
-            states.tail[layout.slots] = padded[window[1:, last]].transpose(0, 1)
+            places = self._places(layout.slots, layout.positions[last])
+            states.inputs[places] = padded[window[:, last]].transpose(0, 1)
         rows = self._rows(convolved, decay, beta)
         if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
             from minirl.kernels import fla_delta_rule
@@ -84,12 +86,19 @@ class GatedDeltaNet(nn.Module):
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
         for part in layout.rounds:
             slots = layout.slots[part]
-            window = torch.cat([states.tail[slots], mixed[part][:, None]], 1)
-            states.tail[slots] = window[:, 1:]
+            positions = layout.positions[part]
+            states.inputs[slots, positions % self.shape.kernel_size] = mixed[part]
+            window = states.inputs[self._places(slots, positions)]
             convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
             rows = self._rows(convolved, decay[part], beta[part])
-            out[part] = delta_rule.run_row(rows, states, slots, layout.positions[part])
+            out[part] = delta_rule.run_row(rows, states, slots, positions)
         return out
+
+    def _places(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots and places [n, kernel] of the convolution's newest inputs up to these positions, the oldest first."""
+        size = self.shape.kernel_size
+        ages = torch.arange(size - 1, -1, -1, device=slots.device)
+        return slots[:, None], (positions[:, None] - ages) % size
 
     def _rows(self, convolved: Tensor, decay: Tensor, beta: Tensor) -> DeltaRows:
         """The rule's inputs, from [T, channels] of queries, keys and values end to end."""

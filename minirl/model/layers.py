@@ -39,15 +39,25 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with products from `batch_invariance`.
+    """`nn.Linear` with products from `batch_invariance`, and perhaps a LoRA adapter: x W^T + scale (x A^T) B^T.
 
+    The adapter is never merged, so decoding, scoring and training compute the same bits.
+    lora_scale: alpha / rank, or 0 for x W^T alone.
     slices: this rank's slice, see `sliced_model`. The layer may get only its columns of the input, and return only its
     columns of the output.
     """
 
+    lora_scale = 0.0
+
     slices: Slices | None = None
     gathers_input = False
     gathers_output = True
+
+    def add_adapter(self, adapters: Adapters) -> None:
+        """Make A [rank, in] and B [out, rank]."""
+        self.lora_A = nn.Parameter(self.weight.new_zeros(adapters.rank, self.in_features))
+        self.lora_B = nn.Parameter(self.weight.new_zeros(self.out_features, adapters.rank))
+        self.lora_scale = adapters.alpha / adapters.rank
 
     def forward(self, x: Tensor) -> Tensor:
         if self.slices is None:
@@ -61,28 +71,10 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return the outputs [T, rows] for the rows of the weight."""
-        return batch_invariance.linear(x, self.weight, self.bias)
-
-
-class LoraLinear(Linear):
-    """A frozen linear layer with a LoRA adapter: x W^T + alpha / rank (x A^T) B^T. It is never merged.
-
-    So decoding, scoring and training compute the same bits. Without `is_adapted` it computes x W^T alone.
-    """
-
-    is_adapted = True
-
-    def __init__(self, base: Linear, adapters: Adapters):
-        super().__init__(base.in_features, base.out_features, base.bias is not None)
-        self.lora_A = nn.Parameter(base.weight.new_zeros(adapters.rank, base.in_features))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, adapters.rank))
-        self._scale = adapters.alpha / adapters.rank
-
-    def product(self, x: Tensor) -> Tensor:
-        product = super().product(x)
-        if not self.is_adapted:
+        product = batch_invariance.linear(x, self.weight, self.bias)
+        if not self.lora_scale:
             return product
         inner = batch_invariance.linear(x, self.lora_A)
         if x.device.type != "cpu":  # one kernel instead of three, and two large tensors fewer to write
-            return product.addmm_(inner, self.lora_B.t(), alpha=self._scale)
-        return product + self._scale * batch_invariance.linear(inner, self.lora_B)
+            return product.addmm_(inner, self.lora_B.t(), alpha=self.lora_scale)
+        return product + self.lora_scale * batch_invariance.linear(inner, self.lora_B)

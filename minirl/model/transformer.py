@@ -10,15 +10,18 @@ features a family has. Norm statistics, rope tables and rotations are fp32 (fp64
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, device_kernels, padding
+from minirl.errors import refuse
+from minirl.model import batch_invariance, delta_rule, device_kernels, padding, portable_attention
 from minirl.model.attention import Layout, attend
-from minirl.model.config import Adapters, ModelConfig, is_adapter
+from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig, is_adapter
 from minirl.model.gated_delta_net import GatedDeltaNet
-from minirl.model.layers import ACTIVATIONS, Linear, LoraLinear, RMSNorm
+from minirl.model.layers import ACTIVATIONS, Linear, RMSNorm
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
 from minirl.model.slices import Slices
 
@@ -187,24 +190,30 @@ class Transformer(nn.Module):
         self.config = config
         self.recompute_layers = recompute_layers
         self.model = Decoder(config, recompute_layers=recompute_layers)
-        if config.adapters is not None:
-            self._add_adapters(config.adapters)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
-            return
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head.requires_grad_(config.adapters is None)
-        self.tie_weights()
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.tie_weights()
+        if config.adapters is not None:
+            self._add_adapters(config.adapters)
 
     def _add_adapters(self, adapters: Adapters) -> None:
-        """Freeze the decoder, and give its linear layers adapters."""
-        for path, linear in list(self.model.layers.named_modules()):
-            parent, _, name = path.rpartition(".")
-            if name in adapters.targets:
-                assert isinstance(linear, Linear)
-                setattr(self.model.layers.get_submodule(parent), name, LoraLinear(linear, adapters))
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(is_adapter(name))
+        """Give linear layers adapters, and freeze all else but a scalar head.
+
+        Raises InputError for a target that the model lacks.
+        """
+        layers = linear_layers(self.config)
+        lacking = set(adapters.targets) - layers.keys()
+        refuse(
+            lacking and adapters.targets != LINEAR_LAYERS,
+            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
+        )
+        for path, module in self.model.layers.named_modules():
+            if isinstance(module, Linear) and path.rpartition(".")[2] in adapters.targets:
+                module.add_adapter(adapters)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding's, if the config says so. Call it again after replacing them."""
@@ -232,3 +241,36 @@ class Transformer(nn.Module):
         if self.config.logits_divisor == 1 or self.config.scalar_head:
             return states
         return states / self.config.logits_divisor
+
+
+@functools.cache
+def linear_layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The linear layers of a model's decoder layers by name, with the numbers of their inputs and outputs."""
+    with torch.device("meta"):
+        layers = Decoder(config, recompute_layers=False).layers
+    shapes = {}
+    for path, module in layers.named_modules():
+        if isinstance(module, Linear):
+            shapes[path.rpartition(".")[2]] = (module.in_features, module.out_features)
+    return shapes
+
+
+def is_batch_invariant(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slices: int = 1
+) -> bool:
+    """Return whether a token has the same bits in any batch on this machine, measured on all products.
+
+    num_slices: the slices in which decoding computes their columns.
+    """
+    layers = list(linear_layers(config).values())
+    if config.adapters is not None:
+        rank = config.adapters.rank
+        layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
+    head = [(config.hidden_size, config.vocab_size)]
+    if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
+        return False
+    if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
+        return False
+    if config.delta_net is not None and not delta_rule.is_batch_invariant(config.delta_net):
+        return False
+    return portable_attention.min_queries(config.head_dim, dtype) is not None

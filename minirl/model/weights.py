@@ -4,10 +4,11 @@ Parameters have the names of the checkpoint's tensors, so loading and saving map
 are loaded one at a time, straight into each rank's shard. `families` reads the folder's config.json.
 """
 
+import functools
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from minirl.files import durable
 from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import read_config, weight_prefix
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters, tokenizer_folder
@@ -67,36 +68,29 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
 def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
-    In DTensors it fills this rank's shards. If the folder holds a language model, a scalar head is set to 0. A folder
-    with adapters is read as its base with these merged; the model's own adapters get their first values. Raises
-    InputError without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
+    In DTensors it fills this rank's shards. A folder with adapters is read as its base with these merged. The model's
+    own adapters, and a scalar head if the folder holds a language model, get their first values. Raises InputError
+    without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
     """
     files = _find_tensors(model, folder)
-    params = _base_parameters(model)
     rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
-    for name, param in named_parameters(model).items():
-        if is_adapter(name):
-            fill(param, first_values(name, param.shape), name)
     if model.config.tie_word_embeddings and "lm_head.weight" in files:
         _check_tied_head(files, _stored_name("model.embed_tokens.weight", model.config.weight_prefix))
-    if "score.weight" in params and "score.weight" in adapters:
-        fill(params.pop("score.weight"), adapters.pop("score.weight"), f"{folder}: score.weight")
-    elif "score.weight" in params and "score.weight" not in files:
-        torch.nn.init.zeros_(params.pop("score.weight"))
-    for name, param in params.items():
+    for name, param in named_parameters(model).items():
+        layer = name.removesuffix(".weight")
         stored = _stored_name(name, model.config.weight_prefix)
-        label = f"{files[stored]}: {stored}"
-        # Open the file for each tensor: while a file is open, its pages stay in memory once read.
-        with open_tensors(files[stored]) as file:
-            fill(param, merged(file.get_slice(stored), name, rank, alpha, adapters, label), label)
+        if layer in adapters:  # a module that PEFT saved whole, as a scalar head
+            fill(param, adapters.pop(layer), f"{folder / WEIGHTS_FILE}: {layer}")
+        elif stored not in files:
+            fill(param, first_values(name, param.shape), name)
+        else:
+            label = f"{files[stored]}: {stored}"
+            # Open the file for each tensor: while a file is open, its pages stay in memory once read.
+            with open_tensors(files[stored]) as file:
+                fill(param, merged(file.get_slice(stored), layer, rank, alpha, adapters, label), label)
     refuse(
         adapters, f"{folder / WEIGHTS_FILE}: the base has no weights for {sorted(adapters)[:5]} (first five)"
     )
-
-
-def _base_parameters(model: Transformer) -> dict[str, nn.Parameter]:
-    """Return `named_parameters` without those of adapters."""
-    return {name: param for name, param in named_parameters(model).items() if not is_adapter(name)}
 
 
 def _stored_name(name: str, prefix: str) -> str:
@@ -123,7 +117,8 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder. Raises InputError if they do not fit the model."""
     files = _file_of_each_tensor(folder)
     prefix = model.config.weight_prefix
-    params = {_stored_name(name, prefix): param for name, param in _base_parameters(model).items()}
+    parameters = named_parameters(model).items()
+    params = {_stored_name(name, prefix): param for name, param in parameters if not is_adapter(name)}
     if model.config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
@@ -330,31 +325,13 @@ def write_folder(
     config: Mapping[str, Any],
     tokenizer_files: Mapping[str, bytes] | None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
+    peft_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Digest]:
     """Write the files of a Hugging Face folder; returns their digests by file name.
 
-    Writes the tensors in their dtype, with those of `kept_tensors`, and the files of `write_configs` with that dtype.
-    Needs memory for one tensor at a time.
-    """
-    first_tensor = next(iter(tensors.values()))
-    prefix = weight_prefix(config)
-    tensors = {_stored_name(name, prefix): tensor for name, tensor in tensors.items()}
-    digests = write_configs(folder, config, tokenizer_files, dtype=first_tensor.dtype)
-    weights_name = "model.safetensors"
-    digests[weights_name] = write_tensors(folder / weights_name, {**tensors, **kept})
-    return digests
-
-
-def write_configs(
-    folder: Path,
-    config: Mapping[str, Any],
-    tokenizer_files: Mapping[str, bytes] | None,
-    *,
-    dtype: torch.dtype,
-) -> dict[str, Digest]:
-    """Write `config` with this dtype, and `tokenizer_files`; returns their digests by file name.
-
-    A folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them.
+    Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`. A
+    folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them. Needs
+    memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
@@ -365,9 +342,17 @@ def write_configs(
             contents["generation_config.json"] = (json.dumps(ids, indent=2) + "\n").encode()
     # `torch_dtype` is the older name of `dtype`.
     written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
+    dtype = next(iter(tensors.values())).dtype
     written_config["dtype"] = str(dtype).removeprefix("torch.")
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
+    weights_name = "model.safetensors"
+    name_of: Callable[[str], str] = functools.partial(_stored_name, prefix=weight_prefix(config))
+    if peft_config is not None:
+        weights_name, name_of = WEIGHTS_FILE, peft_name
+        contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
+    stored = {name_of(name): tensor for name, tensor in tensors.items()}
     digests = {}
     for name, content in contents.items():
         digests[name] = durable.write_file(folder / name, [content])
+    digests[weights_name] = write_tensors(folder / weights_name, {**stored, **kept})
     return digests

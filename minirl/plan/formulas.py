@@ -15,7 +15,7 @@ from minirl.model.delta_rule import CHUNK, make_states
 from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, linear_layers
 from minirl.model.weights import named_parameters
 
 
@@ -87,7 +87,7 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype, *, requests: int) -> fl
     if config.delta_net is None:
         return 0.0
     states = make_states(config.delta_net, requests + 1, dtype=dtype, device=torch.device("meta"))
-    return float(len(config.delta_net.layers) * sum(x.nbytes for x in vars(states).values()))
+    return float(len(config.delta_net.layers) * sum(pool.nbytes for pool in states))
 
 
 def decode_logits_bytes(config: ModelConfig) -> float:
@@ -98,7 +98,9 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """The bytes that a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
-    adapters = len(config.adapters.targets) * config.adapters.rank if config.adapters else 0
+    adapters = 0
+    if config.adapters:
+        adapters = config.adapters.rank * len(linear_layers(config).keys() & config.adapters.targets)
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size

@@ -100,7 +100,9 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
             phase[name] = frozen[name]
         phases[f"score ({name})"] = phase
     if work.taught_tokens:
-        phases["score (teacher)"]["teacher's states"] = _teacher_state_bytes(work)
+        # The teacher's states, which a step keeps from scoring to the end of the update.
+        states = work.dtype.itemsize * work.taught_tokens * work.frozen["teacher"].hidden_size
+        phases["score (teacher)"]["teacher's states"] = states
     if len(work.trained) > 1:
         value = work.trained[1]
         phases["score (value model)"] = {"forward": _forward(work, value, tokens)} | _gathered(work, value)
@@ -113,17 +115,11 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
             **_gathered(work, *work.trained),
         }
     if work.taught_tokens:
-        phases["update"]["teacher's states"] = _teacher_state_bytes(work)
-        phases["update"]["teacher's head"] = _teacher_head_bytes(work)
+        phases["update"] |= {"teacher's states": states, "teacher's head": _teacher_head_bytes(work)}
     if keeps_cache:
         kept = {name: size for name, size in phases["generate"].items() if name != "prefill"}
         phases = {phase: kept | parts for phase, parts in phases.items()}
     return phases
-
-
-def _teacher_state_bytes(work: Workload) -> float:
-    """The teacher's states, which a step keeps from scoring to the end of the update."""
-    return work.dtype.itemsize * work.taught_tokens * work.frozen["teacher"].hidden_size
 
 
 def _teacher_head_bytes(work: Workload) -> float:

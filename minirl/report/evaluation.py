@@ -3,13 +3,12 @@
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
+import random
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, multimode, quantiles
 from typing import Any
-
-import torch
 
 from minirl.data.task import Task
 from minirl.rollouts import CUT_OFF
@@ -29,10 +28,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
     """The share of correct samples among those with the most frequent answer, or answers; None does not count."""
-    votes = Counter(answers)
-    del votes[None]
-    most = max(votes.values(), default=None)
-    voted = [right for answer, right in zip(answers, is_correct, strict=True) if votes[answer] == most]
+    winners = multimode(answer for answer in answers if answer is not None)
+    voted = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
     return fmean(voted) if voted else 0.0
 
 
@@ -47,7 +44,7 @@ def values_by_prompt(
     in_order = sorted(records, key=lambda record: record["id"])
     for _, group in itertools.groupby(in_order, key=lambda record: record["id"][0]):
         samples = list(group)
-        numbers = reward_numbers(samples, task)
+        numbers = mean_rewards(samples, task)
         if of_samples:
             numbers |= sample_numbers(samples, task, weights)
         for name, value in numbers.items():
@@ -55,21 +52,20 @@ def values_by_prompt(
     return dict(values)
 
 
-def reward_numbers(samples: Sequence[Record], task: Task) -> dict[str, float]:
+def mean_rewards(samples: Sequence[Record], task: Task) -> dict[str, float]:
     """The mean reward of a prompt's samples, also under its file's name, and that of each of several functions."""
-    rewards = {"reward": [sample["reward"] for sample in samples]}
-    names = samples[0]["rewards"]
-    if len(names) > 1:
-        rewards |= {name: [sample["rewards"][name] for sample in samples] for name in names}
-    if len(task.eval_sets) > 1:
-        file = Path(samples[0]["row"].rpartition(":")[0])
-        rewards[f"{file.stem}/reward"] = rewards["reward"]
-    numbers = {}
-    for name, column in rewards.items():
-        applying = [reward for reward in column if reward is not None]
-        if applying:
-            numbers[name] = fmean(applying)
-    return numbers
+    given: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        rewards = {"reward": sample["reward"]}
+        if len(sample["rewards"]) > 1:
+            rewards |= sample["rewards"]
+        if len(task.eval_sets) > 1:
+            file = Path(sample["row"].rpartition(":")[0])
+            rewards[f"{file.stem}/reward"] = sample["reward"]
+        for name, reward in rewards.items():
+            if reward is not None:
+                given[name].append(reward)
+    return {name: fmean(of_samples) for name, of_samples in given.items()}
 
 
 def sample_numbers(samples: Sequence[Record], task: Task, weights: Mapping[str, float]) -> dict[str, float]:
@@ -98,12 +94,7 @@ def _is_correct(sample: Record, weights: Mapping[str, float]) -> bool:
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
     """The 95 % interval of the mean of these values: percentiles of the means of resampled values."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn_from = torch.tensor(values, dtype=torch.float64)
-    resampled = []
-    for _ in range(NUM_RESAMPLES):
-        index = torch.randint(len(values), drawn_from.shape, generator=generator)
-        resampled.append(drawn_from[index].mean())
-    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.stack(resampled).quantile(limits).tolist()
+    generator = random.Random(seed)
+    means = [fmean(generator.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)]
+    low, *_, high = quantiles(means, n=40, method="inclusive")
     return low, high

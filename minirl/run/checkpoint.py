@@ -51,10 +51,10 @@ from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors, write_tensors
 from minirl.files.value_files import ValueCopy, read_values
-from minirl.model.adapters import write_adapters
+from minirl.model.adapters import peft_config
 from minirl.model.families import scalar_config
 from minirl.model.folders import file_of
-from minirl.model.weights import kept_tensors, read_tokenizer_files, write_configs, write_folder
+from minirl.model.weights import kept_tensors, read_tokenizer_files, write_folder
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
@@ -162,8 +162,7 @@ class Checkpoints:
         for i, (name, (model, optimizer)) in enumerate(self._models.items()):
             path = _shard_files(name, world_size())[rank()]
             writers.append(("", functools.partial(_write_shards, path, model.state_tensors(optimizer))))
-            has_adapters = model.module.config.adapters is not None
-            weights = model.full_masters() if has_adapters else model.whole_weights(keep=rank() == 0)
+            weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:
                 prefix = "" if i == 0 else f"{name}/"
                 writers.append((prefix, functools.partial(self._write_model[name], tensors=weights)))
@@ -262,24 +261,17 @@ def _write_shards(path: str, tensors: Mapping[str, Tensor], folder: Path) -> dic
 def _model_writer(model: ShardedModel, source: Path) -> Callable[..., dict[str, Digest]]:
     """What writes `tensors` into a folder: a Hugging Face model, or adapters beside the config of their base.
 
-    It reads config, tokenizer and the tensors that no model uses in `source`, the model's folder, once. Adapters are
-    written in PEFT's form, of masters in fp32.
+    It reads config, tokenizer and the tensors that no model uses in `source`, the model's folder, once.
     """
     model_config = model.module.config
     config = read_json_object(file_of(source, "config.json"))
     if model_config.scalar_head:
         config = scalar_config(config)
+    own: dict[str, Any] = {"kept": kept_tensors(model_config, source)}
+    if model_config.adapters is not None:
+        own = {"peft_config": peft_config(model_config, base=str(source.resolve()))}
     tokenizer_files = read_tokenizer_files(source)
-    if model_config.adapters is None:
-        kept = kept_tensors(model_config, source)
-        return functools.partial(write_folder, config=config, tokenizer_files=tokenizer_files, kept=kept)
-    base = str(source.resolve())
-
-    def write(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
-        digests = write_configs(folder, config, tokenizer_files, dtype=model.dtype)
-        return digests | write_adapters(folder, tensors, model_config, base=base)
-
-    return write
+    return functools.partial(write_folder, config=config, tokenizer_files=tokenizer_files, **own)
 
 
 class _Save:

@@ -309,9 +309,8 @@ class RunConfig(
     @property
     def reward_models(self) -> dict[str, str]:
         """The models of --reward-model by their rewards' names: reward_model, reward_model_2 and so on."""
-        numbers = range(2, len(self.reward_model) + 1)
-        names = ["reward_model", *(f"reward_model_{number}" for number in numbers)]
-        return dict(zip(names, self.reward_model, strict=False))
+        named = {f"reward_model_{number}": model for number, model in enumerate(self.reward_model, 1)}
+        return {name.removesuffix("_1"): model for name, model in named.items()}
 
     @property
     def minibatches_per_epoch(self) -> int:

@@ -74,7 +74,7 @@ def dry_run(
             folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         else:
             folder = resolve_folder(config.model, with_weights=False)
-        model_config = read_config(folder, scalar_head=False).with_adapters(config.adapters)
+        model_config = dataclasses.replace(read_config(folder, scalar_head=False), adapters=config.adapters)
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
         streams = load_prompts(config, task, folder, model_config, tools=tools, workers=workers)

@@ -13,11 +13,13 @@ from minirl.ranks.process_group import broadcast_object, rank
 from minirl.run.config import RunConfig
 from minirl.run.run_folder import RunFolder, read_args
 
+BASE = "--model"
+
 
 def input_digests(config: RunConfig, *, base: Path | None = None) -> dict[str, str]:
     """SHA-256 by path of the script and of the existing files of data, rewards and models.
 
-    base: the folder of the model under the run's adapters.
+    base: the folder of the model under the run's adapters; its path is there by the name `BASE`.
     """
     functions = [*config.reward, *filter(None, [config.rollout, config.tools, config.environment])]
     sources = [spec.rpartition(":")[0] for spec in functions]
@@ -32,7 +34,8 @@ def input_digests(config: RunConfig, *, base: Path | None = None) -> dict[str, s
     files = sorted({path for path in paths if path.is_file()})
     with ThreadPoolExecutor() as pool:
         digests = pool.map(file_sha256, files)
-    return {str(path): digest for path, digest in zip(files, digests, strict=True)}
+    found = {str(path): digest for path, digest in zip(files, digests, strict=True)}
+    return found if base is None else found | {BASE: str(base.resolve())}
 
 
 def _model_files(folder: Path) -> list[Path]:
@@ -46,8 +49,9 @@ def check_inputs(
     """Notes on the files that have changed since the run in this folder last started (collective).
 
     digests: on rank 0, the present ones. base: the folder of the model under the run's adapters, which its checkpoints
-    lack. Raises InputError, on every rank, if the data or this model has changed, because the run would not continue
-    as it began. --resume force accepts the change. An evaluation refuses every change.
+    lack. Raises InputError, on every rank, if the data or this model has changed, or another model is under the
+    adapters, because the run would not continue as it began. --resume force accepts the change. An evaluation refuses
+    every change.
     """
     changed = broadcast_object(changed_inputs(run.path, digests) if rank() == 0 else None)
     refuse(
@@ -56,13 +60,7 @@ def check_inputs(
     )
     kinds = {str(Path(name)): "data" for name in (config.data, *config.eval_data) if name}
     if base is not None:
-        kinds |= {str(path): "model under the adapters" for path in _model_files(base)}
-        before = base_model(run.checkpoint) if run.checkpoint and has_adapters(run.checkpoint) else None
-        refuse(
-            before not in (None, str(base.resolve())) and config.resume != "force",
-            f"{run.checkpoint}: its adapters are for {before}, not for {base.resolve()}; restore that model, or "
-            "continue with this one by --resume force",
-        )
+        kinds |= dict.fromkeys([BASE, *map(str, _model_files(base))], "model under the adapters")
     for path in changed:
         kind = kinds.get(path)
         refuse(

@@ -14,7 +14,7 @@ from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.run.config import RunConfig, check_limits
-from minirl.run.planning import max_request_tokens, teacher_folder
+from minirl.run.planning import max_request_tokens, named_folder
 
 
 def load_prompts(
@@ -34,7 +34,7 @@ def load_prompts(
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     check_limits(config, max_new_tokens)
     max_tokens = max_request_tokens(config, model_config, max_new_tokens)
-    teacher = teacher_folder(config)
+    teacher = named_folder(config, "teacher")
     if teacher is not None:
         max_tokens = min(max_tokens, check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
     refuse(

@@ -16,6 +16,7 @@ from minirl.model.folders import resolve_folder
 from minirl.plan.choice import choose_sizes, too_large
 from minirl.plan.workload import Sizes, Workload, enough_tokens
 from minirl.run.config import RunConfig
+from minirl.run.flags import flag_of
 
 _SWITCHES = ("recompute_layers", "shard_gradients")
 _ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # sums round depending on them
@@ -39,19 +40,17 @@ def workload(
     --value-model, or the policy's. streams: training prompts, and held-out ones. Raises InputError for models that
     cannot be used.
     """
-    policy = read_config(policy_folder).with_adapters(config.adapters)
+    policy = dataclasses.replace(read_config(policy_folder), adapters=config.adapters)
     trained = [policy]
     if config.num_value_models:
-        named = getattr(config, "value_model", None)
-        if value_folder is None and named:
-            value_folder = resolve_folder(named, flag="--value-model", with_weights=not config.dry_run)
+        value_folder = value_folder or named_folder(config, "value_model")
         value_config = read_config(value_folder or policy_folder)
-        value = dataclasses.replace(value_config, scalar_head=True).with_adapters(config.adapters)
+        value = dataclasses.replace(value_config, scalar_head=True, adapters=config.adapters)
         trained += [value] * config.num_value_models
     frozen = {}
     if config.has_reference and not config.adapters:  # with adapters it is the policy without them
         frozen["reference"] = policy
-    teacher = teacher_folder(config)
+    teacher = named_folder(config, "teacher")
     if teacher is not None:
         frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
@@ -150,10 +149,10 @@ def possible_decode_groups(
     return [1, group] if group > 1 and config.shard_gradients != "off" else [1]
 
 
-def teacher_folder(config: RunConfig) -> Path | None:
-    """The folder of --teacher, a flag of some scripts; None without it. Raises InputError."""
-    named = getattr(config, "teacher", None)
-    return resolve_folder(named, flag="--teacher", with_weights=not config.dry_run) if named else None
+def named_folder(config: RunConfig, name: str) -> Path | None:
+    """The folder of the model in this field, which only some scripts have; None without a model. Raises InputError."""
+    model = getattr(config, name, None)
+    return resolve_folder(model, flag=flag_of(name), with_weights=not config.dry_run) if model else None
 
 
 def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -249,10 +249,13 @@ class Run:
         if self._evaluator is None:
             return {}
         requests = self._setup.eval_requests(0, self._setup.held_out.num_prompts)
-        rewarded = self._evaluator.run(requests, weight_version=self.progress.update)
+        own = []
+        for rewarded in self._evaluator.run(
+            [requests], num_requests=len(requests), weight_version=self.progress.update
+        ):
+            scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
+            own += rollout_records(rewarded, self._setup.reward_functions, reward=scores)
         self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
-        scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
-        own = rollout_records(rewarded, self._setup.reward_functions, reward=scores)
         records = itertools.chain.from_iterable(gather_objects(own))
         return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
 

@@ -30,7 +30,7 @@ from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
 from minirl.plan.choice import can_keep_cache, host_too_small, too_large
 from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
@@ -57,11 +57,11 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, plan, possible_decode_groups, teacher_folder
+from minirl.run.planning import given_sizes, named_folder, plan, possible_decode_groups
 from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
-from minirl.training.frozen_models import FrozenModel, Outputs, after_prompts, under_adapters
+from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -102,15 +102,16 @@ class Setup:
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         self.folder = self._open_folder(name)
-        # A checkpoint of adapters has no model: they belong to the one that the run began with.
-        saved = None if config.adapters else self.folder.checkpoint
-        self.model_folder = saved or self._original_model()
+        # A checkpoint of adapters has no models: they belong to those that the run began with.
+        self._saved = None if config.adapters else self.folder.checkpoint
+        self.model_folder = self._saved or self._original_model()
         base = self.model_folder if config.adapters else None
         self._inputs = input_digests(config, base=base) if rank() == 0 else {}
         self._notes = check_inputs(self.folder, self._inputs, config, base=base)
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        model_config = dataclasses.replace(model_config, scalar_head=scalar_head)
-        self.model_config = model_config.with_adapters(config.adapters)
+        self.model_config = dataclasses.replace(
+            model_config, scalar_head=scalar_head, adapters=config.adapters
+        )
         check_weights(self.model_config, self.model_folder)
         self.prompts, self.held_out = load_prompts(
             config,
@@ -129,19 +130,15 @@ class Setup:
             self._lead_or_follow(self.sizes.decode_group)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        is_invariant = self.model_config.is_batch_invariant(self.dtype, self.device, self.sizes.decode_group)
+        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
         self._is_exact = config.threads == 1 and is_invariant
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._reference_folder: Path | None = None
         self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
-        """In a resumed run, the Hugging Face folder of a further model in the checkpoint; else None.
-
-        A checkpoint of adapters has no model's folder, so it returns None for these too.
-        """
-        checkpoint = self.folder.checkpoint
-        return None if checkpoint is None or self.config.adapters else checkpoint / name
+        """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
+        return self._saved and self._saved / name
 
     def load_trainable(
         self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
@@ -192,20 +189,14 @@ class Setup:
 
         It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
         """
-        folder = teacher_folder(self.config)
+        folder = named_folder(self.config, "teacher")
         assert folder is not None
-        has_states = self.config.has_kl_loss
-        outputs: Outputs = teacher_states if has_states else self.sampled_logprobs
+        options: dict[str, Any] = {}
         if self.prompts.teacher_field is not None:
-            max_tokens = self.sizes.max_tokens_per_microbatch
-            outputs = after_prompts(
-                outputs,
-                self.prompts.teacher_ids,
-                max_tokens=max_tokens,
-                is_sharded=self.sizes.decode_group > 1,
-            )
-        name = "teacher_states" if has_states else "teacher_logprobs"
-        return self.frozen(folder, outputs, [name], has_states=has_states)
+            options["prompt_ids"] = self.prompts.teacher_ids
+        if self.config.has_kl_loss:
+            return self.frozen(folder, teacher_states, ["teacher_states"], keeps_head=True, **options)
+        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], **options)
 
     def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
         """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
@@ -216,10 +207,9 @@ class Setup:
         source: ShardedModel | Transformer | Path,
         outputs: Outputs,
         names: Sequence[str],
-        *,
-        has_states: bool = False,
+        **options: Any,
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step, see `FrozenModel` (collective if weights are sharded).
+        """A model that scores the rollouts of each step (collective if weights are sharded). options: `FrozenModel`'s.
 
         source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With
         --shard-decode the model is sharded, and InputError is raised if its vocabulary differs.
@@ -245,7 +235,8 @@ class Setup:
             names=names,
             device=self.device,
             park=park,
-            has_states=has_states,
+            max_tokens=self.sizes.max_tokens_per_microbatch,
+            **options,
         )
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:

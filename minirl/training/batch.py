@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -181,42 +181,43 @@ class Batch:
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
-        sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
-        token_places = self._token_places(indices)
-        token_index = upload(token_places, self.tokens.device)
-        selected: dict[str, Any] = {}
-        for name, tensor in self._tensors().items():
-            selected[name] = tensor[sequence_index if name == "table_index" else token_index]
-        if self.kept is not None:
-            selected["kept"] = _select_kept(self.kept, token_places)
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
-        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **selected)
+        selected = self._at(self._token_places(indices), lengths, prefixes)
+        if self.table_index is None:
+            return selected
+        sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
+        return selected.replace(table_index=self.table_index[sequence_index])
 
-    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> "Batch":
-        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal, without the streams.
+    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> Self:
+        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal.
 
-        A further branch of a rollout keeps the prompt that its episode gave it.
+        A further branch of a rollout keeps the prompt that its episode gave it. In the other streams a new prompt's
+        tokens have the elements of the old one's first token.
         """
-        device = self.tokens.device
-        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)).to(device))
-        tokens, masks, prefixes, num_kept = [], [], [], []
-        streams = [stream.split(self.lengths) for stream in (self.tokens, self.loss_mask, self.kept.counts)]
-        for prefix, own, mask, counts in zip(self.prefixes, *streams, strict=True):
+        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)))
+        tokens, places, prefixes = [], [], []
+        first = 0
+        for own, prefix in zip(self.tokens.cpu().split(self.lengths), self.prefixes, strict=True):
             start = prefix.num_tokens
             prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
             tokens.append(torch.cat([prompt, own[start:]]))
-            masks.append(torch.constant_pad_nd(mask[start:], (len(prompt), 0)))
-            num_kept.append(torch.constant_pad_nd(counts[start:], (len(prompt), 0)))
+            places += [torch.full_like(prompt, first), torch.arange(first + start, first + len(own))]
             prefixes.append(prefix._replace(num_tokens=len(prompt)))
-        return Batch(
-            lengths=tuple(map(len, tokens)),
-            tokens=torch.cat([self.tokens[:0], *tokens]),
-            loss_mask=torch.cat([self.loss_mask[:0], *masks]),
-            sample_logprobs=NOT_MADE,
-            prefixes=tuple(prefixes),
-            kept=replace(self.kept, counts=torch.cat([self.kept.counts[:0], *num_kept])),
-        )
+            first += len(own)
+        none = torch.arange(0)  # for a batch without sequences
+        moved = self._at(torch.cat([none, *places]), tuple(map(len, tokens)), tuple(prefixes))
+        return moved.replace(tokens=torch.cat([none, *tokens]).to(self.tokens.device))
+
+    def _at(self, places: Tensor, lengths: tuple[int, ...], prefixes: tuple[PromptPrefix, ...]) -> Self:
+        """A batch of the tokens at these places, with the table index of this one's sequences."""
+        token_index = upload(places, self.tokens.device)
+        fields: dict[str, Any] = {
+            name: tensor[token_index] for name, tensor in self._tensors().items() if name != "table_index"
+        }
+        if self.kept is not None:
+            fields["kept"] = _select_kept(self.kept, places)
+        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -276,9 +277,7 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_branches] on the host, the
     same on every rank, with 0 for a branch that is in no batch.
     """
-    table = torch.zeros(num_branches, dtype=torch.float64)
-    table[batch.table_index.cpu()] = values.double().cpu()
-    return all_reduce_sum(table)
+    return _gather(values, batch.table_index.cpu(), num_branches)
 
 
 def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Tensor, Tensor]:
@@ -290,9 +289,14 @@ def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Te
     """
     counts, index = table.num_loss_tokens, batch.table_index.cpu()
     places = concatenated_ranges((counts.cumsum(0) - counts)[index], counts[index])
-    gathered = torch.zeros(int(counts.sum()), *values.shape[1:], dtype=torch.float64)
+    return _gather(values, places, int(counts.sum())), places
+
+
+def _gather(values: Tensor, places: Tensor, size: int) -> Tensor:
+    """Put the ranks' values [n, ...] at their places in one tensor fp64 [size, ...] of zeros (collective)."""
+    gathered = torch.zeros(size, *values.shape[1:], dtype=torch.float64)
     gathered[places] = values.double().cpu()
-    return all_reduce_sum(gathered), places
+    return all_reduce_sum(gathered)
 
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:

@@ -69,11 +69,10 @@ class Divergence(torch.autograd.Function):
         teacher_head: Tensor,
         temperature: float,
         is_forward: bool,
-        tile_logits: int = TILE_LOGITS,
     ) -> Tensor:
         """See the class."""
         divisor = states.new_full((1, 1), temperature, dtype=at_least_fp32(states.dtype))
-        num_tokens = max(1, tile_logits // len(head))
+        num_tokens = max(1, TILE_LOGITS // len(head))
         results = []
         for own, other in zip(states.split(num_tokens), teacher_states.split(num_tokens), strict=True):
             p, p_total = _logprobs(own, head, divisor)
@@ -83,7 +82,6 @@ class Divergence(torch.autograd.Function):
             results.append(((p.exp() * (p - q)).sum(-1), p_total, q_total))
         divergence, totals, teacher_totals = map(torch.cat, zip(*results, strict=True))
         ctx.is_forward = is_forward
-        ctx.tile_logits = tile_logits
         ctx.save_for_backward(
             states, head, totals, teacher_states, teacher_head, teacher_totals, divisor, divergence
         )
@@ -92,16 +90,15 @@ class Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """See the class."""
-        states, head, totals, *of_teacher, divisor, divergence = ctx.saved_tensors
-        teacher_states, teacher_head, teacher_totals = of_teacher
+        states, head, totals, other, other_head, other_totals, divisor, divergence = ctx.saved_tensors
         scale = grad[:, None] / divisor
         grad_states = torch.zeros_like(states, dtype=divisor.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
-        width = max(1, ctx.tile_logits // max(1, len(states)))
+        width = max(1, TILE_LOGITS // max(1, len(states)))
         for first in range(0, len(head), width):
             tile = slice(first, first + width)
             p = chunk_logits(states, head[tile], divisor).sub_(totals[:, None])
-            q = chunk_logits(teacher_states, teacher_head[tile], divisor).sub_(teacher_totals[:, None])
+            q = chunk_logits(other, other_head[tile], divisor).sub_(other_totals[:, None])
             grad_logits = p.exp()
             if ctx.is_forward:
                 grad_logits.sub_(q.exp_())
@@ -111,7 +108,7 @@ class Divergence(torch.autograd.Function):
             grad_states.add_(wide_mm(grad_logits, head[tile], head.dtype))
             if grad_head is not None:
                 grad_head[tile] = wide_mm(grad_logits.t(), states, head.dtype)
-        return grad_states.to(states.dtype), grad_head, *[None] * 5
+        return grad_states.to(states.dtype), grad_head, *[None] * 4
 
 
 def _logprobs(states: Tensor, head: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,12 @@
 """Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from minirl.model.layers import LoraLinear
+from minirl.model.layers import Linear
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import gather_objects
 from minirl.training.assignment import plan_microbatches
@@ -54,14 +53,18 @@ class FrozenModel:
         names: Sequence[str],
         device: torch.device,
         park: bool = False,
-        has_states: bool = False,
+        keeps_head: bool = False,
+        prompt_ids: Callable[[int], Sequence[int]] | None = None,
+        max_tokens: int = 0,
     ):
         """model: a sharded one is run as its `scorer`, and is not parked where ranks gather its weights.
 
         names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
 
-        park: see `unparked`. has_states: the streams are hidden states [T, D] in the model's dtype, not numbers [T] in
-        fp32.
+        park: see `unparked`. keeps_head: a sharded model's head stays gathered, for users of hidden states.
+
+        prompt_ids: of other prompts that the model reads, see `Batch.with_prompts`, in microbatches of its own of up to
+        `max_tokens`; None: the batch's.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
@@ -69,76 +72,59 @@ class FrozenModel:
         self._names = tuple(names)
         self._device = device
         self._park = park
-        self._shape = (self.model.config.hidden_size,) if has_states else ()
-        self._dtype = next(self.model.parameters()).dtype if has_states else torch.float32
+        self._keeps_head = keeps_head
+        self._prompt_ids = prompt_ids
+        self._max_tokens = max_tokens
 
     @torch.no_grad()
     def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
         """The batch, on the model's device, with the streams of the sequences in these microbatches; NaN elsewhere.
 
-        Collective if the model's weights are sharded.
+        With other prompts all sequences have streams, which are 0 elsewhere. Collective then, and if the model's
+        weights are sharded.
         """
-        missing = batch.tokens.new_full((len(batch.tokens), *self._shape), torch.nan, dtype=self._dtype)
-        streams = {name: missing.clone() for name in self._names}
+        seen = batch
+        if self._prompt_ids is not None:
+            seen = batch.with_prompts(self._prompt_ids)
+            (own,) = plan_microbatches(seen.lengths, seen.prefixes, num_ranks=1, max_tokens=self._max_tokens)
+            # Ranks that share a model pass through it equally often.
+            num_passes = max(gather_objects(len(own)))
+            microbatches = own + [[]] * (num_passes - len(own))
+        streams: dict[str, Tensor] = {}
         with self._on_device():
             for indices in microbatches:
-                if not indices and self._gathered is None:
-                    continue
-                token_index = batch.token_index(indices)
-                outputs = self._outputs(self.model, batch.select(indices))
-                for stream, output in zip(streams.values(), outputs, strict=False):
-                    stream[token_index] = output.to(stream.dtype)
+                token_index = seen.token_index(indices)
+                outputs = self._outputs(self.model, seen.select(indices))
+                for name, output in zip(self._names, outputs, strict=False):
+                    if name not in streams:
+                        streams[name] = output.new_full((len(seen.tokens), *output.shape[1:]), torch.nan)
+                    streams[name][token_index] = output
+        if seen is not batch:
+            streams = {name: batch.scatter(stream[seen.loss_index]) for name, stream in streams.items()}
         return batch.replace(**streams)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Put the weights on the device for the block; the head's stay gathered for users of hidden states."""
+        """Put the weights on the device for the block."""
         if self._gathered is None:
             with unparked(self.model, self._device, park=self._park):
                 yield
         else:
             yield
-            if not self._shape:
+            if not self._keeps_head:
                 self._gathered.reshard()
-
-
-def after_prompts(
-    outputs: Outputs, prompt_ids: Callable[[int], Sequence[int]], *, max_tokens: int, is_sharded: bool
-) -> Outputs:
-    """The outputs at the sampled tokens, for a model that reads other prompts before them; 0 elsewhere.
-
-    prompt_ids: see `Batch.with_prompts`. max_tokens: limit of a microbatch with these prompts. is_sharded: each pass
-    through the model is collective, so all ranks make as many.
-    """
-
-    def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
-        other = batch.with_prompts(prompt_ids)
-        (microbatches,) = plan_microbatches(other.lengths, other.prefixes, num_ranks=1, max_tokens=max_tokens)
-        if is_sharded:
-            num_passes = max(gather_objects(len(microbatches)))
-            microbatches += [[]] * (num_passes - len(microbatches))
-        parts = []
-        for indices in microbatches:
-            seen = other.select(indices)
-            parts.append([stream[seen.loss_index] for stream in outputs(model, seen)])
-        # The microbatches have the sequences in another order than the batch.
-        index = batch.token_index(list(itertools.chain(*microbatches)))
-        order = index[batch.loss_mask[index]].argsort()
-        return [batch.scatter(torch.cat(values)[order]) for values in zip(*parts, strict=True)]
-
-    return outputs_of
 
 
 def under_adapters(outputs: Outputs) -> Outputs:
     """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
 
     def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
-        adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
-        for module in adapted:
-            module.is_adapted = False
+        scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}
+        for layer in scales:
+            layer.lora_scale = 0.0
         streams = outputs(model, batch)
-        for module in adapted:
-            module.is_adapted = True
+        for layer, scale in scales.items():
+            layer.lora_scale = scale
         return streams
 
     return outputs_of

@@ -205,26 +205,23 @@ class ShardedModel:
         self._copy(self._frozen)
         self.refresh()
 
-    def full_masters(self) -> dict[str, Tensor]:
-        """Copies on the host of all masters in fp32, whole (collective)."""
-        return {
-            name: _host_copy(master.full_tensor())  # type: ignore[attr-defined]
-            for name, master in self.masters.items()
-        }
-
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
-        """Copies on the host of all weights in the compute dtype; {} without `keep`.
+        """Copies on the host of a checkpoint's weights; {} without `keep`.
 
-        With `shard_weights` they are gathered one after another (collective).
+        These are all weights in the compute dtype, or of a model with adapters all masters. Masters, and with
+        `shard_weights` all weights, are gathered one after another (collective).
         """
-        if not self.shards_weights:
+        sharded = self.masters | self._frozen
+        dtype = self.dtype
+        if self.module.config.adapters is not None:
+            sharded, dtype = self.masters, at_least_fp32(dtype)
+        elif not self.shards_weights:
             return {name: _host_copy(weight) for name, weight in self.compute_weights.items()} if keep else {}
         copies = {}
-        sharded = self.masters | self._frozen
-        for name in self._names:
+        for name in filter(sharded.__contains__, self._names):
             whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
             if keep:
-                copies[name] = _host_copy(whole.to(self.dtype))
+                copies[name] = _host_copy(whole.to(dtype))
         return copies
 
     def reshard(self) -> None:

@@ -70,6 +70,12 @@ def sums(completion_ids):
     return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
 
 
+def evaluated(collector, requests):
+    """The rollouts of these requests with their rewards, all rewarded together."""
+    (rewarded,) = collector.run([requests], num_requests=len(requests))
+    return rewarded
+
+
 def make_collector(
     prompts=None, *, functions=None, engine_options=None, attention="mixed", **options
 ) -> Collector:

@@ -49,7 +49,7 @@ def make_model(
         **(DELTA_NET if attention == "states" else {}),
     }
     config = config_from_dict(raw)
-    config = replace(config, layer_windows=WINDOWS[attention]).with_adapters(adapters)
+    config = replace(config, layer_windows=WINDOWS[attention], adapters=adapters)
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
