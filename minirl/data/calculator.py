@@ -7,13 +7,21 @@ product and "=". Without it nothing answers a call.
 import random
 from collections.abc import Sequence
 
-from minirl.data.task import Row, Task
+from minirl.data.task import Row, Task, exact_score
 
 CALL_TOKENS = ("<calc>", "</calc>")
 # A call, its result and an answer are 23 tokens.
 MAX_NEW_TOKENS = 32
 # The share of first turns in the examples that call the calculator; the others answer at once.
 CALL_FREQUENCY = 0.05
+
+
+def last_answer(completion: str) -> str:
+    """Return the text after the last result, or the whole text if it has no result."""
+    return completion.rpartition("=")[2]
+
+
+score = exact_score(last_answer)
 
 
 def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0) -> Task:
@@ -36,17 +44,6 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256, seed: int = 0
         answer_of=last_answer,
         warm_start_rows=_examples(rows[num_eval:], generator),
     )
-
-
-def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 where the text after the last result (or the whole text, without one) is the product, else 0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(last_answer(completion) == product) for completion, product in pairs]
-
-
-def last_answer(completion: str) -> str:
-    """Return the text after the last result, or the whole text if it has no result."""
-    return completion.rpartition("=")[2]
 
 
 def calls(completions: Sequence[str]) -> list[float]:

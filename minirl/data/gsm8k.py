@@ -10,11 +10,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from minirl.data.jsonl import JsonlRows
-from minirl.data.task import Row, Task
+from minirl.data.task import Row, Task, exact_score
 from minirl.errors import InputError
 
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+
+
+def strict_answer(text: str) -> float | None:
+    """Return the number after the last "####", or None unless the text ends with it."""
+    _, marker, last = text.rpartition("####")
+    if not marker:
+        return None
+    # A full stop after the number is accepted.
+    candidate = last.strip().removesuffix(".").rstrip()
+    match = re.fullmatch(_NUMBER, candidate)
+    return _to_number(match.group()) if match else None
+
+
+def flexible_answer(text: str) -> float | None:
+    """Return the last number of the text, or None if it has no number."""
+    numbers = re.findall(_NUMBER, text)
+    return _to_number(numbers[-1]) if numbers else None
+
+
+def _to_number(text: str) -> float:
+    return float(text.replace(",", "").replace("$", ""))
+
+
+strict_score = exact_score(strict_answer)
+flexible_score = exact_score(flexible_answer)
 
 
 def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
@@ -47,43 +72,3 @@ def _to_row(fields: dict[str, Any], place: str) -> Row:
     if answer is None:
         raise InputError(f"{place}: field 'answer' has no number after '####'")
     return Row(fields["question"] + INSTRUCTION, {"answer": answer}, place)
-
-
-def strict_answer(text: str) -> float | None:
-    """Return the number after the last "####", or None unless the text ends with it."""
-    _, marker, last = text.rpartition("####")
-    if not marker:
-        return None
-    # A full stop after the number is accepted.
-    candidate = last.strip().removesuffix(".").rstrip()
-    match = re.fullmatch(_NUMBER, candidate)
-    return _to_number(match.group()) if match else None
-
-
-def flexible_answer(text: str) -> float | None:
-    """Return the last number of the text, or None if it has no number."""
-    numbers = re.findall(_NUMBER, text)
-    return _to_number(numbers[-1]) if numbers else None
-
-
-def _to_number(text: str) -> float:
-    return float(text.replace(",", "").replace("$", ""))
-
-
-def strict_score(completions: Sequence[Any], answer: Sequence[float]) -> list[float]:
-    """Return 1 where the strict answer is right, else 0."""
-    return _scores([strict_answer(_text(completion)) for completion in completions], answer)
-
-
-def flexible_score(completions: Sequence[Any], answer: Sequence[float]) -> list[float]:
-    """Return 1 where the flexible answer is right, else 0."""
-    return _scores([flexible_answer(_text(completion)) for completion in completions], answer)
-
-
-def _scores(answers: Sequence[float | None], references: Sequence[float]) -> list[float]:
-    return [float(answer == reference) for answer, reference in zip(answers, references, strict=True)]
-
-
-def _text(completion: Any) -> str:
-    """Return the text of a completion, which is a list of one message where the prompt is a chat."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,13 +1,14 @@
 """The embedded task: sort a string of 4 to 8 digits. Of over 10^8 strings, held-out ones are new."""
 
 import random
-from collections.abc import Sequence
 
-from minirl.data.task import Row, Task
+from minirl.data.task import Row, Task, exact_score
 
 ALPHABET = "0123456789="
 MIN_DIGITS = 4
 MAX_DIGITS = 8
+# 1 where a completion is the sorted string and nothing else, else 0.
+score = exact_score(str)
 
 
 def load_sorting(*, num_train: int = 20_000, num_eval: int = 256, seed: int = 0) -> Task:
@@ -32,9 +33,3 @@ def load_sorting(*, num_train: int = 20_000, num_eval: int = 256, seed: int = 0)
         answer_of=str,
         warm_start_rows=rows[num_eval:],
     )
-
-
-def score(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 where a completion is the sorted string and nothing else, else 0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(completion == sorted_string) for completion, sorted_string in pairs]

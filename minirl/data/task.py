@@ -87,6 +87,17 @@ def _add_answer(messages: Messages, answer: Callable[[], str | dict[str, Any]] |
     messages.append(said)
 
 
+def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
+    """Return a reward function: 1 where the answer in a completion is that of the column `answer`, else 0."""
+
+    def score(completions: Sequence[str | Messages], answer: Sequence[Any]) -> list[float]:
+        # A completion is a list of one message where the prompt is a chat.
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+        return [float(answer_of(text) == wanted) for text, wanted in zip(texts, answer, strict=True)]
+
+    return score
+
+
 @dataclass(frozen=True)
 class Row:
     """One example of the data."""
