@@ -9,7 +9,6 @@ import tyro
 
 from minirl.errors import refuse
 from minirl.files.json_files import read_json_object
-from minirl.model.families import read_config
 from minirl.model.folders import file_of, has_adapters
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
 from minirl.ranks import watchdog
@@ -35,7 +34,7 @@ def merge(source: Path, output: Path, dtype: torch.dtype) -> None:
         not has_adapters(source),
         f"{source}: no adapter_config.json there; name a run or a folder with adapters",
     )
-    model = load_replica(source, dtype=dtype, scalar_head=read_config(source).scalar_head)
+    model = load_replica(source, dtype=dtype, scalar_head=None)
     config = read_json_object(file_of(source, "config.json"))
     kept = kept_tensors(model.config, source)
     save_folder(output, named_parameters(model), config=config, tokenizer_from=source, kept=kept)

@@ -50,7 +50,7 @@ class KeptIds:
 
     @staticmethod
     def join(parts: Sequence["KeptIds"]) -> "KeptIds":
-        """Concatenate the ids of one part or more."""
+        """Concatenate the ids of parts."""
         if not any(len(part.ids) for part in parts):
             return KeptIds.none(sum(map(len, parts)))
         return KeptIds(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
@@ -80,23 +80,20 @@ class Completion:
     is_sampled: Tensor  # bool [n]
     logprobs: Tensor  # fp32 [n], at the sampling temperature; 0 where not sampled
     weight_versions: Tensor  # int32 [n], of the weights that sampled it; 0 where not sampled
-    kept: KeptIds = field(kw_only=True)  # of n tokens
+    kept: KeptIds  # of n tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, part: slice) -> "Completion":
-        return Completion(*(stream[part] for stream in self._streams), kept=self.kept[part])
+        return Completion(*(stream[part] for stream in vars(self).values()))
 
     def __add__(self, other: "Completion") -> "Completion":
         if not len(other):
             return self
-        pairs = zip(self._streams, other._streams, strict=True)
-        return Completion(*map(torch.cat, pairs), kept=KeptIds.join([self.kept, other.kept]))
-
-    @property
-    def _streams(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.is_sampled, self.logprobs, self.weight_versions
+        *pairs, kept = zip(vars(self).values(), vars(other).values(), strict=True)
+        joined: list[Any] = [*map(torch.cat, pairs), KeptIds.join(kept)]
+        return Completion(*joined)
 
 
 def appended(tokens: Sequence[int]) -> Completion:
@@ -107,7 +104,7 @@ def appended(tokens: Sequence[int]) -> Completion:
         torch.zeros(n, dtype=torch.bool),
         torch.zeros(n),
         torch.zeros(n, dtype=torch.int32),
-        kept=KeptIds.none(n),
+        KeptIds.none(n),
     )
 
 
@@ -236,9 +233,8 @@ class Rollout:
     @property
     def after_prompt(self) -> Completion:
         """The tokens after the prompt of this branch."""
-        after = slice(self.num_prompt_tokens, None)
         streams = (self.tokens, self.loss_mask, self.sample_logprobs, self.weight_version)
-        return Completion(*(stream[after] for stream in streams), kept=self.kept[after])
+        return Completion(*streams, self.kept)[self.num_prompt_tokens :]
 
 
 def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:

@@ -38,13 +38,12 @@ class Truncation(NamedTuple):
             is_number = type(value) in (int, type(off))
             is_right = is_number and 0 <= value <= most
             refuse(not is_right, f"{named(name)} {value!r:.80}: must be a number from 0 to {most}")
-        refuse(self.top_p == 0, f"{named('top_p')} {self.top_p}: must be greater than 0")
-        for name, value in self.active.items():
             refuse(
-                not self.top_k,
+                value != off and not self.top_k,
                 f"{named(name)} {value}: needs {named('top_k')}, which bounds the tokens that a sample is taken "
                 f"among: training needs their ids; add {named('top_k')} {MAX_KEPT}, the most",
             )
+        refuse(self.top_p == 0, f"{named('top_p')} {self.top_p}: must be greater than 0")
         return self
 
 

@@ -247,8 +247,7 @@ def _read_sampling(
     if truncation.get("top_k") == -1:
         # vLLM's name for all tokens.
         truncation["top_k"] = 0
-    if not is_greedy:
-        episode.truncation._replace(**truncation).checked()
+    episode.truncation._replace(**truncation).checked()
     return tuple(strings), min(limits, default=None), truncation
 
 

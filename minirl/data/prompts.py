@@ -62,7 +62,7 @@ class PromptStream:
         fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or truncate them
         on the "left". If no prompt leaves that many, all that leave at least one token are kept, and their
         completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
-        truncation: of the distributions that requests sample from, if they are not greedy.
+        truncation: of the distributions that requests sample from; greedy ones have none.
 
         Raises InputError on every rank, naming rows and flags, also if no row is left.
         """
@@ -159,7 +159,7 @@ class PromptStream:
             max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
             temperature=temperature,
             stop_ids=self.tokenizer.stop_ids,
-            truncation=self.truncation if temperature else NO_TRUNCATION,
+            truncation=self.truncation,
         )
 
     def key(self, rollout_id: RolloutId) -> int:
@@ -387,15 +387,13 @@ def _check_prompts(
     except InputError as own_error:
         error = str(own_error)
     own = torch.tensor(facts, dtype=torch.int64).view(-1, 2)
-    if num_ranks > 1:
-        errors, counts = zip(*gather_objects((error, len(rows))), strict=True)
-        error = next(filter(None, errors), None)
-        differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
-        refuse(error is None and len(set(counts)) > 1, differ)
-        own = torch.cat(gather_objects(own))
-    if error is not None:
+    errors, counts, parts = zip(*gather_objects((error, len(rows), own)), strict=True)
+    for error in filter(None, errors):
         raise InputError(error)
-    return own[:, 0], own[:, 1]
+    differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
+    refuse(len(set(counts)) > 1, differ)
+    lengths, hashes = torch.cat(parts).unbind(1)
+    return lengths, hashes
 
 
 def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int | None) -> None:

@@ -51,9 +51,7 @@ class TurnMaker:
         room_to_sample = max(1, self._limits.room_to_sample(episode))
         running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
         running.stop_test = self._stop_test(asked.stop) if asked.stop else None
-        request = running.request
-        if request.temperature:
-            running.truncation = request.truncation._replace(**asked.truncation).checked()
+        running.truncation = running.request.truncation._replace(**asked.truncation).checked()
         running.turn = Turn(
             start, branch=branch.number, inserted=asked.inserted, asked=asked.digest, appended=new_ids
         )

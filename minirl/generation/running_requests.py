@@ -189,11 +189,14 @@ class RunningRequests:
 
     def _completion(self, row: int) -> Completion:
         """The tokens read so far; they share this object's memory."""
-        matrices = (self._tokens, self._is_sampled, self._logprobs, self._weight_versions)
-        count = int(self.counts[row])
-        streams = [matrix[row, :count] for matrix in matrices]
-        kept = KeptIds.of_rows(self._kept_ids[row, :count], self._num_kept[row, :count])
-        return Completion(*streams, kept=kept)
+        part = (row, slice(int(self.counts[row])))
+        return Completion(
+            self._tokens[part],
+            self._is_sampled[part],
+            self._logprobs[part],
+            self._weight_versions[part],
+            KeptIds.of_rows(self._kept_ids[part], self._num_kept[part]),
+        )
 
     def _make_room(self, row: int, num_columns: int, num_kept: int) -> None:
         """Grow the arrays if they lack this row, and the matrices if they have fewer columns or keep fewer ids."""

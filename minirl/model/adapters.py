@@ -7,6 +7,7 @@ the base with the adapters merged.
 
 import math
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import Tensor
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors
-from minirl.model.config import ModelConfig
+from minirl.model.config import Adapters, is_adapter
 from minirl.model.folders import ADAPTERS_FILE
-from minirl.model.transformer import linear_layers
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -90,20 +90,23 @@ def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Te
     return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
 
 
-def peft_config(config: ModelConfig, base: str) -> dict[str, Any]:
-    """The adapter_config.json of a model's adapters. base: the folder or hub id of the model under them."""
-    adapters = config.adapters
-    assert adapters is not None
+def peft_config(adapters: Adapters, names: Collection[str], base: str) -> dict[str, Any]:
+    """The adapter_config.json of a model's adapters.
+
+    names: those of the trained parameters. base: the folder or hub id of the model under the adapters.
+    """
+    targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+    has_score = "score.weight" in names
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if config.scalar_head else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": [name for name in adapters.targets if name in linear_layers(config)],
-        "modules_to_save": ["score"] if config.scalar_head else None,
+        "target_modules": list(targets),
+        "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
     }
 

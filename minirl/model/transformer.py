@@ -10,8 +10,6 @@ features a family has. Norm statistics, rope tables and rotations are fp32 (fp64
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
-import functools
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -203,15 +201,18 @@ class Transformer(nn.Module):
 
         Raises InputError for a target that the model lacks.
         """
-        layers = linear_layers(self.config)
-        lacking = set(adapters.targets) - layers.keys()
+        present = set()
+        for path, module in self.model.layers.named_modules():
+            name = path.rpartition(".")[2]
+            if isinstance(module, Linear):
+                present.add(name)
+                if name in adapters.targets:
+                    module.add_adapter(adapters)
+        lacking = set(adapters.targets) - present
         refuse(
             lacking and adapters.targets != LINEAR_LAYERS,
-            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(layers)}",
+            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(sorted(present))}",
         )
-        for path, module in self.model.layers.named_modules():
-            if isinstance(module, Linear) and path.rpartition(".")[2] in adapters.targets:
-                module.add_adapter(adapters)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 
@@ -243,29 +244,16 @@ class Transformer(nn.Module):
         return states / self.config.logits_divisor
 
 
-@functools.cache
-def linear_layers(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers of a model's decoder layers by name, with the numbers of their inputs and outputs."""
-    with torch.device("meta"):
-        layers = Decoder(config, recompute_layers=False).layers
-    shapes = {}
-    for path, module in layers.named_modules():
-        if isinstance(module, Linear):
-            shapes[path.rpartition(".")[2]] = (module.in_features, module.out_features)
-    return shapes
-
-
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slices: int = 1
 ) -> bool:
-    """Return whether a token has the same bits in any batch on this machine, measured on all products.
+    """Return whether a token has the same bits in any batch on this machine, measured on all products of such a model.
 
     num_slices: the slices in which decoding computes their columns.
     """
-    layers = list(linear_layers(config).values())
-    if config.adapters is not None:
-        rank = config.adapters.rank
-        layers += [shape for num_in, num_out in layers for shape in ((num_in, rank), (rank, num_out))]
+    with torch.device("meta"):
+        parameters = list(Transformer(config).model.layers.parameters())
+    layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
     head = [(config.hidden_size, config.vocab_size)]
     if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
         return False

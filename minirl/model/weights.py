@@ -101,9 +101,9 @@ def _stored_name(name: str, prefix: str) -> str:
 def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Return the folder's tensors outside of the model that are saved with it (`config.kept_weights`).
 
-    A model with a scalar head saves none.
+    A model with a scalar head or adapters saves none.
     """
-    if config.scalar_head or not config.kept_weights:
+    if config.scalar_head or config.adapters or not config.kept_weights:
         return {}
     kept = {}
     for name, path in _file_of_each_tensor(folder).items():
@@ -166,10 +166,10 @@ def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
         )
 
 
-def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool = False) -> Transformer:
+def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
     """Load a frozen, unsharded model in `dtype` on the host. Not collective, nor is its forward.
 
-    It is a reference model, or with a scalar head a reward model.
+    It is a reference model, or with a scalar head a reward model; scalar_head: see `read_config`.
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)

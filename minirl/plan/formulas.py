@@ -9,13 +9,14 @@ import functools
 import math
 
 import torch
+from torch import Tensor
 
 from minirl.model.config import ModelConfig
 from minirl.model.delta_rule import CHUNK, make_states
 from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
-from minirl.model.transformer import Transformer, linear_layers
+from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters
 
 
@@ -41,10 +42,13 @@ def num_trained_parameters(config: ModelConfig) -> int:
 @functools.cache
 def num_decoding_parameters(config: ModelConfig, decode_group: int) -> float:
     """The parameters that a rank decodes from: its rows. The first of an adapter's two matrices is whole."""
-    whole = sum(
-        p.numel() for name, p in named_parameters(_on_meta(config)).items() if name.endswith("lora_A")
-    )
+    whole = sum(matrix.numel() for matrix in _first_matrices(config))
     return whole + (num_parameters(config) - whole) / decode_group
+
+
+def _first_matrices(config: ModelConfig) -> list[Tensor]:
+    """A [r, in] of each adapter."""
+    return [p for name, p in named_parameters(_on_meta(config)).items() if name.endswith("lora_A")]
 
 
 @functools.cache
@@ -98,9 +102,7 @@ def decode_logits_bytes(config: ModelConfig) -> float:
 def layer_bytes(config: ModelConfig, dtype: torch.dtype) -> float:
     """The bytes that a layer keeps of a token for backward (A), on average."""
     queries, keys = _channels(config)
-    adapters = 0
-    if config.adapters:
-        adapters = config.adapters.rank * len(linear_layers(config).keys() & config.adapters.targets)
+    adapters = sum(map(len, _first_matrices(config))) / config.num_hidden_layers
     # Up, gate and their product, or up and its activation. Only the kernel of silu keeps no activation of the gate.
     num_inner = 3 if config.activation == "silu" else 4
     inner = (num_inner if config.gated_mlp else 2) * config.intermediate_size

@@ -186,13 +186,9 @@ def save_bytes(work: Workload) -> float:
     """Copies on rank 0's host from which it writes a checkpoint: its shards, and the weights."""
     if not work.trains:
         return 0.0
-    shards = 12 / work.num_shards
     # The masters of adapters are copied whole.
-    whole = [4 if config.adapters else work.dtype.itemsize for config in work.trained]
-    return sum(
-        (shards + size) * num_trained_parameters(config)
-        for config, size in zip(work.trained, whole, strict=True)
-    )
+    whole = 4 if work.policy.adapters else work.dtype.itemsize
+    return (12 / work.num_shards + whole) * num_trained(work)
 
 
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:

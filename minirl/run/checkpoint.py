@@ -267,11 +267,16 @@ def _model_writer(model: ShardedModel, source: Path) -> Callable[..., dict[str, 
     config = read_json_object(file_of(source, "config.json"))
     if model_config.scalar_head:
         config = scalar_config(config)
-    own: dict[str, Any] = {"kept": kept_tensors(model_config, source)}
+    peft = None
     if model_config.adapters is not None:
-        own = {"peft_config": peft_config(model_config, base=str(source.resolve()))}
-    tokenizer_files = read_tokenizer_files(source)
-    return functools.partial(write_folder, config=config, tokenizer_files=tokenizer_files, **own)
+        peft = peft_config(model_config.adapters, model.masters, base=str(source.resolve()))
+    return functools.partial(
+        write_folder,
+        config=config,
+        tokenizer_files=read_tokenizer_files(source),
+        kept=kept_tensors(model_config, source),
+        peft_config=peft,
+    )
 
 
 class _Save:

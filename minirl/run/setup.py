@@ -191,12 +191,12 @@ class Setup:
         """
         folder = named_folder(self.config, "teacher")
         assert folder is not None
-        options: dict[str, Any] = {}
-        if self.prompts.teacher_field is not None:
-            options["prompt_ids"] = self.prompts.teacher_ids
+        prompt_ids = self.prompts.teacher_ids if self.prompts.teacher_field else None
         if self.config.has_kl_loss:
-            return self.frozen(folder, teacher_states, ["teacher_states"], keeps_head=True, **options)
-        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], **options)
+            return self.frozen(
+                folder, teacher_states, ["teacher_states"], keeps_head=True, prompt_ids=prompt_ids
+            )
+        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], prompt_ids=prompt_ids)
 
     def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
         """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""

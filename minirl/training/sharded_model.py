@@ -102,8 +102,7 @@ class ShardedModel:
         self.shards_weights = shard_weights and self._num_shards > 1
         shard_gradients = shard_gradients or self.shards_weights
         if base is not None and not self.shards_weights:
-            held = base.module.named_parameters()
-            shared = {name: weight for name, weight in held if name in frozen and not weight.requires_grad}
+            shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
         mesh = _device_mesh(device.type, self._num_shards)
@@ -142,7 +141,7 @@ class ShardedModel:
         load_weights(self.module, folder)
         parameters: dict[str, Tensor] = dict(self.module.named_parameters())
         self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
-        self._frozen = {name: parameters[name] for name in frozen}
+        self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
         self._names = list(parameters)
         if self.shards_weights:
             self._slice(config, device)
@@ -219,7 +218,7 @@ class ShardedModel:
             return {name: _host_copy(weight) for name, weight in self.compute_weights.items()} if keep else {}
         copies = {}
         for name in filter(sharded.__contains__, self._names):
-            whole = sharded[name].full_tensor()  # type: ignore[attr-defined]
+            whole = sharded[name].full_tensor()
             if keep:
                 copies[name] = _host_copy(whole.to(dtype))
         return copies
