@@ -15,7 +15,7 @@ regardless of the number and length of the sequences.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -456,11 +456,10 @@ class KVCache:
                 block_table, *left = left
                 read = DecodeRead(block_table, num_keys)
             caches.append(Cached(pool, last_block, offset, read=read))
-        layout = DecodeLayout(positions, caches, self.pool_of_layer)
         if not self.states:
-            return layout
-        rounds = layout.rounds if has_one_each else self._rounds(rows)
-        return replace(layout, states=self.states, slots=left[0], rounds=rounds)
+            return DecodeLayout(positions, caches, self.pool_of_layer)
+        rounds = [slice(None)] if has_one_each else self._rounds(rows)
+        return DecodeLayout(positions, caches, self.pool_of_layer, self.states, left[0], rounds)
 
     def _rounds(self, rows: Tensor) -> list[Tensor]:
         """Split the tokens of a decode step into parts with at most one token of each sequence."""

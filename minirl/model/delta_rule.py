@@ -293,26 +293,23 @@ class _Solve(torch.autograd.Function):
 @functools.cache
 def is_batch_invariant(shape: DeltaNet) -> bool:
     """Measure whether `run_row` has the bits of `run_chunks` on this CPU, for one and for three sequences."""
-    generator = torch.Generator().manual_seed(0)
     length = CHUNK + 9
-    heads = (3 * length, shape.num_value_heads)
-    sizes = (shape.key_head_dim, shape.key_head_dim, shape.value_head_dim)
-    q, k, v = (F.normalize(torch.randn(*heads, size, generator=generator), dim=-1) for size in sizes)
-    decay = -torch.rand(heads, generator=generator)
-    rows = DeltaRows(q, k, v, decay, beta=torch.rand(heads, generator=generator))
+    sizes = (shape.key_head_dim, shape.key_head_dim, shape.value_head_dim, 1, 1)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(3, length, shape.num_value_heads, sum(sizes), generator=generator)
+    q, k, v, decay, beta = numbers.split(sizes, -1)
+    rows = DeltaRows(normalized(q), normalized(k), v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
     sequences = torch.arange(3 * length).split(length)
     index = index_rounds(sequences, [[0, CHUNK]] * 3, 3 * length, CHUNK, lambda tensor: tensor)
-    expected = run_chunks(rows, index)
-    for num_sequences in (1, 3):
-        slots = torch.arange(num_sequences)
-        states = make_states(shape, num_sequences, dtype=torch.float32, device=torch.device("cpu"))
+    expected = run_chunks(DeltaRows(*(x.flatten(0, 1) for x in rows)), index).unflatten(0, (3, length))
+    for n in (1, 3):
+        slots = torch.arange(n)
+        states = make_states(shape, n, dtype=torch.float32, device=torch.device("cpu"))
         for position in range(length):
             if position == CHUNK:
                 end_chunks(states, slots)
-            picked = slots * length + position
-            out = run_row(
-                DeltaRows(*(x[picked] for x in rows)), states, slots, torch.full_like(slots, position)
-            )
-            if not torch.equal(out, expected[picked]):
+            row = DeltaRows(*(x[:n, position] for x in rows))
+            out = run_row(row, states, slots, torch.full_like(slots, position))
+            if not torch.equal(out, expected[:n, position]):
                 return False
     return True

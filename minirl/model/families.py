@@ -179,35 +179,26 @@ _KEYS_OF_ALL = frozenset(
 )
 # Supported with one value, also in a family that has no such key.
 _NEUTRAL_VALUES: dict[str, Any] = {
-    "add_cross_attention": False,
-    "attention_bias": False,
-    "attention_chunk_size": None,
-    "attention_dropout": 0.0,
-    "cross_attention_hidden_size": None,
-    "attn_logit_softcapping": None,
-    "embd_pdrop": 0.0,
-    "final_logit_softcapping": None,
-    "is_causal": True,
-    "is_decoder": False,
-    "is_encoder_decoder": False,
-    "layer_types": None,
-    "lm_head_bias": False,
-    "max_window_layers": None,
-    "mlp_bias": False,
-    "normalization_function": "rmsnorm",
-    "partial_rotary_factor": 1.0,
-    "pretraining_tp": 1,
-    "pruned_heads": {},
-    "quantization_config": None,
-    "resid_pdrop": 0.0,
-    "rope_interleaved": False,
-    "sliding_window": None,
-    "tie_encoder_decoder": False,
-    "torchscript": False,
-    "use_bfloat16": False,
-    "use_bidirectional_attention": False,
-    "use_mrope": False,
-    "use_sliding_window": False,
+    key: value
+    for value, keys in (
+        (
+            False,
+            "add_cross_attention attention_bias is_decoder is_encoder_decoder lm_head_bias mlp_bias rope_interleaved "
+            "tie_encoder_decoder torchscript use_bfloat16 use_bidirectional_attention use_mrope use_sliding_window",
+        ),
+        (
+            None,
+            "attention_chunk_size attn_logit_softcapping cross_attention_hidden_size final_logit_softcapping "
+            "layer_types max_window_layers quantization_config sliding_window",
+        ),
+        (True, "is_causal"),
+        (0.0, "attention_dropout embd_pdrop resid_pdrop"),
+        (1, "pretraining_tp"),
+        (1.0, "partial_rotary_factor"),
+        ("rmsnorm", "normalization_function"),
+        ({}, "pruned_heads"),
+    )
+    for key in keys.split()
 }
 # No value of these changes the numbers of these families.
 _HARMLESS_KEYS = frozenset(

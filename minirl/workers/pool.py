@@ -467,6 +467,7 @@ class _Worker:
     def _read(self) -> tuple[list[bytes], bool]:
         """Return the complete lines, and whether no more will come."""
         received = self._process.received
+        num_searched = len(received)  # bytes without an end of a line
         has_ended = False
         size = -1
         while not has_ended and size < len(received) <= MAX_ANSWER:
@@ -474,9 +475,10 @@ class _Worker:
             has_ended = self._process.read()
             if len(received) > size:
                 self._since = time.monotonic()
-        *lines, rest = bytes(received).split(b"\n")
-        received[:] = rest
-        if len(rest) > MAX_ANSWER:
+        end = received.rfind(b"\n", num_searched) + 1
+        *lines, _ = bytes(received[:end]).split(b"\n")
+        del received[:end]
+        if len(received) > MAX_ANSWER:
             lines.append(b"")  # no answer
         return lines, has_ended
 
