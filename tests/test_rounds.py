@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -180,6 +181,23 @@ def test_a_worker_that_cannot_be_replaced_during_an_evaluation_is_an_error_that_
     requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
     with pytest.raises(RolloutError, match=r"(?s)^rollout patient: raised.*it is gone"):
         evaluated(collector.evaluator(make_prompts()), requests)
+
+
+def test_an_evaluation_is_judged_as_a_whole_however_late_a_reward_comes(load, tmp_path):
+    """A function without workers, such as a reward model, gets all completions in one call."""
+    judged = []
+
+    def judge(completions):
+        judged.append(len(completions))
+        return [0.0] * len(completions)
+
+    functions = {"reward": load("reward", make=load_reward), "judge": judge}
+    requests = make_prompts().requests(0, 3, group_size=0, num_greedy=1)
+    opening = threading.Timer(1.0, (tmp_path / "open").touch)
+    opening.start()
+    rewarded = evaluated(make_collector(make_prompts(), rollout=here, functions=functions), requests)
+    opening.join()
+    assert (len(rewarded.rollouts), judged) == (3, [3])
 
 
 def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(load):

@@ -167,7 +167,8 @@ class Collector:
                 bar.update(len(rollouts))
                 self._queue.poll(0.0 if self._num_running else 0.5)
                 ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
-                if len(ready) >= num_together or (ready and not self._num_running):
+                enough = num_together if self._num_running else min(num_together, len(self._ended))
+                if len(ready) >= enough:
                     yield self._finish(ready)
         self._leave_engine()
 
