@@ -112,7 +112,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
-        **config.truncation.active,
+        **(config.truncation._asdict() if config.top_k else {}),
         "errors": sum(record["failed"] or record["finish_reason"] == "error" for record in records),
         "scores": scores,
     }

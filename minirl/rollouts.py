@@ -58,11 +58,15 @@ class KeptIds:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def __getitem__(self, part: slice) -> "KeptIds":
-        """Return the ids of consecutive tokens."""
-        counts = self.counts[part]
-        before = int(self.counts[: part.start].sum()) if part.start else 0
-        return KeptIds(counts, self.ids[before : before + int(counts.sum())])
+    def __getitem__(self, places: slice | Tensor) -> "KeptIds":
+        """Return the ids of the tokens at these places."""
+        counts = self.counts[places]
+        if not len(self.ids):  # the sums below would cover the whole batch for each of its microbatches
+            return KeptIds.none(len(counts))
+        starts = self.counts.cumsum(0) - self.counts
+        shifts = starts[places] - (counts.cumsum(0) - counts)
+        index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
+        return KeptIds(counts, self.ids[index])
 
     def rows(self) -> Tensor:
         """Return the ids int32 [n, W] with -1 after the last one; W is the greatest count."""

@@ -22,11 +22,6 @@ class Truncation(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
 
-    @property
-    def active(self) -> dict[str, float]:
-        """The fields that leave tokens out, by name."""
-        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
-
     def checked(self, named: Callable[[str], str] = str) -> "Truncation":
         """Return self. Raises InputError naming a field out of its range, or one that needs top_k.
 

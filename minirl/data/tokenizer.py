@@ -17,7 +17,7 @@ from minirl.data.stop_ids import find_stop_ids
 from minirl.data.task import Messages, Row, as_messages, conversation
 from minirl.data.tools import Tool, renamed, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
-from minirl.model.folders import tokenizer_folder
+from minirl.model.folders import file_of
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -52,7 +52,7 @@ class Tokenizer:
         """
         from transformers import AutoTokenizer
 
-        source = tokenizer_folder(folder)
+        source = file_of(folder, "tokenizer_config.json").parent
         # Without any of these files transformers makes an empty tokenizer.
         if not any((source / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")

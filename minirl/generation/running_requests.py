@@ -75,11 +75,11 @@ class RunningRequests:
         return self.prompt_lengths[rows] + self.counts[rows]
 
     def sampling(self, rows: Tensor) -> list[Tensor]:
-        """Keys and temperatures of these rows and, if a request among them has one, the fields of truncations."""
-        tensors = [self.keys[rows], self.temperatures[rows]]
-        top_k = self.top_ks[rows]
-        if top_k.any():
-            tensors += [top_k, self.top_ps[rows], self.min_ps[rows]]
+        """Keys and temperatures of these rows and, if a truncated one may be among them, the fields of truncations."""
+        temperatures, top_ks = self.temperatures[rows], self.top_ks[rows]
+        tensors = [self.keys[rows], temperatures]
+        if top_ks.any() and temperatures.any():
+            tensors += [top_ks, self.top_ps[rows], self.min_ps[rows]]
         return tensors
 
     def admit(self, request: Request, row: int) -> None:

@@ -75,8 +75,3 @@ def file_of(folder: Path, name: str) -> Path:
     if path.is_file() or not has_adapters(folder):
         return path
     return base_folder(folder, with_weights=False) / name
-
-
-def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder of a model's tokenizer. Raises InputError."""
-    return file_of(folder, "tokenizer_config.json").parent

@@ -51,10 +51,10 @@ def mask_left_out(logits: Tensor, kept_ids: Tensor | None, first: int = 0) -> Te
         return logits
     width = logits.shape[1]
     index, is_in_chunk = index_in_chunk(kept_ids - first, width)
-    is_kept = torch.zeros(len(logits), width + 1, dtype=torch.bool, device=logits.device)
-    is_kept.scatter_(1, torch.where(is_in_chunk, index, width), True)
-    is_truncated = kept_ids[:, :1] >= 0
-    return logits.masked_fill_(is_truncated & ~is_kept[:, :width], -torch.inf)
+    # The last column is for kept tokens outside of the W.
+    is_left_out = (kept_ids[:, :1] >= 0).repeat(1, width + 1)
+    is_left_out.scatter_(1, torch.where(is_in_chunk, index, width), False)
+    return logits.masked_fill_(is_left_out[:, :width], -torch.inf)
 
 
 def chunked_entropies(chunk_totals: Tensor, chunk_entropies: Tensor) -> Tensor:

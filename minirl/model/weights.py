@@ -24,7 +24,7 @@ from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors,
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import read_config, weight_prefix
-from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters, tokenizer_folder
+from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer
 
 _TOKENIZER_FILES = (
@@ -290,7 +290,8 @@ def save_folder(
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder's tokenizer and generation_config.json: contents by file name."""
     paths = [file_of(folder, "generation_config.json")]
-    paths += [path for pattern in _TOKENIZER_FILES for path in tokenizer_folder(folder).glob(pattern)]
+    source = file_of(folder, "tokenizer_config.json").parent
+    paths += [path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 

@@ -17,7 +17,6 @@ from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import Transformer
-from minirl.model.weights import named_parameters
 
 
 @functools.cache
@@ -30,31 +29,31 @@ def _on_meta(config: ModelConfig) -> Transformer:
 @functools.cache
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of a model of this shape; tied ones count once."""
-    return sum(parameter.numel() for parameter in named_parameters(_on_meta(config)).values())
+    return sum(map(torch.numel, _on_meta(config).parameters()))
 
 
 @functools.cache
 def num_trained_parameters(config: ModelConfig) -> int:
     """Its trained parameters: all, or those of adapters and of a scalar head."""
-    return sum(p.numel() for p in named_parameters(_on_meta(config)).values() if p.requires_grad)
+    return sum(p.numel() for p in _on_meta(config).parameters() if p.requires_grad)
 
 
 @functools.cache
 def num_decoding_parameters(config: ModelConfig, decode_group: int) -> float:
     """The parameters that a rank decodes from: its rows. The first of an adapter's two matrices is whole."""
-    whole = sum(matrix.numel() for matrix in _first_matrices(config))
+    whole = sum(map(torch.numel, _first_matrices(config)))
     return whole + (num_parameters(config) - whole) / decode_group
 
 
 def _first_matrices(config: ModelConfig) -> list[Tensor]:
     """A [r, in] of each adapter."""
-    return [p for name, p in named_parameters(_on_meta(config)).items() if name.endswith("lora_A")]
+    return [p for name, p in _on_meta(config).named_parameters() if name.endswith("lora_A")]
 
 
 @functools.cache
 def pinned_bytes(config: ModelConfig, itemsize: int, *, num_shards: int = 1, of_trained: bool = False) -> int:
     """A rank's shards of a model's parameters in pinned memory: torch rounds each up to a power of two."""
-    parameters = [p for p in named_parameters(_on_meta(config)).values() if p.requires_grad or not of_trained]
+    parameters = [p for p in _on_meta(config).parameters() if p.requires_grad or not of_trained]
     shards = [math.ceil(len(p) / num_shards) * p[0].numel() for p in parameters]
     return sum(next_power_of_two(itemsize * num_values) for num_values in shards)
 

@@ -216,7 +216,7 @@ class Batch:
             name: tensor[token_index] for name, tensor in self._tensors().items() if name != "table_index"
         }
         if self.kept is not None:
-            fields["kept"] = _select_kept(self.kept, places)
+            fields["kept"] = self.kept[places]
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
 
     @property
@@ -360,15 +360,6 @@ def exchange(
     batch = arrived.select(received["table_index"].argsort().tolist())
     _check_shared_prompts(batch)
     return batch
-
-
-def _select_kept(kept: KeptIds, places: Tensor) -> KeptIds:
-    """Those of the tokens at these places, in this order."""
-    if not len(kept.ids):  # the sums below would cover the whole batch for each of its microbatches
-        return KeptIds.none(len(places))
-    starts = kept.counts.cumsum(0) - kept.counts
-    counts = kept.counts[places]
-    return KeptIds(counts, kept.ids[concatenated_ranges(starts[places], counts)])
 
 
 def _check_shared_prompts(batch: Batch) -> None:
