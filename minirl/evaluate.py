@@ -109,6 +109,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         scores[name] = {"mean": fmean(of_prompts), "low": low, "high": high, "prompts": len(of_prompts)}
     return {
         "model": str(setup.model_folder),
+        "data": list(setup.task.eval_sets),
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
