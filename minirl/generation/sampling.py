@@ -147,24 +147,24 @@ def sample(
     """
     uniform = uniforms(keys, positions)
     kept_ids = None
-    if device_kernels.are_used(head.device):
+    is_fused = device_kernels.are_used(head.device)
+    if is_fused:
+        logits = head_logits(hidden, head)
+    else:
+        divisor = _divisor(temperature)
+        logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
+    if gather is not None:
+        logits = gather(logits).contiguous()
+    if truncation:
+        if is_fused:
+            logits.div_(_divisor(temperature))
+        kept_ids = truncate(logits, temperature, *truncation)
+        # The logits are divided; 0 still takes the likeliest token.
+        temperature = (temperature > 0).float()
+    if is_fused:
         from minirl.kernels.fused_sampling import sample_logits
 
-        logits = head_logits(hidden, head)
-        if gather is not None:
-            logits = gather(logits).contiguous()
-        if truncation:
-            logits.div_(_divisor(temperature))
-            kept_ids = truncate(logits, temperature, *truncation)
-            # The logits are divided; 0 still takes the likeliest token.
-            temperature = (temperature > 0).float()
         return *sample_logits(logits, temperature, uniform), kept_ids
-    divisor = _divisor(temperature)
-    logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
-    if gather is not None:
-        logits = gather(logits)
-    if truncation:
-        kept_ids = truncate(logits, temperature, *truncation)
     logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
     if len(logit_chunks) == 1:
         logprobs = log_softmax(logits, None)
