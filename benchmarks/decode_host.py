@@ -30,8 +30,9 @@ def no_decode(model: object, tokens: Tensor, *_: object) -> Tensor:
     return torch.ones(2, len(tokens), dtype=torch.int32)
 
 
-def no_sample(hidden: Tensor, head: Tensor, **_: object) -> tuple[Tensor, Tensor, None]:
-    return torch.ones(len(hidden), dtype=torch.int64), torch.zeros(len(hidden)), None
+def no_sample(hidden: Tensor, head: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, logprobs = torch.ones(len(hidden), dtype=torch.int64), torch.zeros(len(hidden))
+    return tokens, logprobs, torch.zeros(len(hidden), 0, dtype=torch.int32)
 
 
 def step_ms(num_requests: int, context: int, *, num_ending: int) -> list[float]:

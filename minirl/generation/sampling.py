@@ -134,7 +134,7 @@ def sample(
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
@@ -143,10 +143,10 @@ def sample(
     vocabulary per product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of
     the head, if it has only some.
 
-    Also returns the tokens that the truncated distributions kept, see `truncate`; None without `truncation`.
+    Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
-    kept_ids = None
+    kept_ids = torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
     is_fused = device_kernels.are_used(head.device)
     if is_fused:
         logits = head_logits(hidden, head)
