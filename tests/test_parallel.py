@@ -349,8 +349,6 @@ def of_one_rank(one_rank, folder, value_folder):
 @pytest.mark.parametrize(
     ("folder", "pool", "options"),
     [
-        slow("tied", "one_rank", SHARDED),
-        slow("tied", "two_ranks", {}),
         slow("tied", "four_ranks", {"num_shards": 2, **SHARDED}),
         *(pytest.param("untied", *layout.values, marks=layout.marks) for layout in LAYOUTS),
     ],

@@ -69,11 +69,8 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
         slow("grpo", 2, EVERY_SPLIT),
         slow("partial", 2, EVERY_SPLIT),
         slow("skips", 2, [1]),
-        ("grpo", 1, [1]),
-        slow("grpo", 1, [0, 2, 3]),
-        slow("partial", 1, EVERY_SPLIT),
-        slow("ppo", 1, EVERY_SPLIT),
         slow("ppo", 2, EVERY_SPLIT),
+        ("grpo", 1, [1]),
     ],
     ids=lambda value: str(value) if isinstance(value, int | str) else "-".join(map(str, value)),
 )
