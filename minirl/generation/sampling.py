@@ -146,7 +146,7 @@ def sample(
     Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
-    kept_ids = torch.empty(len(hidden), 0, dtype=torch.int32, device=hidden.device)
+    kept_ids = hidden.new_empty(len(hidden), 0, dtype=torch.int32)
     is_fused = device_kernels.are_used(head.device)
     if is_fused:
         logits = head_logits(hidden, head)
