@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from minirl.data import answers
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
@@ -182,20 +184,22 @@ class TokenReader:
     @property
     def ids(self) -> list[int]:
         """Its token ids."""
-        ids: list[int] = self.rollout.tokens[self.first : self.last].tolist()
-        return ids
+        return self._listed(self.rollout.tokens)
 
     @property
     def logprobs(self) -> list[float]:
         """The logprobs of these tokens."""
-        logprobs: list[float] = self.rollout.sample_logprobs[self.first : self.last].tolist()
-        return logprobs
+        return self._listed(self.rollout.sample_logprobs)
 
     @property
     def versions(self) -> list[int]:
         """The versions of the weights that sampled them."""
-        versions: list[int] = self.rollout.weight_version[self.first : self.last].tolist()
-        return versions
+        return self._listed(self.rollout.weight_version)
+
+    def _listed(self, stream: Tensor) -> list[Any]:
+        """The turn's part of a stream of the branch."""
+        part: list[Any] = stream[self.first : self.last].tolist()
+        return part
 
     @property
     def text(self) -> str:

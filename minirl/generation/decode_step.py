@@ -43,7 +43,7 @@ def sample_packed(
     )
     bits = logprobs.float().view(torch.int32)
     packed = torch.stack([tokens.int(), bits])
-    if kept_ids is not None:
+    if kept_ids.shape[1]:
         packed = torch.cat([packed, kept_ids.T])
     if slices is not None and packed.device.type == "cuda":
         slices.broadcast(packed)  # so that ranks stay together even if their kernels differ in a bit

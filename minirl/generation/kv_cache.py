@@ -336,9 +336,7 @@ class KVCache:
     def extend_by(self, row: int, num_tokens: int) -> int:
         """Extend by up to `num_tokens`, all within one block, and one chunk of the delta rule if there are states.
 
-        Returns by how many, 0 if no block is free.
-
-        It frees no key that the first of them sees.
+        Returns by how many, 0 if no block is free. It frees no key that the first of them sees.
         """
         if not self.extend(row):
             return 0

@@ -134,7 +134,7 @@ def sample(
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
@@ -143,28 +143,28 @@ def sample(
     vocabulary per product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of
     the head, if it has only some.
 
-    Also returns the tokens that the truncated distributions kept, see `truncate`; None without `truncation`.
+    Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
     """
     uniform = uniforms(keys, positions)
-    kept_ids = None
-    if device_kernels.are_used(head.device):
+    kept_ids = hidden.new_empty(len(hidden), 0, dtype=torch.int32)
+    is_fused = device_kernels.are_used(head.device)
+    if is_fused:
+        logits = head_logits(hidden, head)
+    else:
+        divisor = _divisor(temperature)
+        logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
+    if gather is not None:
+        logits = gather(logits).contiguous()
+    if truncation:
+        if is_fused:
+            logits.div_(_divisor(temperature))
+        kept_ids = truncate(logits, temperature, *truncation)
+        # The logits are divided; 0 still takes the likeliest token.
+        temperature = (temperature > 0).float()
+    if is_fused:
         from minirl.kernels.fused_sampling import sample_logits
 
-        logits = head_logits(hidden, head)
-        if gather is not None:
-            logits = gather(logits).contiguous()
-        if truncation:
-            logits.div_(_divisor(temperature))
-            kept_ids = truncate(logits, temperature, *truncation)
-            # The logits are divided; 0 still takes the likeliest token.
-            temperature = (temperature > 0).float()
         return *sample_logits(logits, temperature, uniform), kept_ids
-    divisor = _divisor(temperature)
-    logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
-    if gather is not None:
-        logits = gather(logits)
-    if truncation:
-        kept_ids = truncate(logits, temperature, *truncation)
     logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
     if len(logit_chunks) == 1:
         logprobs = log_softmax(logits, None)

@@ -3,8 +3,6 @@
 In shapes: T tokens, C channels of a head.
 """
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from minirl.model import batch_invariance, delta_rule, device_kernels
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout
 from minirl.model.config import ModelConfig
 from minirl.model.delta_rule import DeltaRows
-from minirl.model.layers import Linear, RMSNorm
+from minirl.model.layers import Linear
 
 
 class GatedDeltaNet(nn.Module):
@@ -39,7 +37,7 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = nn.Conv1d(channels, channels, shape.kernel_size, groups=channels, bias=False)
         self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
         self.A_log = nn.Parameter(torch.zeros(shape.num_value_heads))
-        self.norm = RMSNorm(shape.value_head_dim, dataclasses.replace(config, norm_adds_one=False))
+        self.norm = nn.RMSNorm(shape.value_head_dim, config.rms_norm_eps)
         self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
@@ -80,7 +78,7 @@ class GatedDeltaNet(nn.Module):
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
-        """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Advances their states."""
+        """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Their states keep the tokens."""
         states = layout.states[self.layer]
         assert layout.slots is not None
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)

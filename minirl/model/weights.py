@@ -4,11 +4,10 @@ Parameters have the names of the checkpoint's tensors, so loading and saving map
 are loaded one at a time, straight into each rank's shard. `families` reads the folder's config.json.
 """
 
-import functools
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -346,12 +345,14 @@ def write_folder(
     dtype = next(iter(tensors.values())).dtype
     written_config["dtype"] = str(dtype).removeprefix("torch.")
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
-    weights_name = "model.safetensors"
-    name_of: Callable[[str], str] = functools.partial(_stored_name, prefix=weight_prefix(config))
-    if peft_config is not None:
-        weights_name, name_of = WEIGHTS_FILE, peft_name
+    if peft_config is None:
+        prefix = weight_prefix(config)
+        weights_name = "model.safetensors"
+        stored = {_stored_name(name, prefix): tensor for name, tensor in tensors.items()}
+    else:
+        weights_name = WEIGHTS_FILE
+        stored = {peft_name(name): tensor for name, tensor in tensors.items()}
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
-    stored = {name_of(name): tensor for name, tensor in tensors.items()}
     digests = {}
     for name, content in contents.items():
         digests[name] = durable.write_file(folder / name, [content])
