@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -19,8 +19,10 @@ from minirl.run.run_folder import newest_checkpoint
 class Config:
     """Merge adapters into their base."""
 
-    run: tyro.conf.Positional[str]  # a run's folder or name, or a folder with adapters
-    output: tyro.conf.Positional[Path]  # the new folder of the model
+    # A run's folder or name, or a folder with adapters.
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    # The new folder of the model.
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     dtype: Literal["float32", "bfloat16"] = "float32"  # of its weights
 
 
@@ -44,8 +46,8 @@ def main() -> None:
     """The command."""
     config = tyro.cli(Config, prog="python -m minirl.merge")
     source = Path(newest_checkpoint(config.run, flag="RUN"))
-    merge(source, config.output, getattr(torch, config.dtype))
-    print(f"{source} and its base are merged in {config.output}")
+    merge(source, config.folder, getattr(torch, config.dtype))
+    print(f"{source} and its base are merged in {config.folder}")
 
 
 if __name__ == "__main__":
