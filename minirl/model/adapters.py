@@ -40,9 +40,9 @@ _PLAIN_VALUES = {
 
 
 def first_values(name: str, shape: torch.Size) -> Tensor:
-    """The first values of a parameter that no file has: 0, so that it adds nothing, but for an adapter's A.
+    """The first values of a parameter that no file has: 0, so that it adds nothing.
 
-    That is uniform as in PEFT, and depends on its name.
+    An adapter's A is uniform, as in PEFT, and depends on its name.
     """
     values = torch.zeros(shape)
     if name.endswith("lora_A"):

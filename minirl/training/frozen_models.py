@@ -63,8 +63,8 @@ class FrozenModel:
 
         park: see `unparked`. keeps_head: a sharded model's head stays gathered, for users of hidden states.
 
-        prompt_ids: of other prompts that the model reads, see `Batch.with_prompts`, in microbatches of its own of up to
-        `max_tokens`; None: the batch's.
+        prompt_ids: of other prompts that the model reads, see `Batch.with_prompts`; None: it reads the batch's.
+        max_tokens: limit of a microbatch with other prompts.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
