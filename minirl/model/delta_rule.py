@@ -100,10 +100,10 @@ def index_rounds(
     an earlier one, which must then have a piece that ends before its first own piece.
     multiple: the rows of each piece are padded to a multiple of it. upload: copies a tensor to the rows' device.
     """
-    pieces_of: dict[
-        int, list[tuple[Tensor, int]]
-    ] = {}  # by round: their rows, and the piece that each follows
-    ended_by: dict[int, tuple[int, int]] = {}  # of a piece's last row: its round, and its number there
+    # By round: the rows of its pieces, and the piece of the round before that each follows.
+    pieces_of: dict[int, list[tuple[Tensor, int]]] = {}
+    # By a piece's last row: its round, and its number there.
+    ended_by: dict[int, tuple[int, int]] = {}
     for sequence, starts in zip(sequences, begins, strict=True):
         for begin, piece in zip(starts, sequence.tensor_split(list(starts))[1:], strict=True):
             round_before, previous = ended_by[int(sequence[begin - 1])] if begin else (-1, 0)
