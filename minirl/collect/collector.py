@@ -166,8 +166,10 @@ class Collector:
                     self._take(rollout)
                 bar.update(len(rollouts))
                 self._queue.poll(0.0 if self._num_running else 0.5)
-                ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
                 enough = num_together if self._num_running else min(num_together, len(self._ended))
+                if len(self._ended) < enough:
+                    continue
+                ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
                 if len(ready) >= enough:
                     yield self._finish(ready)
         self._leave_engine()
