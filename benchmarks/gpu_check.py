@@ -250,7 +250,6 @@ def waits(place: Place) -> Figures:
     with counted_waits(place) as in_decode_steps:
         for _ in range(10):
             engine.step()
-    engine.abort()
 
     layout = PackedLayout((64, 32), device)
     tokens = torch.arange(96, device=device)
