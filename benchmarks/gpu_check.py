@@ -249,7 +249,6 @@ def waits(place: Place) -> Figures:
     with counted_waits(place) as in_decode_steps:
         for _ in range(10):
             engine.step()
-    engine.abort()
 
     tokens = torch.arange(96, device=device)
     batch = Batch((64, 32), tokens, loss_mask=tokens % 64 > 8)

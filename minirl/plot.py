@@ -21,7 +21,6 @@ CAUSES = (
     *("prefill", "decode", "decode_comm", "score", "update", "update_comm", "refresh"),
     *("wait_ranks", "wait_replies", "wait_rewards", "eval", "save", "report", "host"),
 )
-COLORS = ("#3b6fb6", "#d9822b", "#3f9b6b", "#b5485d", "#7b5ea7", "#5f6b76")
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
 Runs = list[tuple[str, Lines]]  # each with its name
@@ -57,7 +56,7 @@ def draw_lines(axes: Any, runs: Runs, metric: str) -> bool:
         if not steps:
             continue
         is_there = True
-        color = COLORS[i % len(COLORS)]
+        color = f"C{i}"  # of matplotlib's cycle
         if len(values) > SMOOTHED_STEPS:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             values = running_mean(values, SMOOTHED_STEPS)
@@ -70,8 +69,7 @@ def draw_held_out(axes: Any, runs: Runs) -> None:
     for i, (_, lines) in enumerate(runs):
         steps, values = series(lines, "eval/reward")
         label = "held out" if i == 0 and steps else None
-        color = COLORS[i % len(COLORS)]
-        axes.plot(steps, values, "o", color=color, markersize=5, markeredgecolor="white", label=label)
+        axes.plot(steps, values, "o", color=f"C{i}", markersize=5, markeredgecolor="white", label=label)
 
 
 def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
@@ -109,8 +107,6 @@ def draw(runs: Runs, output: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    num_rows = math.ceil((5 + len(runs)) / 3)
-    figure, grid = pyplot.subplots(num_rows, 3, figsize=(13, 3.5 * num_rows), layout="constrained")
     panels = [
         ("reward", "reward/mean"),
         ("entropy (nats per token)", "policy/entropy"),
@@ -120,18 +116,20 @@ def draw(runs: Runs, output: Path) -> None:
     ]
     if not any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs):
         panels[2] = ("KL to the policy before the update (k3)", "policy/kl_old_k3")
-    for axes, (title, metric) in zip(grid.flat, panels, strict=False):
+    num_axes = len(panels) + len(runs)
+    num_rows = math.ceil(num_axes / 3)
+    figure = pyplot.figure(figsize=(13, 3.5 * num_rows), layout="constrained")
+    grid = [figure.add_subplot(num_rows, 3, number) for number in range(1, num_axes + 1)]
+    for axes, (title, metric) in zip(grid, panels, strict=False):
         if not draw_lines(axes, runs, metric):
             axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
-    draw_held_out(grid.flat[0], runs)
-    grid.flat[0].legend(fontsize=8, frameon=False, loc="lower right")
-    for axes, (name, lines) in zip(grid.flat[5:], runs, strict=False):
+    draw_held_out(grid[0], runs)
+    grid[0].legend(fontsize=8, frameon=False, loc="lower right")
+    for axes, (name, lines) in zip(grid[len(panels) :], runs, strict=True):
         draw_time(axes, name, lines)
-    for axes in grid.flat[5 + len(runs) :]:
-        axes.remove()
-    for axes in grid.flat[: 5 + len(runs)]:
+    for axes in grid:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     figure.savefig(output, dpi=80)

@@ -259,7 +259,7 @@ def sharded_saver(
     model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, **options)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    handle = RunFolder(run, checkpoint, "token", None)
+    handle = RunFolder(run, {}, checkpoint, "token", None)
     checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
     return model, optimizer, checkpoints
 

@@ -17,13 +17,14 @@ from minirl.evaluate import Config, finished_records, main
 from minirl.model.families import config_from_dict
 from minirl.plan.choice import can_keep_cache, choose_sizes, too_large
 from minirl.plan.needs import always_bytes, phase_bytes
-from minirl.plan.workload import Sizes, Workload
+from minirl.plan.workload import Sizes
 from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import EVALUATION_FLAGS, StepFlags
 from minirl.run.flags import flag_of, parse
 from support.collecting import Prompts, facts, make_collector
 from support.collecting import evaluated as evaluated_here
 from support.jobs import started, wait_for
+from support.memory import make_workload
 from support.models import QWEN_7B
 from support.scripts import (
     evaluated,
@@ -328,23 +329,16 @@ def test_a_damaged_checkpoint_and_a_run_without_one_are_refused(one_rank, runs):
 def test_an_evaluation_needs_the_weights_once_and_room_for_the_reward_model_beside_the_cache():
     """Of a model of 7B on a card of 80 GB, which its training would not fit on."""
     policy = config_from_dict(QWEN_7B)
-    work = Workload(
-        trained=(policy,),
+    work = make_workload(
+        policy,
         frozen={"reward model": dataclasses.replace(policy, scalar_head=True)},
         dtype=torch.bfloat16,
         device_type="cuda",
-        num_ranks=1,
-        num_shards=1,
-        parks_frozen=True,
-        offloads_optimizer=False,
-        longest_prompt=512,
         longest=4608,
         requests=10_000,
-        update_tokens=36_864,
-        enough_tokens=8192,
         trains=False,
     )
-    given = dict.fromkeys((field.name for field in dataclasses.fields(Sizes)), "auto")
+    given = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
     sizes = choose_sizes(work, 80e9, given)
     assert too_large(work, sizes, 80e9) is None
     assert can_keep_cache(work, sizes, 80e9)

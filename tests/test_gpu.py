@@ -147,17 +147,21 @@ def make_engine(model, **options):
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 @pytest.mark.parametrize("cache_tokens", [512, 8192])
 def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
-    """On the device, with weights that are certain enough for rounding not to turn a token; also when aborted."""
+    """On the device, with weights that are certain enough for rounding not to turn a token; also in two parts."""
     model = make_model(attention, torch.float32).cuda()
     requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
     engine = make_engine(model, cache_tokens=cache_tokens)
     assert engine.async_decoding
     assert engine.cuda_graphs
-    engine.submit(requests)
-    rollouts = [rollout for _ in range(7) for rollout in engine.step()]
-    rollouts += engine.generate(engine.abort())
-    by_id = {r.rollout_id: r for r in rollouts}
-    assert len(by_id) == len(rollouts) == len(requests)
+    parts = engine.generate([dataclasses.replace(r, max_new_tokens=7) for r in requests])
+    by_id = {r.rollout_id: r for r in parts}
+    sampled = [(r, by_id[r.rollout_id]) for r in requests]
+    unfinished = [
+        dataclasses.replace(r, sampled=part.after_prompt)
+        for r, part in sampled
+        if part.finish_reason == "length"
+    ]
+    by_id |= {r.rollout_id: r for r in engine.generate(unfinished)}
     plain = make_engine(model, cache_tokens=cache_tokens, async_decoding=False, cuda_graphs=False)
     num_turned = 0
     for rollout in plain.generate(requests):

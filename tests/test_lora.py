@@ -24,6 +24,7 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.run.input_files import check_inputs, input_digests
+from minirl.run.run_folder import read_args
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score_batch
@@ -295,7 +296,7 @@ def test_a_base_that_changed_and_another_rank_are_refused_at_a_resume(
 
 
 def check_base(rank, checkpoint, base, resume):
-    run = SimpleNamespace(path=checkpoint.parent.parent)
+    run = SimpleNamespace(args=read_args(checkpoint.parent.parent))
     config = train_grpo.Config(lora_rank=2, resume=resume)
     return check_inputs(run, input_digests(config, base=base), config, base=base)
 

@@ -705,7 +705,9 @@ def trained_value_model(rank, folder, run):
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
     (run / "checkpoints").mkdir(exist_ok=True)
     state = {"policy": (model, optimizer)}
-    checkpoints = Checkpoints(RunFolder(run, None, "token", None), state, sources={"policy": folder}, keep=0)
+    checkpoints = Checkpoints(
+        RunFolder(run, {}, None, "token", None), state, sources={"policy": folder}, keep=0
+    )
     checkpoints.save({"step": 20})
     saved = checkpoints.finish()
     _, end_values = value_batch(model.module, batch)

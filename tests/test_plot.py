@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from minirl.errors import InputError
-from minirl.plot import draw, main, read_run, running_mean, series, stack_of_causes
+from minirl.plot import draw, main, read_run, series, stack_of_causes
 
 LINES = [
     {
@@ -52,19 +52,15 @@ def test_a_series_has_the_steps_that_have_a_number(run):
     assert series(lines, "nothing") == ([], [])
 
 
-def test_a_running_mean_looks_back_only():
-    """The first values have fewer before them."""
-    assert running_mean([1.0, 2.0, 6.0, 10.0], 2) == [1.0, 1.5, 4.0, 8.0]
-
-
 def test_the_stack_of_causes_is_the_step_and_counts_steps_without_a_cause_as_none():
-    """From the ground up in one order, running means; a cause of a fork comes last, and the sum is left out."""
-    lines = [*LINES[:2], LINES[2] | {"time/prefill": 0.3, "time/mine": 0.6}]
+    """From the ground up in one order, means of ten steps; a cause of a fork comes last, and the sum is left out."""
+    lines = [LINES[0], LINES[1] | {"time/prefill": 0.3, "time/mine": 0.6}, *LINES[2:]]
     stack = stack_of_causes(lines)
     assert list(stack) == ["prefill", "decode", "update", "mine"]
-    assert stack["prefill"] == pytest.approx([0, 0, 0.1])
-    assert stack["decode"] == pytest.approx([0.1] * 3)
-    assert stack["mine"] == pytest.approx([0, 0, 0.2])
+    expected = [0, *(0.3 / min(step, 10) for step in range(2, 12)), 0, 0, 0, 0]
+    assert stack["prefill"] == pytest.approx(expected)
+    assert stack["decode"] == pytest.approx([0.1] * 15)
+    assert stack["mine"] == pytest.approx([2 * seconds for seconds in expected])
 
 
 def test_runs_without_steps_are_refused_by_name(run, tmp_path):

@@ -227,12 +227,12 @@ def test_inputs_that_have_changed_are_named(tmp_path, monkeypatch):
     )
     before = input_digests(config)
     assert set(before) == set(map(str, files.values()))
-    assert changed_inputs(tmp_path, before) == []
-    (tmp_path / "args.json").write_text(json.dumps({"flags": {}, "inputs": before}))
-    assert changed_inputs(tmp_path, before) == []
+    assert changed_inputs({}, before) == []
+    args = {"flags": {}, "inputs": before}
+    assert changed_inputs(args, before) == []
     files["reward.py"].write_text("after")
     files["held.jsonl"].unlink()
-    assert changed_inputs(tmp_path, input_digests(config)) == [str(files["reward.py"])]
+    assert changed_inputs(args, input_digests(config)) == [str(files["reward.py"])]
 
 
 def test_changed_data_is_refused_and_a_changed_reward_is_said(one_rank, runs, tmp_path):

@@ -58,10 +58,10 @@ class PromptStream:
         """Tokenize all rows once to check their lengths and ids, each rank its share of them (collective).
 
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
-        vocab_size: the number of the model's embeddings. long_prompts: what to do with prompts that leave
-        fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or truncate them
-        on the "left". If no prompt leaves that many, all that leave at least one token are kept, and their
-        completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
+        vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. long_prompts: what to do with
+        prompts that leave fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or
+        truncate them on the "left". If no prompt leaves that many, all that leave at least one token are kept, and
+        their completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
         truncation: of the distributions that requests sample from; greedy ones have none.
 
         Raises InputError on every rank, naming rows and flags, also if no row is left.
@@ -71,7 +71,7 @@ class PromptStream:
         self.seed = seed
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size or tokenizer.num_ids
         self._rows = rows
         self.teacher_field = teacher_field
         self.truncation = truncation
@@ -83,7 +83,7 @@ class PromptStream:
         # Tokens of the shortest and the longest served prompt, the teacher's included.
         self.shortest_prompt = self.longest_prompt = 0
         if rows:
-            lengths, hashes = _check_prompts(rows, tokenizer, vocab_size)
+            lengths, hashes = _check_prompts(rows, tokenizer, self.vocab_size)
             self._fit_prompts(lengths, long_prompts)
             served = lengths[self._kept].clamp(max=self._max_prompt_tokens)
             self.shortest_prompt, self.longest_prompt = int(served.min()), int(served.max())
@@ -115,17 +115,12 @@ class PromptStream:
                 f"--prompts-per-step {per_step}: one of them samples all completions of a prompt, so "
                 f"{num_groups - per_step} of {num_groups} {samplers} sample none"
             )
-        if per_step and not self._can_stop():
+        can_stop = any(stop_id < self.vocab_size for stop_id in self.tokenizer.stop_ids)
+        if per_step and not can_stop:
             notes.append(
                 "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
             )
         return [f"{self.purpose}: {note}" for note in notes]
-
-    def _can_stop(self) -> bool:
-        """Return whether the model can sample a stop id."""
-        if self.vocab_size is None:
-            return bool(self.tokenizer.stop_ids)
-        return any(stop_id < self.vocab_size for stop_id in self.tokenizer.stop_ids)
 
     def requests(
         self, first: int, count: int, *, group_size: int, temperature: float = 1.0, num_greedy: int = 0
@@ -246,7 +241,7 @@ class PromptStream:
                 any(type(i) is not int or i < 0 for i in ids),
                 f"{place}: generate(after=...): expected text, token ids or messages",
             )
-        if ids and self.vocab_size is not None and max(ids) >= self.vocab_size:
+        if ids and max(ids) >= self.vocab_size:
             what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
             raise InputError(f"{place}: generate(after=...): {what}")
         return ids
@@ -361,7 +356,7 @@ def _teacher_row(row: Row, field: str) -> Row:
 
 
 def _check_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int | None, *, teacher_field: str | None = None
+    rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int, *, teacher_field: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
 
@@ -396,11 +391,11 @@ def _check_prompts(
     return lengths, hashes
 
 
-def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int | None) -> None:
+def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int) -> None:
     """Raise InputError naming the row if the prompt is empty or has ids that the model does not know."""
     if not prompt_ids:
         raise InputError(f"{row.place}: the prompt has no tokens")
     largest = max(prompt_ids)
-    if vocab_size is not None and largest >= vocab_size:
+    if largest >= vocab_size:
         what = f"the prompt has token id {largest}, the model {vocab_size} embeddings"
         raise InputError(f"{row.place}: {what}; the tokenizer is another model's")

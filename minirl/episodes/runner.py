@@ -324,7 +324,7 @@ class EpisodeRunner:
                 present.request.rollout_id,
                 () if is_begun else turn.appended,
                 max_new_tokens=running.part_limit - running.part_start,
-                stop_test=running.stop_test,
+                stop=running.stop,
                 turn_start=turn.start,
                 truncation=running.truncation,
             )
@@ -347,7 +347,7 @@ class EpisodeRunner:
                 sampled=tokens,
                 max_new_tokens=running.part_limit,
                 holds=True,
-                stop_test=running.stop_test,
+                stop=running.stop,
                 turn_start=turn.start,
                 truncation=running.truncation,
             )

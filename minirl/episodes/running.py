@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data import answers
-from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import as_plain
@@ -80,7 +79,7 @@ class RunningEpisode:
     request: the original one of the row's prompt. number: identifies its function's replies.
     branches: those that have begun, by number.
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
-    room for its prompt. stop_test, truncation: of the turn. turn_limit: the most tokens after the branch's prompt at
+    room for its prompt. stop, truncation: of the turn. turn_limit: the most tokens after the branch's prompt at
     the end of the turn. part_start: their number when the engine took up the turn in this round. budget: how many
     tokens the episode may sample in this round, from part_start on.
     """
@@ -91,7 +90,7 @@ class RunningEpisode:
     branches: dict[int, RunningBranch] = field(default_factory=dict)
     turn: Turn | None = None
     branch: RunningBranch | None = None
-    stop_test: StopStrings | None = None
+    stop: tuple[str, ...] = ()
     truncation: Truncation = NO_TRUNCATION
     turn_limit: int = 0
     part_start: int = 0

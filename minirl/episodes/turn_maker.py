@@ -1,9 +1,6 @@
 """Make the turn that a function asks for: its branch, the tokens to append before it, its end."""
 
-import functools
-
 from minirl.data.prompts import PromptStream
-from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
@@ -20,8 +17,6 @@ class TurnMaker:
         self._function = function
         self._prompts = prompts
         self._limits = limits
-        # Made once for all turns with these strings.
-        self._stop_test = functools.cache(functools.partial(StopStrings, prompts.tokenizer))
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
@@ -50,7 +45,7 @@ class TurnMaker:
         # If nothing more may be sampled the episode ends, unless it had this turn before.
         room_to_sample = max(1, self._limits.room_to_sample(episode))
         running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
-        running.stop_test = self._stop_test(asked.stop) if asked.stop else None
+        running.stop = asked.stop
         running.truncation = running.request.truncation._replace(**asked.truncation).checked()
         running.turn = Turn(
             start, branch=branch.number, inserted=asked.inserted, asked=asked.digest, appended=new_ids

@@ -1,6 +1,7 @@
 """Bytes that a rank and its host need in each phase of a step. Nothing here communicates."""
 
 import dataclasses
+from typing import NamedTuple
 
 from minirl.generation.engine import PREFILL_TOKENS
 from minirl.model.config import ModelConfig
@@ -31,7 +32,7 @@ def always_bytes(work: Workload) -> dict[str, float]:
         held["masters and moments"] = 12 * num_trained(work) / work.num_shards
     shapes = {dataclasses.replace(config, scalar_head=False) for config in work.trained}
     held["rope tables"] = sum(8.0 * shape.max_position_embeddings * rope_channels(shape) for shape in shapes)
-    held |= {name: size for name, size in _frozen_bytes(work).items() if not _is_on_host(work, name)}
+    held |= {name: model.num_bytes for name, model in _frozen(work).items() if not model.is_on_host}
     if not work.is_cuda:
         held["checkpoint copies"] = save_bytes(work)
     return held
@@ -55,21 +56,29 @@ def _num_held(work: Workload) -> float:
     return num_decoding_parameters(work.policy, work.decode_group) + bases / work.decode_group
 
 
-def _frozen_bytes(work: Workload) -> dict[str, float]:
-    """The bytes of each frozen model: whole, or this rank's shards of it."""
-    whole = {name: work.dtype.itemsize * num_parameters(config) for name, config in work.frozen.items()}
-    return {name: size / _num_holders(work, name) for name, size in whole.items()}
+class _Frozen(NamedTuple):
+    """A frozen model on a rank.
+
+    num_holders: the ranks that hold it together; reward models are whole. num_bytes: of it, or of this rank's shards.
+    is_on_host: it is there, whole between its uses, or as shards beside the optimizer's state.
+    """
+
+    config: ModelConfig
+    num_holders: int
+    num_bytes: float
+    is_on_host: bool
 
 
-def _num_holders(work: Workload, name: str) -> int:
-    """The number of ranks that hold a frozen model together; reward models are whole."""
-    return work.decode_group if name in ("reference", "teacher") else 1
-
-
-def _is_on_host(work: Workload, name: str) -> bool:
-    """Return whether a frozen model is on the host: whole between uses, or as shards beside the optimizer's state."""
-    is_parked = work.is_cuda and work.parks_frozen
-    return work.offloads_optimizer if _num_holders(work, name) > 1 else is_parked
+def _frozen(work: Workload) -> dict[str, _Frozen]:
+    """The frozen models by name."""
+    found = {}
+    for name, config in work.frozen.items():
+        num_holders = work.decode_group if name in ("reference", "teacher") else 1
+        num_bytes = work.dtype.itemsize * num_parameters(config) / num_holders
+        is_parked = work.is_cuda and work.parks_frozen
+        is_on_host = work.offloads_optimizer if num_holders > 1 else is_parked
+        found[name] = _Frozen(config, num_holders, num_bytes, is_on_host)
+    return found
 
 
 def _gathered(work: Workload, *configs: ModelConfig) -> dict[str, float]:
@@ -91,13 +100,12 @@ def phase_bytes(work: Workload, sizes: Sizes, *, keeps_cache: bool = False) -> d
     cache /= work.decode_group  # key/value heads
     phases = {"generate": {"cache": cache} | decoding_bytes(work, sizes.max_running_requests)}
     tokens = min(sizes.max_tokens_per_microbatch, max(work.update_tokens, work.longest))
-    frozen = _frozen_bytes(work)
-    for name, config in work.frozen.items():
-        phase = {"forward": _forward(work, config, tokens)}
-        if _num_holders(work, name) > 1:
-            phase |= _gathered(work, config)
-        elif _is_on_host(work, name):
-            phase[name] = frozen[name]
+    for name, model in _frozen(work).items():
+        phase = {"forward": _forward(work, model.config, tokens)}
+        if model.num_holders > 1:
+            phase |= _gathered(work, model.config)
+        elif model.is_on_host:
+            phase[name] = model.num_bytes
         phases[f"score ({name})"] = phase
     if work.taught_tokens:
         # The teacher's states, which a step keeps from scoring to the end of the update.
@@ -194,9 +202,7 @@ def save_bytes(work: Workload) -> float:
 def host_bytes(work: Workload, *, num_ranks: int = 1) -> dict[str, float]:
     """The host memory that `num_ranks` ranks need beside their GPUs, by name. Rank 0 is among them."""
     needed: dict[str, float] = {}
-    frozen = [
-        (work.frozen[name], _num_holders(work, name)) for name in work.frozen if _is_on_host(work, name)
-    ]
+    frozen = [(model.config, model.num_holders) for model in _frozen(work).values() if model.is_on_host]
     if work.shards_weights and work.offloads_optimizer and work.policy.adapters:
         frozen += [(config, work.num_shards) for config in work.trained]
     for config, num_shards in frozen:

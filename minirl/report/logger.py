@@ -27,13 +27,8 @@ from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import OF_GENERATION, spent_on
 from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rollouts import CUT_OFF
 
-LIMIT_FLAGS = {  # by finish reason
-    "length": "--max-new-tokens",
-    "max_turns": "--max-turns",
-    "max_tokens": "--max-sampled-tokens",
-    "timeout": "--max-episode-seconds",
-}
 GIVE_WAY = ("speed", "gap", "gnorm", "clip", "ev")  # parts of a console line that is too long, in this order
 
 
@@ -54,8 +49,8 @@ def troubles(
     if m["len/empty"] > 0.95:
         yield "nearly every completion is empty, the model ends at once: see --chat and the prompts"
     if m["len/truncated"] > 0.95:
-        limit = max(LIMIT_FLAGS, key=lambda reason: m[f"finish/{reason}"])
-        yield f"nearly every completion was cut off before it ended: raise {LIMIT_FLAGS[limit]}"
+        limit = max(CUT_OFF, key=lambda reason: m[f"finish/{reason}"])
+        yield f"nearly every completion was cut off before it ended: raise {CUT_OFF[limit]}"
     entropy = metrics.get("policy/entropy", math.inf)  # not measured where no rollout is trained on
     reward = metrics.get("reward/mean", math.inf)  # not measured without rewards
     if entropy < 0.1 * first["policy/entropy"] and reward <= first["reward/mean"]:
@@ -241,12 +236,11 @@ def rollout_records(
             "row": rewarded.rows[i].place,
             "prompt": rewarded.rows[i].prompt,
             "completion": rewarded.texts[i],
+            **{name: values[i] for name, values in numbers.items()},
+            "rewards": dict(zip(functions, rewards[i], strict=True)),
+            "num_tokens": rollout.num_sampled,
+            "finish_reason": rollout.finish_reason,
         }
-        for name, values in numbers.items():
-            record[name] = values[i]
-        record["rewards"] = dict(zip(functions, rewards[i], strict=True))
-        record["num_tokens"] = rollout.num_sampled
-        record["finish_reason"] = rollout.finish_reason
         branches = []
         for branch in rollout.branches:
             own_numbers = {name: next(values) for name, values in of_next_branch.items()}

@@ -120,10 +120,14 @@ class StepMetrics:
             self._merge(kind, name, float(number))
 
     def _read(self) -> None:
-        """Merge the numbers of the tensors, in the order in which they were added; one wait for each device."""
-        numbers = _numbers([tensor for _, _, tensor in self._unread])
-        for (kind, name, _), number in zip(self._unread, numbers, strict=True):
-            self._merge(kind, name, number)
+        """Merge the numbers of the tensors, those on one device in their order; one wait for each device."""
+        by_device = defaultdict(list)
+        for unread in self._unread:
+            by_device[unread[-1].device].append(unread)
+        for of_device in by_device.values():
+            stacked = torch.stack([tensor.double().view(()) for *_, tensor in of_device])
+            for (kind, name, _), number in zip(of_device, stacked.tolist(), strict=True):
+                self._merge(kind, name, number)
         self._unread = []
 
     def _merge(self, kind: str, name: str, number: float) -> None:
@@ -133,17 +137,6 @@ class StepMetrics:
             numbers[name] = numbers.get(name, 0.0) + number
         elif number > numbers.get(name, -math.inf) or math.isnan(number):
             numbers[name] = number
-
-
-def _numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """The numbers of tensors of one element, exact: those on one device are downloaded together."""
-    numbers = [0.0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        stacked = torch.stack([tensors[i].double().view(()) for i in places])
-        for i, number in zip(places, stacked.tolist(), strict=True):
-            numbers[i] = number
-    return numbers
 
 
 def add_rollouts(

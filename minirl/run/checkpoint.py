@@ -434,13 +434,12 @@ class _StoredTensor:
             return self.shards[0][...]
         first, last, _ = rows.indices(self.get_shape()[0])
         found = []
-        start = 0  # of the shard, in rows of the whole tensor
         for shard in self.shards:
+            found.append(shard[max(first, 0) : max(last, 0)])
+            # From here on they count from the next shard's first row.
             length = shard.get_shape()[0]
-            end = start + length
-            if first < end and start < last:
-                found.append(shard[max(first - start, 0) : min(last - start, length)])
-            start = end
+            first -= length
+            last -= length
         return torch.cat(found)
 
 

@@ -33,7 +33,7 @@ from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, plan, possible_decode_groups
+from minirl.run.planning import plan
 from minirl.run.setup import compute_dtype
 
 SHOWN_PROMPTS = 2
@@ -78,19 +78,12 @@ def dry_run(
         if any(folder.glob("*.safetensors")):
             check_weights(model_config, folder)
         streams = load_prompts(config, task, folder, model_config, tools=tools, workers=workers)
-        groups = possible_decode_groups(
+        work, sizes, groups, refusals = plan(
             config,
             model_config,
-            num_ranks=capacity.num_ranks,
             of_node=capacity.num_ranks if config.gpus else capacity.host_ranks,
             recorded={},
-        )
-        work, sizes, refusals = plan(
-            config,
-            given_sizes(config, recorded={}),
-            decode_groups=groups,
             free=capacity.free,
-            policy_folder=folder,
             value_folder=None,
             streams=streams,
             dtype=compute_dtype(config.dtype, capacity.device_type),

@@ -5,13 +5,14 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from minirl.errors import refuse
 from minirl.files.durable import file_sha256
 from minirl.model.folders import base_model, has_adapters
-from minirl.ranks.process_group import broadcast_object, rank
-from minirl.run.config import RunConfig
-from minirl.run.run_folder import RunFolder, read_args
+from minirl.ranks.process_group import broadcast_object
+from minirl.run.config import RunConfig, rollout_flags
+from minirl.run.run_folder import RunFolder
 
 BASE = "--model"
 
@@ -21,7 +22,7 @@ def input_digests(config: RunConfig, *, base: Path | None = None) -> dict[str, s
 
     base: the folder of the model under the run's adapters; its path is there by the name `BASE`.
     """
-    functions = [*config.reward, *filter(None, [config.rollout, config.tools, config.environment])]
+    functions = [*config.reward, *(spec for _, spec in rollout_flags(config))]
     sources = [spec.rpartition(":")[0] for spec in functions]
     named = [sys.argv[0], config.data, *config.eval_data, *sources]
     paths = [Path(name) for name in named if name]
@@ -53,7 +54,7 @@ def check_inputs(
     adapters, because the run would not continue as it began. --resume force accepts the change. An evaluation refuses
     every change.
     """
-    changed = broadcast_object(changed_inputs(run.path, digests) if rank() == 0 else None)
+    changed = broadcast_object(changed_inputs(run.args, digests))
     refuse(
         changed and not config.trains,
         f"{', '.join(changed)}: changed since this evaluation began; restore it, or take another --run-name",
@@ -71,10 +72,10 @@ def check_inputs(
     return [f"{path} has changed since this run last started" for path in changed]
 
 
-def changed_inputs(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """The files that have changed since the run in this folder last started."""
-    before = read_args(folder).get("inputs", {})
-    return [name for name, digest in digests.items() if name in before and before[name] != digest]
+def changed_inputs(args: Mapping[str, Any], digests: Mapping[str, str]) -> list[str]:
+    """The files whose digests differ from those in a run's args."""
+    before = args.get("inputs", {})
+    return [name for name, digest in digests.items() if before.get(name, digest) != digest]
 
 
 def keep_script(folder: Path, *, step: int) -> None:

@@ -24,8 +24,8 @@ _ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # sums round depen
 
 def workload(
     config: RunConfig,
+    policy: ModelConfig,
     *,
-    policy_folder: Path,
     value_folder: Path | None,
     streams: Sequence[PromptStream],
     dtype: torch.dtype,
@@ -34,17 +34,16 @@ def workload(
     num_shards: int,
     decode_group: int = 1,
 ) -> Workload:
-    """The workload of a run. Reads the models' config.json only.
+    """The workload of a run that trains this policy. Of its other models it reads config.json only.
 
     num_shards: the number of ranks that decode together, if several do. value_folder: in a resumed run; None:
     --value-model, or the policy's. streams: training prompts, and held-out ones. Raises InputError for models that
     cannot be used.
     """
-    policy = dataclasses.replace(read_config(policy_folder), adapters=config.adapters)
     trained = [policy]
     if config.num_value_models:
         value_folder = value_folder or named_folder(config, "value_model")
-        value_config = read_config(value_folder or policy_folder)
+        value_config = read_config(value_folder) if value_folder else policy
         value = dataclasses.replace(value_config, scalar_head=True, adapters=config.adapters)
         trained += [value] * config.num_value_models
     frozen = {}
@@ -94,27 +93,32 @@ def workload(
 
 def plan(
     config: RunConfig,
-    given: Mapping[str, Any],
+    policy: ModelConfig,
     *,
-    decode_groups: Sequence[int],
+    num_ranks: int,
+    of_node: int,
+    recorded: Mapping[str, Any],
     free: float,
     **options: Any,
-) -> tuple[Workload, Sizes, list[str]]:
-    """The workload of a run with the first of `decode_groups` that fits, or the last; its sizes; reasons.
+) -> tuple[Workload, Sizes, list[int], list[str]]:
+    """The workload of a run with the first decode group that fits, or the last; its sizes; the groups; reasons.
 
-    The reasons: a sentence of `too_large` for each group that does not fit. given: `given_sizes`. free: bytes of a
-    rank. options: see `workload`.
+    The groups: `possible_decode_groups`, which describes of_node. The reasons: a sentence of `too_large` for each group
+    that does not fit. recorded: see `given_sizes`. free: bytes of a rank. options: see `workload`. Raises InputError if
+    the flags ask for an impossible group.
     """
+    groups = possible_decode_groups(config, policy, num_ranks=num_ranks, of_node=of_node, recorded=recorded)
+    given = given_sizes(config, recorded=recorded)
     refusals = []
-    for group in decode_groups:
-        work = workload(config, **options, decode_group=group)
+    for group in groups:
+        work = workload(config, policy, num_ranks=num_ranks, **options, decode_group=group)
         forced = {"shard_gradients": True} if work.shards_weights else {}
         sizes = choose_sizes(work, free, {**given, **forced, "decode_group": group})
         refusal = too_large(work, sizes, free)
         if refusal is None:
             break
         refusals.append(refusal)
-    return work, sizes, refusals
+    return work, sizes, groups, refusals
 
 
 def possible_decode_groups(

@@ -64,6 +64,7 @@ class RunFolder:
     """The folder of a run. `create` makes the folder of a new run, once the run can really start."""
 
     path: Path
+    args: Mapping[str, Any]  # of the earlier run, see `read_args`; {} in a new run
     checkpoint: Path | None  # to resume from; None: start from the first step
     token: str  # random for each start of the run, to make the names of temporary folders unique
     lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
@@ -140,12 +141,12 @@ def open_run_folder(name: str, flags: Mapping[str, Any], *, resume: str = "auto"
         path = _checked_path(name)
         token = secrets.token_hex(4)
         if not path.is_dir():
-            return RunFolder(path, None, token, None)
-        _make_folder(path)
+            return RunFolder(path, {}, None, token, None)
         lock = _take_lock(path)
-        _refuse_changes(path, flags, resume)
+        args = read_args(path)
+        _refuse_changes(path, args, flags, resume)
         checkpoint = None if resume == "exact" else _newest_checkpoint(path)
-        return RunFolder(path, checkpoint, token, lock)
+        return RunFolder(path, args, checkpoint, token, lock)
 
     return _on_rank_0(found)
 
@@ -179,8 +180,6 @@ def _checked_path(name: str) -> Path:
             foreign,
             f"{folder}: has {sorted(foreign)[:3]} but no args.json, so it is not a run; choose another --run-name",
         )
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: File exists; see --run-name and $MINIRL_RUNS")
     parents = [folder, *folder.absolute().parents]
     nearest = next(path for path in parents if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -213,9 +212,8 @@ def _take_lock(folder: Path) -> IO[str]:
     return lock
 
 
-def _refuse_changes(folder: Path, flags: Mapping[str, Any], resume: str) -> None:
-    """Compare the flags with those of an earlier run in this folder. Raises InputError if they differ."""
-    args = read_args(folder)
+def _refuse_changes(folder: Path, args: Mapping[str, Any], flags: Mapping[str, Any], resume: str) -> None:
+    """Compare the flags with those in the earlier run's args. Raises InputError if they differ."""
     if not args:
         refuse(
             resume != "force" and checkpoints_in(folder),

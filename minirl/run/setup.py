@@ -57,8 +57,8 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, named_folder, plan, possible_decode_groups
-from minirl.run.run_folder import RunFolder, open_run_folder, read_args, run_before_restart, runs_root
+from minirl.run.planning import given_sizes, named_folder, plan
+from minirl.run.run_folder import RunFolder, open_run_folder, run_before_restart, runs_root
 from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
@@ -244,9 +244,7 @@ class Setup:
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
         make: Callable[..., Engine] = Engine
         if model.slices is not None:
-            group = process_group.host_group(model.slices.size)
-            make_stop_test = functools.partial(StopStrings, self.tokenizer)
-            make = functools.partial(GroupEngine, group=group, make_stop_test=make_stop_test)
+            make = functools.partial(GroupEngine, group=process_group.host_group(model.slices.size))
         return make(
             model,
             max_running_requests=self.sizes.max_running_requests,
@@ -254,6 +252,7 @@ class Setup:
             dtype=self.dtype,
             device=self.device,
             keeps_cache=self._keeps_cache,
+            make_stop_test=functools.cache(functools.partial(StopStrings, self.tokenizer)),
         )
 
     def make_collector(
@@ -385,22 +384,14 @@ class Setup:
 
         Raises InputError if nothing fits.
         """
-        recorded = broadcast_object(read_args(self.folder.path) if rank() == 0 else None)
-        given = given_sizes(self.config, recorded=recorded)
+        recorded = self.folder.args
         free = min(gather_objects(free_bytes(self.device)))
-        groups = possible_decode_groups(
+        work, self.sizes, *_ = plan(
             self.config,
             self.model_config,
-            num_ranks=world_size(),
             of_node=math.gcd(*gather_objects(local_world_size())),
             recorded=recorded,
-        )
-        work, self.sizes, _ = plan(
-            self.config,
-            given,
-            decode_groups=groups,
             free=free,
-            policy_folder=self.model_folder,
             value_folder=self.saved_folder("value"),
             streams=(self.prompts, self.held_out),
             dtype=self.dtype,
@@ -415,7 +406,8 @@ class Setup:
         reason = too_large(work, sizes, free) or on_hosts
         flags = sizes.flags(trains=work.trains)
         anyway = f". With all sizes given it starts anyway: {flags}" if work.trains else ""
-        refuse(reason and "auto" in given.values(), f"{reason}{anyway}")
+        is_open = "auto" in given_sizes(self.config, recorded=recorded).values()
+        refuse(reason and is_open, f"{reason}{anyway}")
         self._keeps_cache = can_keep_cache(work, sizes, free)
         peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
         kept = ", the cache kept between steps" if self._keeps_cache else ""

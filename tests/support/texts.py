@@ -105,11 +105,11 @@ class Letters:
         return [self.encode(row) for row in rows]
 
 
-def letter_prompts(texts, *, tokenizer=None, purpose="train", max_tokens=10, max_new_tokens=4, **options):
+def letter_prompts(texts, *, tokenizer=None, **options):
     """Prompts of one token per letter, unless a tokenizer is given; row i is at f:i."""
     rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
-    limits = dict(max_tokens=max_tokens, max_new_tokens=max_new_tokens)
-    return PromptStream(rows, tokenizer or Letters(), purpose=purpose, **limits, **options)
+    defaults = dict(purpose="train", max_tokens=10, max_new_tokens=4, vocab_size=128)
+    return PromptStream(rows, tokenizer or Letters(), **defaults | options)
 
 
 # Small templates, each with a habit of published ones, with the id that ends an answer.
