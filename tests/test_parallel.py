@@ -105,13 +105,14 @@ def shared_out(rank, max_tokens, case):
     mine = [rollout for i, rollout in enumerate(rollouts) if min(i // 5, last) == rank]
     rewards = torch.tensor([case.reward(r.rollout_id) for r in mine], dtype=torch.float64)
     table = gather_table(mine, rewards.view(-1, 1))
-    split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
+    minibatch = range(len(table.num_tokens))
     if case.num_equal:
         weights = train_grpo.rollout_weights(case.config, table, table.rewards[:, 0], 64)
         is_trained = train_grpo.is_trained(case.config, *rewards_of(table), table, weights)
         assert 6 <= is_trained.sum() <= 9
-        split["is_trained"] = is_trained.tolist()
-    plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split)
+        minibatch = is_trained.nonzero()[:, 0].tolist()
+    split = dict(num_ranks=world_size(), max_tokens=max_tokens)
+    plan = plan_updates([minibatch], table.num_tokens.tolist(), table.prefixes, **split)
     return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
