@@ -17,8 +17,9 @@ from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.delta_rule import DeltaRows, normalized, run_chunks
 from minirl.model.rotation import Rotation, rotate_pair
+from minirl.training.batch import Batch
 from minirl.training.frozen_models import unparked
-from minirl.training.scoring import ChunkedLogprobs, score
+from minirl.training.scoring import ChunkedLogprobs, score_batch
 from support.caches import make_cache, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
@@ -190,7 +191,7 @@ def test_an_asynchronous_decode_step_waits_for_nothing():
 def test_a_microbatch_without_tokens_gives_zero_gradients_on_cuda(dtype):
     """A rank without work runs the same forward and backward as the others."""
     model, tokens = make_model("mixed", dtype).cuda(), torch.empty(0, dtype=torch.int64, device=CUDA)
-    outputs = score(model, tokens, PackedLayout((), CUDA), select=tokens.bool(), temperature=1.0)
+    outputs = score_batch(model, Batch((), tokens, tokens.bool()), temperature=1.0)
     sum(outputs).sum().backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
 

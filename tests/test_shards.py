@@ -28,8 +28,8 @@ from minirl.ranks.process_group import host_group
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
-from minirl.training.batch import PackedLayout
-from minirl.training.scoring import score
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request
 from support.families import make_checkpoint
@@ -301,16 +301,14 @@ def updates(rank, folder, shard_weights, options):
     for step in range(2):
         for i, length in enumerate((20, 31, 12)):
             tokens = (torch.arange(length) * (7 + rank + step)) % 33
-            mask = torch.arange(length) >= 3
-            layout = PackedLayout((length,), CPU)
+            batch = Batch((length,), tokens, loss_mask=torch.arange(length) >= 3)
             if not config.scalar_head:
                 with torch.no_grad():
-                    found.append(score(model.scorer, tokens, layout, select=mask, temperature=0.9)[0])
-                new, entropy = score(model.module, tokens, layout, select=mask, temperature=0.9)
+                    found.append(score_batch(model.scorer, batch, temperature=0.9)[0])
+                new, entropy = score_batch(model.module, batch, temperature=0.9)
                 loss = (new * new).sum() + 0.1 * entropy.sum()
             else:
-                loss = model.module(tokens, layout.positions, layout) @ model.module.score.weight[0]
-                loss = (loss * loss).sum()
+                loss = torch.stack(value_batch(model.module, batch)).square().sum()
             model.backward(loss, is_last=i == 2)
         found.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
     masters = {name: master.full_tensor().detach() for name, master in model.masters.items()}
