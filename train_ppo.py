@@ -54,7 +54,6 @@ from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
-from minirl.training.frozen_models import values_of
 from minirl.training.scoring import score_batch, value_batch
 
 
@@ -217,7 +216,7 @@ def main(config: Config) -> int:
     reference = None
     if config.has_reference:
         reference = setup.load_reference()
-    frozen = [setup.frozen(value, values_of, ["values", "end_values"])]
+    frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
     if reference is not None:
         frozen.append(reference)
     collector = setup.make_collector(engine, rollout)
@@ -298,7 +297,7 @@ def main(config: Config) -> int:
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 is_last = i == len(minibatch) - 1
-                values = value_batch(value.module, micro)
+                values, _ = value_batch(value.module, micro)
                 loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
                 objective = (micro.loss_weights * loss).sum()
                 value.backward(objective, is_last=is_last)

@@ -8,6 +8,7 @@ and 6 x in update. The shape `tiny` runs on the CPU too, to check the program.
 """
 
 import argparse
+import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from workload import PhaseClock, print_result
 
 from minirl.generation.engine import Engine
 from minirl.generation.sampling import request_key
-from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
@@ -27,7 +27,8 @@ from minirl.model.weights import write_folder
 from minirl.plan import formulas
 from minirl.ranks import process_group
 from minirl.rollouts import Request, Rollout, RolloutId
-from minirl.training.scoring import score
+from minirl.training.batch import pack
+from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 COMMON: dict[str, Any] = {
@@ -179,42 +180,41 @@ def measure_update(
     policy: ShardedModel, rollouts: list[Rollout], num_parameters: int, flops: float, device: torch.device
 ) -> dict[str, float]:
     """The logprob gap of some rollouts, MFU of prefill and update, the refresh, and the peak memory of each."""
-    layout = PackedLayout(tuple(len(rollout.tokens) for rollout in rollouts), device)
-    tokens = torch.cat([rollout.tokens for rollout in rollouts]).to(device)
-    select = torch.cat([rollout.loss_mask for rollout in rollouts]).to(device)
-    sampled = torch.cat([rollout.sample_logprobs for rollout in rollouts]).to(device)
+    # Each prompt is computed as often as it is there.
+    batch = dataclasses.replace(pack(rollouts).to(device), prefixes=())
+    layout, num_tokens = batch.layout(), len(batch.tokens)
 
     def forward() -> Tensor:
-        logprobs, _ = score(policy.module, tokens, layout, select=select, temperature=1.0)
+        logprobs, _ = score_batch(policy.module, batch, temperature=1.0)
         return logprobs
 
     figures: dict[str, float] = {}
     with torch.no_grad():
-        gap = (forward() - sampled)[select].abs()
-        prefill_s = timed(lambda: policy.decoder(tokens, layout.positions, layout), device)
+        gap = (forward() - batch.sample_logprobs)[batch.loss_mask].abs()
+        prefill_s = timed(lambda: policy.decoder(batch.tokens, layout.positions, layout), device)
     figures["gap_mean"] = float(gap.mean())
     figures["gap_max"] = float(gap.max())
     figures["score_gib"] = peak_gib(device)
-    figures["prefill_mfu"] = 2 * num_parameters * len(tokens) / prefill_s / flops
+    figures["prefill_mfu"] = 2 * num_parameters * num_tokens / prefill_s / flops
 
     update_s = timed(lambda: policy.backward(forward().sum(), is_last=True), device)
-    figures["update_mfu"] = 6 * num_parameters * len(tokens) / update_s / flops
+    figures["update_mfu"] = 6 * num_parameters * num_tokens / update_s / flops
     figures["update_gib"] = peak_gib(device)
-    figures["update_of_plan"] = figures["update_gib"] * 2**30 / planned_update_bytes(policy, tokens)
+    figures["update_of_plan"] = figures["update_gib"] * 2**30 / planned_update_bytes(policy, num_tokens)
 
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     policy.step(optimizer, lr=1e-6, max_grad_norm=1.0)
     figures["refresh_s"] = timed(policy.refresh, device)
     figures["optimizer_gib"] = peak_gib(device)
-    figures["tokens"] = len(tokens)
+    figures["tokens"] = num_tokens
     return figures
 
 
-def planned_update_bytes(policy: ShardedModel, tokens: Tensor) -> float:
+def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
     """The memory plan of an update before the optimizer has its state: weights, masters, gradients, activations."""
     config = policy.decoder.config
     held = (2 + 4 + 4) * formulas.num_parameters(config)
-    return held + formulas.activation_bytes(config, torch.bfloat16, tokens=len(tokens), recompute_layers=True)
+    return held + formulas.activation_bytes(config, torch.bfloat16, tokens=num_tokens, recompute_layers=True)
 
 
 def parse_args() -> argparse.Namespace:

@@ -31,7 +31,6 @@ from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.plan import choice, needs
 from minirl.plan.workload import Sizes, Workload, enough_tokens
-from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -241,15 +240,14 @@ class Replay:
     @torch.no_grad()
     def generate(self) -> None:
         """Allocate the cache, prefill and capture graphs."""
-        request = Request((1,), RolloutId(0, 0), 0, 1, 1.0, frozenset())
-        self.engine.submit([request])
+        self.engine._allocate()
         layout = PackedLayout((PREFILLED,) * (needs.PREFILL_TOKENS // PREFILLED), META)
         self.model(empty(needs.PREFILL_TOKENS, dtype=torch.int64), layout.positions, layout)
         if self.graphs is None:
             logits = needs.phase_bytes(self.work, self.sizes)["generate"]["decode logits"]
             with self.tracker.on_stream("graphs"):
                 self.graphs = empty(int(logits / 4))
-        self.engine.abort()
+        self.engine._end_phase()
         if not self.engine.keeps_cache:
             self.graphs = None
 

@@ -101,14 +101,13 @@ def environment(place: Place) -> Figures:
 
 def empty_microbatch(place: Place) -> Figures:
     """Forward and backward of a microbatch without rollouts, which a rank has when others have more work."""
-    from minirl.model.attention import PackedLayout
-    from minirl.training.scoring import score
+    from minirl.training.batch import Batch
+    from minirl.training.scoring import score_batch
 
     device = torch.device(place.device)
     model = tiny_model(device)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    layout = PackedLayout((), device)
-    logprobs, entropies = score(model, nothing, layout, select=nothing.bool(), temperature=1.0)
+    logprobs, entropies = score_batch(model, Batch((), nothing, nothing.bool()), temperature=1.0)
     (logprobs.sum() + entropies.sum()).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return {
@@ -234,9 +233,9 @@ def kill_and_resume(place: Place) -> Figures:
 def waits(place: Place) -> Figures:
     """How often the host waits for the device in a late decode step, and in a microbatch."""
     from minirl.generation.engine import Engine
-    from minirl.model.attention import PackedLayout
     from minirl.rollouts import Request, RolloutId
-    from minirl.training.scoring import score
+    from minirl.training.batch import Batch
+    from minirl.training.scoring import score_batch
 
     device = torch.device(place.device)
     model = tiny_model(device)
@@ -250,13 +249,11 @@ def waits(place: Place) -> Figures:
     with counted_waits(place) as in_decode_steps:
         for _ in range(10):
             engine.step()
-    engine.abort()
 
-    layout = PackedLayout((64, 32), device)
     tokens = torch.arange(96, device=device)
-    select = tokens % 64 > 8
+    batch = Batch((64, 32), tokens, loss_mask=tokens % 64 > 8)
     with counted_waits(place) as in_microbatch:
-        logprobs, _ = score(model, tokens, layout, select=select, temperature=1.0)
+        logprobs, _ = score_batch(model, batch, temperature=1.0)
         logprobs.sum().backward()
     return {"of_decode_step": len(in_decode_steps) / 10, "of_microbatch": len(in_microbatch)}
 

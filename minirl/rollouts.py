@@ -130,10 +130,6 @@ class StopTest(Protocol):
     """Finds the turns that end with their last sampled token; `data.stop_strings` does so for texts."""
 
     @property
-    def strings(self) -> tuple[str, ...]:
-        """The strings from which another rank makes the same test."""
-
-    @property
     def max_tokens(self) -> int:
         """The number of ids that it examines, 1 or more."""
 
@@ -147,11 +143,11 @@ class StopTest(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout to generate. `sampled` has the tokens of an earlier phase (see `Engine.abort`).
+    """One rollout to generate. `sampled` has the tokens of an earlier phase.
 
     holds: when its turn ends, its keys and values stay in the cache for another turn (`Engine.resume`), until it is
     released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
-    stop_test: ends the turn too, besides stop_ids.
+    stop: strings that end the turn too, besides stop_ids.
     turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens
     sampled since then, even in an earlier phase, are the turn's.
     """
@@ -165,7 +161,7 @@ class Request:
     sampled: Completion = NO_TOKENS
     holds: bool = False
     truncation: Truncation = NO_TRUNCATION
-    stop_test: StopTest | None = None
+    stop: tuple[str, ...] = ()
     turn_start: int = 0
 
 
@@ -191,7 +187,7 @@ class Rollout:
     """One prompt with one completion, L tokens in all. Tensors have one element per token, on the host.
 
     A completion of several turns has appended tokens between them, which are not in the loss mask.
-    finish_reason: "stop" (by a stop id or the stop test) or "length"; for episodes also "turn_length" (the last turn
+    finish_reason: "stop" (by a stop id or stop string) or "length"; for episodes also "turn_length" (the last turn
     reached its own `max_tokens`), one of `CUT_OFF`, one of `episodes.generate.END_REASONS` from its function, or
     "error".
 

@@ -19,10 +19,8 @@ from minirl.episodes.episode import one_turn
 from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.files.value_files import ValueCopy, read_values
 from minirl.generation.engine import Engine
-from minirl.model.attention import PackedLayout
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.training.scoring import score
 from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
@@ -40,7 +38,7 @@ from support.collecting import (
     rollout_records,
     sums,
 )
-from support.engines import VOCAB, cached_model, make_engine
+from support.engines import VOCAB, cached_model, make_engine, scores_of
 from support.marks import slow
 from support.rollouts import in_two_branches
 
@@ -88,10 +86,8 @@ def test_an_episode_costs_what_is_asked_of_it():
 
 def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
     """Training's logprobs of a rollout are the sampled ones, bit for bit."""
-    layout = PackedLayout((len(rollout.tokens),), torch.device("cpu"))
-    model = cached_model(attention, torch.float32)
     with torch.no_grad():
-        logprobs, _ = score(model, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
+        logprobs = scores_of(cached_model(attention, torch.float32), [rollout], 1.0)
     assert torch.equal(logprobs, rollout.sample_logprobs)
     assert not rollout.sample_logprobs[~rollout.loss_mask].any()
 

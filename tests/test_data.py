@@ -470,16 +470,3 @@ def test_a_stop_string_is_found_behind_bytes_that_are_no_character(tmp_path):
     assert stop([[stray, newline], [newline, stray, newline]]) == [False, False]
     assert stop.found([stray, newline, newline]) == "\n\n"
     assert stop.found([stray] * 40 + [*"é\n".encode()]) == "é\n"
-
-
-@pytest.mark.parametrize(
-    ("strings", "message"),
-    [
-        (["a", ""], "'': it is in every text"),
-        (["a\ufffd"], "do not stand for a character"),
-        (["\ud83d"], r"'\\ud83d': U\+FFFD and half"),
-    ],
-)
-def test_a_stop_string_that_no_text_or_every_text_has_is_refused(text_folder, strings, message):
-    with pytest.raises(InputError, match=message):
-        StopStrings(Tokenizer(text_folder), strings)

@@ -20,7 +20,7 @@ from minirl.rollouts import KeptIds
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
-from minirl.training.frozen_models import FrozenModel, values_of
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support import stub_fla
@@ -155,10 +155,10 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         torch.manual_seed(0)
         model = Transformer(config).to(place)
         batch = make_batch().to(place)
-        scorer = FrozenModel(model, values_of, names=names, device=place)
+        scorer = FrozenModel(model, value_batch, names=names, device=place)
         scored = scorer.add_to(batch, [[2], [], [0, 1]])
         micro = batch.select(lengths)
-        values = value_batch(model, micro)
+        values, _ = value_batch(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)
         (micro.loss_weights * loss).sum().backward()
         add_value_clip(StepMetrics(), micro, values, clip=0.2)

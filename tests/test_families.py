@@ -15,7 +15,6 @@ from minirl.generation.engine import Engine, Request
 from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_rotation import FusedRotation
 from minirl.model import device_kernels
-from minirl.model.attention import PackedLayout
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import FAMILIES, config_from_dict
 from minirl.model.rotation import Rotation, rotate
@@ -23,7 +22,7 @@ from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import named_parameters, save_folder
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
-from minirl.training.scoring import score
+from support.engines import scores_of
 from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
@@ -63,11 +62,8 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
             (expected,) = oracle.generate(torch.tensor([request.prompt_ids]), **options)
             assert rollout.tokens.tolist() == expected.tolist()
             continue
-        layout = PackedLayout((len(rollout.tokens),), CPU)
-        select = layout.positions >= len(request.prompt_ids)
-        logprobs, _ = score(model, rollout.tokens, layout, select=select, temperature=1.0)
         if is_batch_invariant(model.config, torch.float32, CPU):
-            assert torch.equal(logprobs, rollout.sample_logprobs)
+            assert torch.equal(scores_of(model, [rollout], 1.0), rollout.sample_logprobs)
     save_folder(
         tmp_path / "saved", named_parameters(model), config=oracle.config.to_dict(), tokenizer_from=None
     )

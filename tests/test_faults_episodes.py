@@ -61,6 +61,9 @@ appends_foreign_ids = after_a_turn(lambda episode: episode.generate(after=[10_00
 stops_at_true = after_a_turn(lambda episode: episode.generate(stop=True))
 stops_at_a_number = after_a_turn(lambda episode: episode.generate(stop=[7]))
 stops_at_none = after_a_turn(lambda episode: Generate(stop=None))
+stops_at_nothing = after_a_turn(lambda episode: episode.generate(stop=["a", ""]))
+stops_at_no_character = after_a_turn(lambda episode: episode.generate(stop="a\\ufffd"))
+stops_at_half_a_character = after_a_turn(lambda episode: episode.generate(stop="\\ud83d"))
 samples_nothing = after_a_turn(lambda episode: episode.generate(max_tokens=0))
 samples_text = after_a_turn(lambda episode: episode.generate(max_tokens="7"))
 truncates_without_bound = after_a_turn(lambda episode: episode.generate(top_p=0.9))
@@ -137,6 +140,9 @@ WRONG_LATER = {
     "stops_at_true": r"(.|\n)*generate\(stop=True\): expected a text or several",
     "stops_at_a_number": r"generate\(stop=\(7,\)\): expected a tuple of texts",
     "stops_at_none": r"generate\(stop=None\): expected a tuple of texts",
+    "stops_at_nothing": r"generate\(stop=\('a', ''\)\): expected .*; '' is in every text",
+    "stops_at_no_character": r"generate\(stop=.*\): expected .*, U\+FFFD and surrogates in none",
+    "stops_at_half_a_character": r"generate\(stop=.*\): expected .*, U\+FFFD and surrogates in none",
     "samples_nothing": r"generate\(max_tokens=0\): must be at least 1",
     "samples_text": r"generate\(max_tokens='7'\): must be at least 1",
     "truncates_without_bound": ".*top_p 0.9: needs top_k, .* add top_k 256, the most",

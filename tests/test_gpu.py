@@ -17,8 +17,9 @@ from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.delta_rule import DeltaRows, normalized, run_chunks
 from minirl.model.rotation import Rotation, rotate_pair
+from minirl.training.batch import Batch
 from minirl.training.frozen_models import unparked
-from minirl.training.scoring import ChunkedLogprobs, score
+from minirl.training.scoring import ChunkedLogprobs, score_batch
 from support.caches import make_cache, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
@@ -146,17 +147,21 @@ def make_engine(model, **options):
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 @pytest.mark.parametrize("cache_tokens", [512, 8192])
 def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
-    """On the device, with weights that are certain enough for rounding not to turn a token; also when aborted."""
+    """On the device, with weights that are certain enough for rounding not to turn a token; also in two parts."""
     model = make_model(attention, torch.float32).cuda()
     requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
     engine = make_engine(model, cache_tokens=cache_tokens)
     assert engine.async_decoding
     assert engine.cuda_graphs
-    engine.submit(requests)
-    rollouts = [rollout for _ in range(7) for rollout in engine.step()]
-    rollouts += engine.generate(engine.abort())
-    by_id = {r.rollout_id: r for r in rollouts}
-    assert len(by_id) == len(rollouts) == len(requests)
+    parts = engine.generate([dataclasses.replace(r, max_new_tokens=7) for r in requests])
+    by_id = {r.rollout_id: r for r in parts}
+    sampled = [(r, by_id[r.rollout_id]) for r in requests]
+    unfinished = [
+        dataclasses.replace(r, sampled=part.after_prompt)
+        for r, part in sampled
+        if part.finish_reason == "length"
+    ]
+    by_id |= {r.rollout_id: r for r in engine.generate(unfinished)}
     plain = make_engine(model, cache_tokens=cache_tokens, async_decoding=False, cuda_graphs=False)
     num_turned = 0
     for rollout in plain.generate(requests):
@@ -186,7 +191,7 @@ def test_an_asynchronous_decode_step_waits_for_nothing():
 def test_a_microbatch_without_tokens_gives_zero_gradients_on_cuda(dtype):
     """A rank without work runs the same forward and backward as the others."""
     model, tokens = make_model("mixed", dtype).cuda(), torch.empty(0, dtype=torch.int64, device=CUDA)
-    outputs = score(model, tokens, PackedLayout((), CUDA), select=tokens.bool(), temperature=1.0)
+    outputs = score_batch(model, Batch((), tokens, tokens.bool()), temperature=1.0)
     sum(outputs).sum().backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
 

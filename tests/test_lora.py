@@ -25,8 +25,9 @@ from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.run_folder import read_args
+from minirl.training.batch import Batch
 from minirl.training.frozen_models import under_adapters
-from minirl.training.scoring import score
+from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
 from support.models import QWEN_7B, RAW_CONFIG, make_folder
@@ -70,11 +71,8 @@ def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
 
 
 def logprobs_of(model, tokens, lengths):
-    layout = PackedLayout(lengths, CPU)
-    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    select = torch.ones(len(tokens), dtype=torch.bool)
-    select[starts] = False
-    return score(model, tokens, layout, select=select, temperature=1.0)[0]
+    is_sampled = PackedLayout(lengths, CPU).positions > 0
+    return score_batch(model, Batch(lengths, tokens, is_sampled), temperature=1.0)[0]
 
 
 @pytest.mark.parametrize("adapters", [ALL, MLP], ids=["all", "mlp"])

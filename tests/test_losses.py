@@ -546,7 +546,7 @@ def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
     new = torch.zeros(6, requires_grad=True)
     advantages = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     table_index = torch.tensor([1, 0, 2])
-    micro = Batch((2, 2, 2), torch.arange(6), mask, torch.zeros(6), table_index=table_index)
+    micro = Batch((2, 2, 2), torch.arange(6), mask, table_index=table_index)
     objective = (mask * (-advantages * new + term(new, entropy))).sum()
     refusal = pytest.raises(InputError, match="is_trained: leaves out rollouts")
     with refusal if is_refused else nullcontext():
@@ -559,7 +559,7 @@ def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
 def test_without_an_entropy_bonus_the_loss_does_not_depend_on_entropies(script, entropy_coef):
     """So autograd gives the head no gradient for them, zeros neither, and the head does not compute with it."""
     zeros = torch.zeros(3)
-    batch = Batch((3,), torch.arange(3), torch.arange(3) > 0, zeros, advantages=zeros + 1, old_logprobs=zeros)
+    batch = Batch((3,), torch.arange(3), torch.arange(3) > 0, advantages=zeros + 1, old_logprobs=zeros)
     new, entropy = zeros.clone().requires_grad_(), torch.ones(3, requires_grad=True)
     loss, _ = script.token_loss(script.Config(entropy_coef=entropy_coef), batch, new, entropy)
     (gradient,) = torch.autograd.grad(loss.sum(), entropy, allow_unused=True)

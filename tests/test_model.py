@@ -12,7 +12,8 @@ from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
-from minirl.training.scoring import scalar_outputs, score
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch, value_batch
 from support.engines import hidden_states
 from support.families import CASES, make_checkpoint
 from support.marks import slow
@@ -52,6 +53,11 @@ def random_tokens(model, lengths, seed=0):
     return torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)
 
 
+def batch_of(tokens, lengths):
+    """A batch in which all tokens but the first of each sequence are sampled."""
+    return Batch(lengths, tokens, loss_mask=PackedLayout(lengths, CPU).positions > 0)
+
+
 def logits(model, tokens, lengths):
     return batch_invariance.head_logits(hidden_states(model, *tokens.split(lengths)), model.lm_head.weight)
 
@@ -86,8 +92,7 @@ def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoi
     model, lengths = load(folder), (1, 129, 30, 300)
     assert model.config.layer_windows == CASES[name][2]
     tokens = random_tokens(model, lengths, seed=1)
-    layout = PackedLayout(lengths, CPU)
-    got, _ = score(model, tokens, layout, select=layout.positions > 0, temperature=0.7)
+    got, _ = score_batch(model, batch_of(tokens, lengths), temperature=0.7)
     with torch.no_grad():
         packed = logits(model, tokens, lengths)
     assert packed.dtype == torch.float32
@@ -111,8 +116,9 @@ def test_values_scores_and_their_gradients_equal_transformers(name, checkpoints)
     model, lengths = load(folder), (1, 150, 30)
     padding = model.config.vocab_size - 1
     tokens = random_tokens(model, lengths, seed=1) % padding
-    layout = PackedLayout(lengths, CPU)
-    values, after = scalar_outputs(model, tokens, layout, select=layout.positions > 0)
+    batch = batch_of(tokens, lengths)
+    values, end_values = value_batch(model, batch)
+    after = end_values[batch.last_index]
     parts = tokens.split(lengths)
     states = [oracle.score(oracle.model(part[None]).last_hidden_state)[0, :, 0] for part in parts]
     expected = torch.cat([torch.cat([torch.zeros(1), state[:-1]]) for state in states])
@@ -199,13 +205,12 @@ def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, ch
 @pytest.mark.parametrize("name", FEATURES)
 def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, lengths, checkpoints):
     """Nor do they without tokens: every parameter then gets zeros, and none gets None or NaN."""
-    layout = PackedLayout(lengths, CPU)
     gradients, calls = [], []
     for recompute in (False, True):
         model = load(checkpoints(name)[1], recompute_layers=recompute)
         model.model.layers[0].mlp.register_forward_pre_hook(lambda mlp, _: calls.append(mlp))
         tokens = random_tokens(model, lengths)
-        outputs = score(model, tokens, layout, select=layout.positions > 0, temperature=0.7)
+        outputs = score_batch(model, batch_of(tokens, lengths), temperature=0.7)
         torch.stack(outputs).sum().backward()
         gradients.append({key: param.grad for key, param in named_parameters(model).items()})
     assert len(calls) == 1 + 2

@@ -31,7 +31,7 @@ from minirl.run.setup import num_shards
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
-from minirl.training.scoring import scalar_outputs, score, score_batch, value_batch
+from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
@@ -135,8 +135,7 @@ def adamw(model, weight_decay=0.0):
 def loss_of_one_sequence(model, tokens=None):
     """Of 20 tokens; if none are given, of the same ones on every rank."""
     tokens = torch.arange(20) if tokens is None else tokens
-    layout = batching.PackedLayout((20,), CPU)
-    new, _ = score(model.module, tokens, layout, select=torch.arange(20) > 0, temperature=1.0)
+    new, _ = score_batch(model.module, Batch((20,), tokens, torch.arange(20) > 0), temperature=1.0)
     return -new.sum()
 
 
@@ -300,7 +299,7 @@ def ppo_backward(rank, max_tokens, folder, value_folder, dtype, options, value_s
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
         is_last = i == len(microbatches) - 1
-        values = value_batch(value.module, micro)
+        values, _ = value_batch(value.module, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
         value.backward(value_scale * (micro.loss_weights * loss).sum(), is_last=is_last)
         new, entropy = score_batch(policy.module, micro, temperature=1.0)
@@ -511,8 +510,7 @@ def check_refreshes(rank, folder, dtype):
     for _ in range(3):
         versions = {name: weight._version for name, weight in weights.items()}
         (rollout,) = engine.generate([request])
-        layout = batching.PackedLayout((len(rollout.tokens),), CPU)
-        new, _ = score(model.module, rollout.tokens, layout, select=rollout.loss_mask, temperature=1.0)
+        new, _ = score_batch(model.module, pack([rollout]), temperature=1.0)
         assert float((new - rollout.sample_logprobs).abs().max()) <= tolerance
         model.backward(-new.sum(), is_last=True)
         assert versions == {name: weight._version for name, weight in weights.items()}
@@ -697,11 +695,11 @@ def trained_value_model(rank, folder, run):
     """A value model that starts from a language model: its checkpoint, and its scores of three texts."""
     model = sharded(folder, scalar_head=True)
     optimizer = adamw(model)
-    tokens, layout = torch.cat(VALUED_TEXTS), batching.PackedLayout(tuple(map(len, VALUED_TEXTS)), CPU)
-    select = layout.positions > 0
+    is_first = torch.cat([torch.arange(len(text)) == 0 for text in VALUED_TEXTS])
+    batch = Batch(tuple(map(len, VALUED_TEXTS)), torch.cat(VALUED_TEXTS), loss_mask=~is_first)
     for step in range(5):
-        values, scores = scalar_outputs(model.module, tokens, layout, select=select)
-        assert scores.any() == (step > 0)
+        values, end_values = value_batch(model.module, batch)
+        assert end_values.any() == (step > 0)
         loss = (values - 1).square().sum() / world_size()
         model.backward(loss, is_last=True)
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
@@ -712,8 +710,8 @@ def trained_value_model(rank, folder, run):
     )
     checkpoints.save({"step": 20})
     saved = checkpoints.finish()
-    _, scores = scalar_outputs(model.module, tokens, layout, select=select)
-    return saved, scores.tolist()
+    _, end_values = value_batch(model.module, batch)
+    return saved, end_values[batch.last_index].tolist()
 
 
 VALUED_TEXTS = [torch.arange(n) * 7 % 33 for n in (5, 1, 30)]

@@ -10,10 +10,10 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
 from minirl.errors import RewardError
-from minirl.rewards import reward_model
 from minirl.rewards.functions import OverlongPenalty, compute_rewards, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import load_reward
+from minirl.training import frozen_models
 from support.rollouts import make_prompts, make_rollout, reward_rollouts
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
@@ -265,7 +265,7 @@ def test_a_reward_model_is_parked_between_calls_if_asked(reward_folder, monkeypa
         yield
         seen.append("parked")
 
-    monkeypatch.setattr(reward_model, "unparked", unparked)
+    monkeypatch.setattr(frozen_models, "unparked", unparked)
     first = model(["ab"], ["c"])
     assert model(["ab"], ["c"]) == first
     assert seen == [(CPU, park), "parked"] * 2

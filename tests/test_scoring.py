@@ -18,8 +18,8 @@ from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig, Rope
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, unparked, values_of
-from minirl.training.scoring import ChunkedLogprobs, scalar_outputs, score
+from minirl.training.frozen_models import FrozenModel, unparked
+from minirl.training.scoring import ChunkedLogprobs, score_batch, value_batch
 from support.cuda_rules import pad_as_on_cuda
 from support.interpreter import mend_interpreter, needs_interpreter
 from support.layouts import shuffled_members
@@ -71,7 +71,7 @@ def make_batch(lengths=LENGTHS, prompts=PROMPTS):
         part[prompt:] = True
         part[prompt + 2 : prompt + 4] = False
     tokens = torch.randint(0, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
-    return Batch(lengths, tokens, mask, torch.zeros(len(tokens)), table_index=torch.arange(len(lengths)))
+    return Batch(lengths, tokens, mask, table_index=torch.arange(len(lengths)))
 
 
 def states_of(model, batch):
@@ -104,16 +104,17 @@ def reference_values(model, batch):
     return torch.stack(values), torch.stack(after)
 
 
-def score_batch(model, batch):
-    return score(model, batch.tokens, batch.layout(), select=batch.loss_mask, temperature=TEMPERATURE)
+score_sampled = partial(score_batch, temperature=TEMPERATURE)
 
 
 def predict_batch(model, batch):
-    return scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_mask)
+    """Values [T], and scores [N] of the sequences."""
+    values, end_values = value_batch(model, batch)
+    return values, end_values[batch.last_index]
 
 
 def function_of(model):
-    return predict_batch if model.config.scalar_head else score_batch
+    return predict_batch if model.config.scalar_head else score_sampled
 
 
 def assert_equal_gradients(model, results, *, atol, rtol):
@@ -344,10 +345,8 @@ def make_groups(seed=0):
     tokens = torch.cat([torch.cat([openings[member[0].ordinal], own[member]]) for member in members])
     mask = torch.cat([torch.arange(prefix.num_tokens + n) >= prefix.num_tokens for prefix, n in members])
     lengths = tuple(prefix.num_tokens + n for prefix, n in members)
-    index, zeros = torch.arange(len(lengths)), torch.zeros(len(tokens))
-    return Batch(
-        lengths, tokens, mask, zeros, table_index=index, prefixes=tuple(prefix for prefix, _ in members)
-    )
+    prefixes = tuple(prefix for prefix, _ in members)
+    return Batch(lengths, tokens, mask, table_index=torch.arange(len(lengths)), prefixes=prefixes)
 
 
 def without_prompts(batch):
@@ -357,8 +356,8 @@ def without_prompts(batch):
 def frozen_results(language, scalar, batch, cut):
     """Logprobs and values [T], and of each sequence the value after its last token [N], as `FrozenModel`s add them."""
     for model, of_model, names in (
-        (language, score_batch, ["old_logprobs"]),
-        (scalar, values_of, ["values", "end_values"]),
+        (language, score_sampled, ["old_logprobs"]),
+        (scalar, value_batch, ["values", "end_values"]),
     ):
         batch = FrozenModel(model, of_model, names=names, device=CPU).add_to(batch, cut)
     return batch.old_logprobs, batch.values, batch.end_values[batch.last_index]
@@ -384,9 +383,9 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, ma
     language, scalar = make_model(dtype), make_model(dtype, scalar_head=True)
     batch = make()
     places = list(range(len(batch.lengths)))
-    logprobs, entropies = score_batch(language, without_prompts(batch))
+    logprobs, entropies = score_sampled(language, without_prompts(batch))
     values = predict_batch(scalar, without_prompts(batch))
-    assert (score_batch(language, batch)[1] - entropies).abs().max() <= tolerance(language)
+    assert (score_sampled(language, batch)[1] - entropies).abs().max() <= tolerance(language)
     for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
         got = frozen_results(language, scalar, batch, cut)
         for x, y in zip(got, (logprobs, *values), strict=True):
@@ -426,7 +425,7 @@ def test_equal_sequences_have_equal_scores(count):
     model, tokens = make_model(torch.float32, scalar_head=True), torch.arange(6).repeat(count)
     if tolerance(model):
         pytest.skip("this machine's products are not batch-invariant")
-    _, after = predict_batch(model, Batch((6,) * count, tokens, tokens < 0, tokens.float()))
+    _, after = predict_batch(model, Batch((6,) * count, tokens, tokens < 0))
     assert len(set(after.tolist())) == 1
 
 

@@ -28,8 +28,8 @@ from minirl.ranks.process_group import host_group
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
-from minirl.training.batch import PackedLayout
-from minirl.training.scoring import score
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request
 from support.families import make_checkpoint
@@ -186,17 +186,16 @@ class Endings:
     max_tokens = 1
 
     def __init__(self, strings):
-        self.strings = strings
-        self.there = (i for i in ())  # a generator cannot be sent
+        self.divisor = int(strings[0])
 
     def __call__(self, turns):
-        return [ids[-1] % int(self.strings[0]) == 0 for ids in turns]
+        return [ids[-1] % self.divisor == 0 for ids in turns]
 
 
 def converse(engine, seed):
     """Episodes of three turns whose replies come late, in an order that the seed says; their tokens and logprobs."""
     rng = random.Random(seed)
-    stops = [None, Endings(("5",))]
+    stops = [(), ("5",)]
     requests = [
         dataclasses.replace(make_request(make_prompt(3 + n), number=n, max_new_tokens=9), holds=True)
         for n in range(9)
@@ -206,9 +205,7 @@ def converse(engine, seed):
     rollouts = {}
     while requests or engine.is_busy:
         if requests and rng.random() < 0.5:
-            engine.submit(
-                [dataclasses.replace(requests.pop(), stop_test=rng.choice(stops))], weight_version=seed
-            )
+            engine.submit([dataclasses.replace(requests.pop(), stop=rng.choice(stops))], weight_version=seed)
         for rollout in engine.step():
             rollouts[rollout.rollout_id] = rollout
             late.append(rollout.rollout_id)
@@ -220,7 +217,7 @@ def converse(engine, seed):
                 engine.release(rollout_id)
                 continue
             stop = stops[len(late) % 2]
-            engine.resume(rollout_id, [1, 2, 5], max_new_tokens=6, stop_test=stop)
+            engine.resume(rollout_id, [1, 2, 5], max_new_tokens=6, stop=stop)
     return rollouts
 
 
@@ -228,11 +225,9 @@ def in_turns(rank, seeds):
     """For each seed whether the leader's conversations equal those of a whole model with the same calls."""
     whole = cached_model("full", torch.float32)
     group = host_group(2)
-    options = {"max_running_requests": 4, "cache_tokens": 384}
+    options = {"max_running_requests": 4, "cache_tokens": 384, "make_stop_test": Endings}
     model = sliced(whole, Slices(rank, 2, WORLD))
-    engine = GroupEngine(
-        model, group=group, make_stop_test=Endings, room_tokens=0, dtype=torch.float32, device=CPU, **options
-    )
+    engine = GroupEngine(model, group=group, room_tokens=0, dtype=torch.float32, device=CPU, **options)
     equal = []
     for seed in seeds:
         if rank == 0:
@@ -261,7 +256,7 @@ def with_a_wrong_follower(rank):
     """The error of a follower with other random numbers."""
     model = sliced(cached_model("full", torch.float32), Slices(rank, 2, WORLD))
     options = {"max_running_requests": 4, "cache_tokens": 512, "dtype": torch.float32, "device": CPU}
-    engine = GroupEngine(model, group=host_group(2), make_stop_test=Endings, **options)
+    engine = GroupEngine(model, group=host_group(2), **options)
 
     def others(keys, positions):
         return torch.where(positions > 25, 1 - uniforms(keys, positions), uniforms(keys, positions))
@@ -306,16 +301,14 @@ def updates(rank, folder, shard_weights, options):
     for step in range(2):
         for i, length in enumerate((20, 31, 12)):
             tokens = (torch.arange(length) * (7 + rank + step)) % 33
-            mask = torch.arange(length) >= 3
-            layout = PackedLayout((length,), CPU)
+            batch = Batch((length,), tokens, loss_mask=torch.arange(length) >= 3)
             if not config.scalar_head:
                 with torch.no_grad():
-                    found.append(score(model.scorer, tokens, layout, select=mask, temperature=0.9)[0])
-                new, entropy = score(model.module, tokens, layout, select=mask, temperature=0.9)
+                    found.append(score_batch(model.scorer, batch, temperature=0.9)[0])
+                new, entropy = score_batch(model.module, batch, temperature=0.9)
                 loss = (new * new).sum() + 0.1 * entropy.sum()
             else:
-                loss = model.module(tokens, layout.positions, layout) @ model.module.score.weight[0]
-                loss = (loss * loss).sum()
+                loss = torch.stack(value_batch(model.module, batch)).square().sum()
             model.backward(loss, is_last=i == 2)
         found.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
     masters = {name: master.full_tensor().detach() for name, master in model.masters.items()}

@@ -23,7 +23,7 @@ from minirl.training import distillation
 from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import score, score_batch
+from minirl.training.scoring import score_batch
 from support.collecting import make_collector
 from support.engines import make_model
 from support.marks import slow
@@ -223,7 +223,7 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
         prompt = branch.tokens[:start] if number else torch.tensor(prompts[ordinal])
         alone = pack([branch]).with_prompts(lambda ordinal: prompts[ordinal])
         assert torch.equal(alone.tokens, torch.cat([prompt, branch.tokens[start:]]))
-        expected, _ = score(model, alone.tokens, alone.layout(), select=alone.loss_mask, temperature=0.7)
+        expected, _ = score_batch(model, alone, temperature=0.7)
         assert torch.equal(stream[branch.loss_mask], expected[alone.loss_mask])
         assert not stream[~branch.loss_mask].any()
 

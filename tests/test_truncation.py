@@ -152,7 +152,7 @@ def test_truncated_rollouts_do_not_depend_on_the_schedule(options):
     assert engine.stats.preemptions > 0 or "cache_tokens" not in options
 
 
-def in_turns(leaves_after, abort_after):
+def in_turns(leaves_after, preempted_in):
     """A rollout of four turns, the second and third truncated alike, whose request leaves the cache in between."""
     model = cached_model("full", torch.float32)
     request = make_request(make_prompt(20), stop_ids=frozenset(), max_new_tokens=6)
@@ -161,19 +161,19 @@ def in_turns(leaves_after, abort_after):
     for number, truncation in enumerate((MIXED, None, Truncation())):
         finish(engine, 1)
         if number in leaves_after:
-            assert engine.abort() == []
+            engine._drop_held()
         options = {} if truncation is None else {"truncation": truncation}
         engine.resume(request.rollout_id, [4, 5, 6], max_new_tokens=8, **options)
-        if number == abort_after:
+        if number == preempted_in:
             for _ in range(3):
                 engine.step()
-            engine.submit(engine.abort())
+            engine._preempt(int(engine._running.rows[0]))
     (rollout,) = finish(engine, 1)
     return model, rollout
 
 
 def test_a_turn_has_its_own_truncation_and_one_that_names_none_that_of_the_turn_before():
-    """Held in the cache, dropped from it, or aborted in the middle: the same bits, scored as sampled."""
+    """Held in the cache, dropped from it, or preempted in the middle: the same bits, scored as sampled."""
     model, rollout = in_turns((), None)
     is_truncated = torch.zeros(20 + 6 + 3 * (3 + 8), dtype=torch.bool)
     for start in (20 + 6 + 3, 20 + 6 + 3 + 8 + 3):
@@ -181,9 +181,9 @@ def test_a_turn_has_its_own_truncation_and_one_that_names_none_that_of_the_turn_
     assert torch.equal(rollout.kept.counts > 0, is_truncated)
     assert int(rollout.kept.counts.max()) <= MIXED.top_k
     assert torch.equal(scores_of(model, [rollout], 1.0), rollout.sample_logprobs)
-    for leaves_after, abort_after in (((0, 1, 2), None), ((1,), 0), ((), 1), ((2,), 2)):
-        _, other = in_turns(leaves_after, abort_after)
-        assert all_of(other) == all_of(rollout), (leaves_after, abort_after)
+    for leaves_after, preempted_in in (((0, 1, 2), None), ((1,), 0), ((), 1), ((2,), 2)):
+        _, other = in_turns(leaves_after, preempted_in)
+        assert all_of(other) == all_of(rollout), (leaves_after, preempted_in)
 
 
 AGENT = """

@@ -13,7 +13,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.engine import Engine, Request
 from minirl.model.transformer import is_batch_invariant
-from minirl.rollouts import Rollout
+from minirl.rollouts import NO_TOKENS, Rollout, appended
 from support.engines import (
     CPU,
     VOCAB,
@@ -23,6 +23,7 @@ from support.engines import (
     make_prompt,
     make_request,
     mixed_requests,
+    run,
 )
 from support.marks import slow
 from support.texts import TOKENS, save_tokenizer
@@ -51,31 +52,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
-@functools.cache
-def stop_strings(tokenizer: Tokenizer, *texts: str) -> StopStrings:
-    """The test that all turns with these texts share."""
-    return StopStrings(tokenizer, texts)
-
-
-def stop_tests(tokenizer: Tokenizer, request: Request) -> list[StopStrings | None]:
+def stops_of(request: Request) -> list[tuple[str, ...]]:
     """Other stop strings for each turn, and none for some."""
     rng = random.Random(f"strings of {request.rollout_id}")
     texts = [(), ("aa",), ("bab",), (" bba", "  a  "), ("a a b", "ab b", "<turn>")]
-    chosen = rng.choices(texts, k=NUM_TURNS)
-    return [stop_strings(tokenizer, *strings) if strings else None for strings in chosen]
+    return rng.choices(texts, k=NUM_TURNS)
 
 
-def run_turns(engine: Engine, requests: list[Request], tokenizer: Tokenizer, *, abort_every: int = 0) -> dict:
+def run_turns(engine: Engine, requests: list[Request]) -> dict:
     """Run all turns; a reply comes some steps after its turn. Returns the rollouts of the last turns by id."""
-    stops = {request.rollout_id: stop_tests(tokenizer, request) for request in requests}
-    requests = [replace(request, stop_test=stops[request.rollout_id].pop(0)) for request in requests]
+    stops = {request.rollout_id: stops_of(request) for request in requests}
+    requests = [replace(request, stop=stops[request.rollout_id].pop(0)) for request in requests]
     left = {request.rollout_id: replies_to(request) for request in requests}
     rng = random.Random(0)
     waiting, ended = [], {}
     engine.submit(requests)
-    for step in range(10_000):
-        if abort_every and step % abort_every == abort_every - 1:
-            engine.submit(engine.abort())
+    for _ in range(10_000):
         waiting += engine.step()
         rng.shuffle(waiting)
         num_answered = rng.randint(0, len(waiting))
@@ -85,7 +77,7 @@ def run_turns(engine: Engine, requests: list[Request], tokenizer: Tokenizer, *, 
                     rollout.rollout_id,
                     left[rollout.rollout_id].pop(0),
                     max_new_tokens=TURN_TOKENS,
-                    stop_test=stops[rollout.rollout_id].pop(0),
+                    stop=stops[rollout.rollout_id].pop(0),
                 )
             else:
                 engine.release(rollout.rollout_id)
@@ -96,11 +88,11 @@ def run_turns(engine: Engine, requests: list[Request], tokenizer: Tokenizer, *, 
     raise AssertionError("the turns do not end")
 
 
-def cut_off(tokenizer: Tokenizer, stop: StopStrings | None, sampled: list[int]) -> tuple[list[int], bool]:
+def cut_off(tokenizer: Tokenizer, strings: tuple[str, ...], sampled: list[int]) -> tuple[list[int], bool]:
     """The tokens up to the one that completes a stop string in their text, and whether any does."""
-    for count in range(1, len(sampled) + 1 if stop else 0):
+    for count in range(1, len(sampled) + 1):
         text = tokenizer.backend.decode(sampled[:count])
-        if any(string in text for string in stop.strings):
+        if any(string in text for string in strings):
             return sampled[:count], True
     return sampled, False
 
@@ -112,7 +104,7 @@ def turn_by_turn(model, request: Request, tokenizer: Tokenizer) -> Rollout:
     """
     tokens = list(request.prompt_ids)
     mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
-    for reply, stop in zip([*replies_to(request), []], stop_tests(tokenizer, request), strict=True):
+    for reply, stop in zip([*replies_to(request), []], stops_of(request), strict=True):
         alone = replace(request, prompt_ids=tuple(tokens), holds=False)
         (rollout,) = make_engine(model).generate([alone])
         sampled, has_stopped = cut_off(tokenizer, stop, rollout.completion)
@@ -141,14 +133,13 @@ OPTIONS = {
     "few places": {"max_running_requests": 3, "max_prefill_tokens": 40},
     "tight": {"cache_tokens": 1024},
     "tight and late": {"cache_tokens": 1024, "async_decoding": True},
-    "graphs": {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
-    "aborted": {"keeps_cache": True, "async_decoding": True, "abort_every": 9},
+    "graphs": {"async_decoding": True, "cuda_graphs": True, "keeps_cache": True, "max_running_requests": 5},
 }
-# One layer of "mixed" sees all tokens, the other a window. The last three options have what the others have.
+# One layer of "mixed" sees all tokens, the other a window. The last two options have what the others have.
 CASES = [
     *(slow("mixed", name) for name in ("roomy", "few places", "tight")),
-    *(("mixed", name) for name in ("tight and late", "graphs", "aborted")),
-    *(slow("states", name) for name in ("few places", "tight and late", "aborted")),
+    *(("mixed", name) for name in ("tight and late", "graphs")),
+    *(slow("states", name) for name in ("few places", "tight and late")),
 ]
 
 
@@ -160,10 +151,9 @@ def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, 
     """
     model = cached_model(attention, torch.float32)
     requests = requests_with_turns()
-    options = dict(OPTIONS[name])
-    abort_every = options.pop("abort_every", 0)
-    engine = make_engine(model, **options)
-    rollouts = run_turns(engine, requests, tokenizer, abort_every=abort_every)
+    make_stop_test = functools.cache(functools.partial(StopStrings, tokenizer))
+    engine = make_engine(model, make_stop_test=make_stop_test, **OPTIONS[name])
+    rollouts = run_turns(engine, requests)
     assert not engine.is_busy
     expected = expected_turns(attention, tokenizer)
     is_exact = is_batch_invariant(model.config, torch.float32, CPU)
@@ -194,7 +184,7 @@ def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
     assert sum(prefills) == len(requests) * 31
 
 
-def test_a_request_that_is_aborted_takes_17_bytes_a_token():
+def test_a_request_that_lost_its_blocks_takes_17_bytes_a_token():
     """An id, a logprob, a version of the weights and whether it was sampled; nothing of the arrays of the batch.
 
     Without truncation the kept ids take 4 bytes in all.
@@ -204,7 +194,7 @@ def test_a_request_that_is_aborted_takes_17_bytes_a_token():
     engine.submit([request])
     for _ in range(15):
         engine.step()
-    (paused,) = engine.abort()
+    paused = engine._running.unfinished(0)
     assert len(paused.sampled) > 15
     *streams, kept = vars(paused.sampled).values()
     assert sum(stream.untyped_storage().nbytes() for stream in streams) == 17 * len(paused.sampled)
@@ -247,25 +237,21 @@ class Recorder:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize("is_aborted", [False, True], ids=["", "aborted"])
-def test_a_stop_test_sees_the_last_tokens_of_its_turn_alone(is_aborted, late):
-    """Each once, in order: none of the prompt, of a reply or of an earlier turn, also after an abort in the turn."""
-    engine = make_engine(cached_model("mixed", torch.float32), async_decoding=late)
-    request = make_request(make_prompt(9), max_new_tokens=8, stop_ids=frozenset())
-    turns = [Recorder(), Recorder(), Recorder()]
-    engine.submit([replace(request, holds=True, stop_test=turns[0])])
-    for number in range(3):
-        if number:
-            engine.resume(request.rollout_id, [1, 2, 3], max_new_tokens=8, stop_test=turns[number])
-        for _ in range(4):
-            assert engine.step() == []
-        if is_aborted:
-            engine.submit(engine.abort())
-        (rollout,) = finish(engine, 1)
-        if is_aborted:
-            assert engine.abort() == []  # the cache is gone, the request stays
-    engine.release(request.rollout_id)
-    assert len(rollout.completion) == 30
-    for number, turn in enumerate(turns):
-        sampled = rollout.completion[11 * number : 11 * number + 8]
-        assert turn.asked == [tuple(sampled[: count + 1][-5:]) for count in range(8)]
+@pytest.mark.parametrize("is_paused", [False, True], ids=["", "paused"])
+def test_a_stop_test_sees_the_last_tokens_of_its_turn_alone(is_paused, late):
+    """Each once, in order: none of the prompt, of a reply or of an earlier turn, also if it pauses halfway."""
+    turns = {(name,): Recorder() for name in "abc"}
+    model = cached_model("mixed", torch.float32)
+    engine = make_engine(model, async_decoding=late, make_stop_test=turns.__getitem__)
+    request = make_request(make_prompt(9), stop_ids=frozenset())
+    sampled = NO_TOKENS
+    for stop in turns:
+        start = len(sampled)
+        for num_tokens in (4, 8) if is_paused else (8,):
+            part = {"sampled": sampled, "max_new_tokens": start + num_tokens}
+            (rollout,) = run(engine, [replace(request, stop=stop, turn_start=start, **part)])
+            sampled = rollout.after_prompt
+        sampled += appended([1, 2, 3])
+    for number, turn in enumerate(turns.values()):
+        ids = rollout.completion[11 * number : 11 * number + 8]
+        assert turn.asked == [tuple(ids[: count + 1][-5:]) for count in range(8)]

@@ -15,7 +15,6 @@ from torch.nn.functional import logsigmoid
 
 from minirl.data.prompts import PromptStream
 from minirl.errors import refuse
-from minirl.model.attention import PackedLayout
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
@@ -24,7 +23,8 @@ from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
-from minirl.training.scoring import scalar_outputs
+from minirl.training.batch import Batch
+from minirl.training.scoring import value_batch
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -
     """Scores fp32 [n] of the chosen completions and of the rejected ones."""
     sequences = [ids for pair in pairs for ids in pair]
     tokens = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64, device=device)
-    layout = PackedLayout(tuple(map(len, sequences)), device)
-    no_values = torch.empty(0, dtype=torch.int64, device=device)
-    _, scores = scalar_outputs(model, tokens, layout, select=no_values)
+    batch = Batch(tuple(map(len, sequences)), tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
+    _, end_values = value_batch(model, batch)
+    scores = end_values[batch.last_index]
     return scores[::2], scores[1::2]
 
 

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import refuse
 
 # A decoder writes this for bytes that are not a character.
 _REPLACEMENT = "\ufffd"
@@ -22,15 +21,8 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
-        """strings: one or more. Raises InputError for a string that every text contains or none can."""
-        for string in strings:
-            refuse(not string, "stop string '': it is in every text; leave it out")
-            is_text = all(c != _REPLACEMENT and not "\ud800" <= c <= "\udfff" for c in string)
-            refuse(
-                not is_text,
-                f"stop string {string!a}: U+FFFD and half a surrogate pair do not stand for a character",
-            )
-        self.strings = tuple(strings)
+        """strings: one or more, each a `task.is_stop_string`."""
+        self.strings = strings
         self.max_tokens = max(len(string.encode()) for string in strings) + _MARGIN
         self._tokenizer = tokenizer
         # "<0x0A>" and the like, of tokenizers whose decoder joins runs of such tokens to characters.

@@ -43,6 +43,12 @@ def is_token_ids(prompt: str | Sequence[Any]) -> bool:
     return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), int)
 
 
+def is_stop_string(value: Any) -> bool:
+    """Return whether `value` can end a turn: "" is in every text, U+FFFD and half a surrogate pair are in none."""
+    is_text = isinstance(value, str) and bool(value)
+    return is_text and all(c != "\ufffd" and not "\ud800" <= c <= "\udfff" for c in value)
+
+
 def check_text(value: Any) -> None:
     r"""Raise ValueError for half a surrogate pair ("\ud800") in a JSON value: text with one cannot be tokenized."""
     json.dumps(value, ensure_ascii=False).encode()

@@ -6,6 +6,7 @@ Standard library only: a process that runs such a function starts quickly.
 from collections.abc import Collection
 from typing import Any
 
+from minirl.data.task import is_stop_string
 from minirl.episodes.generate import Generate
 from minirl.errors import InputError, refuse
 from minirl.rewards.values import MAX_REWARD, validate_number
@@ -24,13 +25,13 @@ def checked_turn(yielded: Any) -> Generate:
         raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
     limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
     is_after = isinstance(yielded.after, str | list | tuple)
-    is_stop = isinstance(yielded.stop, tuple) and all(isinstance(string, str) for string in yielded.stop)
+    is_stop = isinstance(yielded.stop, tuple) and all(map(is_stop_string, yielded.stop))
     is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
     asked = yielded.truncation
     is_truncation = isinstance(asked, dict) and asked.keys() <= set(Truncation._fields)
     expected = {
         "after": (is_after, "expected text, a list of token ids, or messages"),
-        "stop": (is_stop, "expected a tuple of texts"),
+        "stop": (is_stop, "expected a tuple of texts; '' is in every text, U+FFFD and surrogates in none"),
         "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
         "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
         # Checked where the prompt is tokenized.

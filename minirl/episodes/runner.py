@@ -21,7 +21,7 @@ from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.program import Ended, Failed, InProcess, Reply
 from minirl.episodes.refusals import check_rewards
 from minirl.episodes.rollout_workers import RolloutWorkers
-from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode, TokenReader
+from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
 from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.files.redaction import escaped
@@ -324,7 +324,7 @@ class EpisodeRunner:
                 present.request.rollout_id,
                 () if is_begun else turn.appended,
                 max_new_tokens=running.part_limit - running.part_start,
-                stop_test=running.stop_test,
+                stop=running.stop,
                 turn_start=turn.start,
                 truncation=running.truncation,
             )
@@ -347,7 +347,7 @@ class EpisodeRunner:
                 sampled=tokens,
                 max_new_tokens=running.part_limit,
                 holds=True,
-                stop_test=running.stop_test,
+                stop=running.stop,
                 turn_start=turn.start,
                 truncation=running.truncation,
             )
@@ -370,17 +370,8 @@ class EpisodeRunner:
 
     def _finish_turn(self, running: RunningEpisode, num_tokens: int, finish_reason: str) -> None:
         """Give a function the turn that it asked for, whose tokens its branch has."""
-        present, turn = running.present
-        prompt = len(present.request.prompt_ids)
-        answers = (one.start for one in [turn, *reversed(present.branch.turns)] if one.inserted)
-        reader = TokenReader(
-            self._prompts.tokenizer.with_tools(present.branch.tools),
-            present.tokens,
-            first=prompt + turn.start,
-            last=prompt + turn.start + num_tokens,
-            answer_first=prompt + next(answers, 0),
-        )
-        turn.finish(num_tokens, finish_reason, reader)
+        _, turn = running.present
+        turn.num_tokens, turn.finish_reason = num_tokens, finish_reason
         self._host.send(running.number, turn)
 
     def _end(

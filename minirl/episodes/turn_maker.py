@@ -1,15 +1,11 @@
 """Make the turn that a function asks for: its branch, the tokens to append before it, its end."""
 
-import functools
-
 from minirl.data.prompts import PromptStream
-from minirl.data.stop_strings import StopStrings
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.limits import EpisodeLimits
-from minirl.episodes.running import RunningBranch, RunningEpisode
-from minirl.episodes.turn import Turn
+from minirl.episodes.running import RunningBranch, RunningEpisode, SampledTurn
 from minirl.errors import refuse
 
 
@@ -20,14 +16,12 @@ class TurnMaker:
         self._function = function
         self._prompts = prompts
         self._limits = limits
-        # Made once for all turns with these strings.
-        self._stop_test = functools.cache(functools.partial(StopStrings, prompts.tokenizer))
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
         return f"{self._function}(episode), for the row at {episode.row.place}"
 
-    def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
+    def make(self, running: RunningEpisode, asked: Generate) -> SampledTurn | None:
         """Set the turn of an episode and its branch; return None if the turn has no room.
 
         Raises InputError.
@@ -50,10 +44,22 @@ class TurnMaker:
         # If nothing more may be sampled the episode ends, unless it had this turn before.
         room_to_sample = max(1, self._limits.room_to_sample(episode))
         running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
-        running.stop_test = self._stop_test(asked.stop) if asked.stop else None
+        running.stop = asked.stop
         running.truncation = running.request.truncation._replace(**asked.truncation).checked()
-        running.turn = Turn(
-            start, branch=branch.number, inserted=asked.inserted, asked=asked.digest, appended=new_ids
+        num_before = len(branch.prompt_ids)
+        inserted = asked.inserted
+        # Its message begins after the last messages.
+        earlier = (turn.start for turn in reversed(branch.turns) if turn.inserted)
+        running.turn = SampledTurn(
+            start,
+            branch=branch.number,
+            inserted=inserted,
+            asked=asked.digest,
+            appended=new_ids,
+            tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
+            tokens=present.tokens,
+            first=num_before + start,
+            answer_first=num_before + (start if inserted else next(earlier, 0)),
         )
         return running.turn
 

@@ -6,7 +6,7 @@ prompt prefill it once and fork it; it stays in the cache, as their stem, until 
 between two turns keeps its blocks, but no place in the batch. When the cache is full, such requests give their blocks
 back first, then the youngest running one, which is preempted; they are recomputed later.
 
-The engine handles token ids only, never text: a turn that ends by its text has a `StopTest`. Nothing in the engine is
+The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Nothing in the engine is
 collective: each rank decodes on its own. A rollout depends only on its request and the weights, not on the other
 requests in the batch. At the end of a generation phase, when no request is left, the cache is empty, so new weights
 never read old keys and values. The engine also frees its memory, unless it keeps it with the CUDA graphs that read it.
@@ -19,7 +19,7 @@ one token too far, and that token is discarded.
 
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ class _Stem:
 
     @property
     def tokens(self) -> Tensor:
-        """The prompt and the tokens sampled before the request was preempted or aborted; int64, on the host."""
+        """The prompt and the tokens that the request had when it was queued; int64, on the host."""
         return torch.cat([token_tensor(self.first.prompt_ids), self.first.sampled.tokens])
 
 
@@ -79,6 +79,7 @@ class Engine:
         async_decoding: bool | None = None,
         cuda_graphs: bool | None = None,
         keeps_cache: bool = False,
+        make_stop_test: Callable[[tuple[str, ...]], StopTest] | None = None,
     ):
         """dtype: of the weights and of the cache.
 
@@ -89,6 +90,7 @@ class Engine:
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
+        make_stop_test: makes the test for stop strings; requests may have none without it.
         """
         self.model = model
         self.config = model.config
@@ -102,6 +104,7 @@ class Engine:
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.keeps_cache = keeps_cache
+        self._make_stop_test = make_stop_test
         self.stats = EngineStats()
         self.weight_version = 0
         # Were requests waiting for cache blocks at the last step?
@@ -132,16 +135,10 @@ class Engine:
         """Queue requests. Neighbours with the same prompt share one prefill. Not collective.
 
         weight_version: recorded with each token sampled from now on.
-        Raises InputError for a request that is longer than the model's positions or the whole cache, or whose turn
-        begins after its tokens.
+        Raises InputError for a request that is longer than the model's positions or the whole cache.
         """
         for request in requests:
             self._check(request)
-            if not 0 <= request.turn_start <= len(request.sampled):
-                raise InputError(
-                    f"{request.rollout_id}: turn_start {request.turn_start} is not one of 0 to the"
-                    f" {len(request.sampled)} tokens that it has sampled"
-                )
         if requests and self._cache is None:
             self._allocate()
         self.weight_version = weight_version
@@ -176,14 +173,14 @@ class Engine:
         tokens: Sequence[int],
         *,
         max_new_tokens: int,
-        stop_test: StopTest | None = None,
+        stop: tuple[str, ...] = (),
         turn_start: int | None = None,
         truncation: Truncation | None = None,
     ) -> None:
         """Continue a request that is between two turns: append tokens, then sample up to `max_new_tokens`.
 
         turn_start: see `Request`, for a turn that continues; None begins another turn.
-        stop_test, truncation: for this turn; by default it has no test, and the truncation of the previous turn.
+        stop, truncation: for this turn; by default it has no stop strings, and the truncation of the previous turn.
         Only the appended tokens are computed, unless the cache had to drop the others. Not collective. Raises
         InputError like `submit`, and for a request that is not waiting; the request then stays as it was.
         """
@@ -197,7 +194,7 @@ class Engine:
             request,
             sampled=sampled,
             max_new_tokens=len(sampled) + max_new_tokens,
-            stop_test=stop_test,
+            stop=stop,
             turn_start=len(sampled) if turn_start is None else turn_start,
             truncation=truncation or request.truncation,
         )
@@ -205,8 +202,6 @@ class Engine:
         if row is None:
             del self._dropped[rollout_id]
             self._waiting.appendleft(request)
-            if self._cache is None:
-                self._allocate()
         else:
             del self._held[rollout_id]
             self._running.admit(request, row)
@@ -269,23 +264,6 @@ class Engine:
             self._end_phase()
         return finished
 
-    def abort(self) -> list[Request]:
-        """Stop the phase and drop the cache. Not collective.
-
-        Returns the unfinished requests with the tokens read so far, to be submitted again. Those that wait for a
-        further turn can still be resumed.
-        """
-        if self._running:
-            self._count_discarded(self._running.rows)
-        rows = [*self._running.rows.tolist(), *self._resumed]
-        unfinished = [self._running.unfinished(row) for row in rows]
-        unfinished += self._waiting
-        self._waiting.clear()
-        while self._held:
-            self._drop_held()
-        self._end_phase()
-        return unfinished
-
     def generate(
         self,
         requests: Sequence[Request],
@@ -321,7 +299,7 @@ class Engine:
 
     def _no_requests(self) -> RunningRequests:
         """Has a row for each running request, the stem and the padding, and grows when requests wait between turns."""
-        return RunningRequests(self.max_running_requests + 2)
+        return RunningRequests(self.max_running_requests + 2, self._make_stop_test)
 
     def _allocate(self) -> None:
         """Allocate the cache, with CUDA graphs plus the padding's block."""
@@ -352,20 +330,13 @@ class Engine:
             self._padding_row = torch.tensor([padding_row])
 
     def _end_phase(self) -> None:
-        """Empty the cache, and free its memory unless the engine keeps it."""
+        """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
         for pending in self._pending:
             pending.wait()
         self._pending = []
         self._newest_tokens = self._newest_tokens.new_empty(0)
-        if self._cache is not None:
-            for row in self._running.requests:
-                self._cache.free(row)
-            if self._stem is not None:
-                self._drop_stem()
         self._running = self._no_requests()
-        self._resumed.clear()
-        self._stem = None
         if not self.keeps_cache:
             self._cache = None
             self._graphs = None

@@ -8,8 +8,6 @@ along.
 
 import functools
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from minirl.errors import GuardError
 from minirl.generation.engine import Engine
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Rollout, StopTest
+from minirl.rollouts import Rollout
 
 # A method's name and its arguments.
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -44,22 +42,15 @@ class GroupEngine(Engine):
     A follower returns no rollouts and counts no work.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        group: dist.ProcessGroup,
-        make_stop_test: Callable[[tuple[str, ...]], StopTest],
-        **options: Any,
-    ):
+    def __init__(self, *args: Any, group: dist.ProcessGroup, **options: Any):
         """group: the ranks that hold the model's slices, for messages between their hosts.
 
-        make_stop_test: on a follower, makes the test of these strings. The other arguments are `Engine`'s.
+        The other arguments are `Engine`'s.
         """
         super().__init__(*args, **options)
         self.leads = dist.get_rank(group) == 0
         self._group = group
         self._leader = dist.get_global_rank(group, 0)
-        self._make_stop_test = make_stop_test
         # The leader's calls since its last message.
         self.calls: list[Call] = []
         self._checksum = 0
@@ -67,7 +58,6 @@ class GroupEngine(Engine):
     submit = _recorded(Engine.submit)
     resume = _recorded(Engine.resume)
     release = _recorded(Engine.release)
-    abort = _recorded(Engine.abort)
 
     def step(self) -> list[Rollout]:
         """`Engine.step`, which the followers repeat (collective in the group, unless there is nothing to do)."""
@@ -111,8 +101,7 @@ class GroupEngine(Engine):
         header = torch.tensor([self._checksum, is_step, bool(calls)])
         dist.broadcast(header, self._leader, self._group)
         if calls:
-            sent = [_with_stop_tests(call, lambda test: test.strings) for call in calls]
-            dist.broadcast_object_list([sent], self._leader, self._group)
+            dist.broadcast_object_list([calls], self._leader, self._group)
 
     @spent_on("wait_ranks")
     def _receive(self) -> tuple[int, bool, list[Call]]:
@@ -123,19 +112,4 @@ class GroupEngine(Engine):
         received: list[Any] = [[]]
         if has_calls:
             dist.broadcast_object_list(received, self._leader, self._group)
-        return checksum, bool(is_step), [_with_stop_tests(call, self._make_stop_test) for call in received[0]]
-
-
-def _with_stop_tests(call: Call, change: Callable[[Any], Any]) -> Call:
-    """A call with other stop tests: those of its requests, or of its turn."""
-    name, args, options = call
-    if name == "submit":
-        (requests,) = args
-        changed = [
-            request if request.stop_test is None else replace(request, stop_test=change(request.stop_test))
-            for request in requests
-        ]
-        args = (changed,)
-    elif options.get("stop_test") is not None:
-        options = {**options, "stop_test": change(options["stop_test"])}
-    return name, args, options
+        return checksum, bool(is_step), received[0]

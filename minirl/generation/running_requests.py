@@ -1,7 +1,7 @@
 """The requests that are being decoded, and sampled tokens while they are on their way to the host."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,8 +36,9 @@ class RunningRequests:
     Requests that wait for their next turn keep their row, too, but are not in `rows`. The arrays grow with the rows.
     """
 
-    def __init__(self, num_rows: int):
-        """num_rows: the initial number."""
+    def __init__(self, num_rows: int, make_stop_test: Callable[[tuple[str, ...]], StopTest] | None):
+        """num_rows: the initial number. make_stop_test: see `Engine`."""
+        self._make_stop_test = make_stop_test
         self.rows = torch.arange(0)
         self.requests: dict[int, Request] = {}
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64)
@@ -58,9 +59,9 @@ class RunningRequests:
         self._num_kept = torch.zeros(num_rows, 0, dtype=torch.int32)
         # [rows, columns, width]: the tokens that each one was sampled among, `_num_kept` of them.
         self._kept_ids = torch.zeros(num_rows, 0, 0, dtype=torch.int32)
-        # The stop tokens of all requests so far, and whether one had a stop test; each request has its own.
+        # The stop tokens of all requests so far, and whether one had stop strings; each request has its own.
         self._stop_ids: frozenset[int] = frozenset()
-        self._has_stop_tests = False
+        self._has_stop_strings = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -102,7 +103,7 @@ class RunningRequests:
             self._num_kept[row, :count] = request.sampled.kept.counts
             self._kept_ids[row, :count, : kept.shape[1]] = kept
         self._stop_ids |= request.stop_ids
-        self._has_stop_tests |= request.stop_test is not None
+        self._has_stop_strings |= bool(request.stop)
 
     def run(self, rows: Tensor) -> None:
         """Start the requests in these rows int64 [n], as the youngest ones."""
@@ -146,8 +147,8 @@ class RunningRequests:
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
         stopped: list[int] = []
-        if self._has_stop_tests:
-            stopped = self._stopped_by_test(rows.tolist())
+        if self._has_stop_strings:
+            stopped = self._stopped_by_string(rows.tolist())
             may_end |= torch.isin(rows, torch.tensor(stopped, dtype=torch.int64))
         reasons: dict[int, str] = {}
         candidates = (rows[may_end].tolist(), tokens[may_end].tolist(), is_full[may_end].tolist())
@@ -168,15 +169,17 @@ class RunningRequests:
         prompt = token_tensor(request.prompt_ids)
         return rollout_of(request.rollout_id, prompt, self._completion(row), finish_reason)
 
-    def _stopped_by_test(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows whose stop test ends their turn. Asks each test once."""
-        rows_of: dict[StopTest, list[int]] = {}
+    def _stopped_by_string(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows whose stop strings end their turn. Asks the test of the same strings once."""
+        rows_of: dict[tuple[str, ...], list[int]] = {}
         for row in rows:
-            test = self.requests[row].stop_test
-            if test is not None:
-                rows_of.setdefault(test, []).append(row)
+            strings = self.requests[row].stop
+            if strings:
+                rows_of.setdefault(strings, []).append(row)
         stopped: list[int] = []
-        for test, tested in rows_of.items():
+        for strings, tested in rows_of.items():
+            assert self._make_stop_test is not None, "the engine cannot find stop strings"
+            test = self._make_stop_test(strings)
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
             tails = self._tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()

@@ -1,5 +1,6 @@
 """Use a reward model as a reward function."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,13 @@ import torch
 from minirl.data.task import Messages, RewardFunction
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
-from minirl.model.attention import PackedLayout
 from minirl.model.folders import file_of
 from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
 from minirl.training.assignment import plan_microbatches
-from minirl.training.frozen_models import unparked
-from minirl.training.scoring import scalar_outputs
+from minirl.training.batch import Batch
+from minirl.training.frozen_models import FrozenModel
+from minirl.training.scoring import value_batch
 
 
 def load_reward_model(
@@ -43,7 +44,8 @@ def load_reward_model(
     max_length = min(model.config.max_position_embeddings, max_tokens)
     ignored_id = json.loads(file_of(folder, "config.json").read_text()).get("pad_token_id")
 
-    @torch.no_grad()
+    scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device, park=park)
+
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -56,19 +58,14 @@ def load_reward_model(
                 f"--reward-model {folder}: a text of {longest} tokens, {max_length} fit; see --max-new-tokens"
             )
 
-        scores = torch.zeros(len(sequences))
+        tokens = torch.tensor(list(itertools.chain(*sequences)), device=device)
+        # Only the value after each last token matters, not those of single tokens.
+        batch = Batch(tuple(lengths), tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
         # Each rank scores its own completions: one rank in the assignment.
-        microbatches = plan_microbatches(lengths, num_ranks=1, max_tokens=max_tokens)[0]
-        with spent_on("score"), unparked(model, device, park=park):
-            for members in microbatches:
-                tokens = torch.tensor([token for i in members for token in sequences[i]], device=device)
-                member_lengths = tuple(lengths[i] for i in members)
-                layout = PackedLayout(member_lengths, device)
-                # Only the score after each last token matters, not the values of single tokens.
-                no_tokens = torch.zeros_like(tokens, dtype=torch.bool)
-                _, last_scores = scalar_outputs(model, tokens, layout, select=no_tokens)
-                scores[members] = last_scores.float().cpu()
-        return scores.tolist()
+        (microbatches,) = plan_microbatches(lengths, num_ranks=1, max_tokens=max_tokens)
+        with spent_on("score"):
+            batch = scorer.add_to(batch, microbatches)
+        return batch.end_values[batch.last_index].float().tolist()
 
     return reward_model
 

@@ -21,13 +21,13 @@ from minirl.data.task import Row, Task
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import DIGESTS_FILE, named_parameters, save_folder
 from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import barrier, print0, rank
-from minirl.training.scoring import score
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch
 
 RECIPE: dict[str, Any] = {
     "config": {
@@ -156,10 +156,9 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
         tokens += prompt_ids + answer_ids
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
         lengths.append(len(prompt_ids) + len(answer_ids))
-    select = torch.tensor(is_answer)
-    layout = PackedLayout(tuple(lengths), select.device)
-    logprobs, _ = score(model, torch.tensor(tokens), layout, select=select, temperature=1.0)
-    return sft_loss(logprobs).sum() / select.sum()
+    batch = Batch(tuple(lengths), torch.tensor(tokens), loss_mask=torch.tensor(is_answer))
+    logprobs, _ = score_batch(model, batch, temperature=1.0)
+    return sft_loss(logprobs).sum() / sum(is_answer)
 
 
 def _ids(text: str) -> list[int]:

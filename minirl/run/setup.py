@@ -244,9 +244,7 @@ class Setup:
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
         make: Callable[..., Engine] = Engine
         if model.slices is not None:
-            group = process_group.host_group(model.slices.size)
-            make_stop_test = functools.partial(StopStrings, self.tokenizer)
-            make = functools.partial(GroupEngine, group=group, make_stop_test=make_stop_test)
+            make = functools.partial(GroupEngine, group=process_group.host_group(model.slices.size))
         return make(
             model,
             max_running_requests=self.sizes.max_running_requests,
@@ -254,6 +252,7 @@ class Setup:
             dtype=self.dtype,
             device=self.device,
             keeps_cache=self._keeps_cache,
+            make_stop_test=functools.cache(functools.partial(StopStrings, self.tokenizer)),
         )
 
     def make_collector(

@@ -113,7 +113,7 @@ class Batch:
     lengths: tuple[int, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: the policy sampled this token
-    sample_logprobs: Tensor  # fp32, as are the streams below except the next
+    sample_logprobs: Tensor = NOT_MADE  # fp32, as are the streams below except the next
     weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE

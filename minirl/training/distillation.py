@@ -22,8 +22,7 @@ TILE_LOGITS = MAX_LOGITS // 4
 
 def teacher_states(model: Transformer, batch: Batch) -> tuple[Tensor]:
     """The hidden states [T, D] that the batch's sampled tokens are predicted from; 0 elsewhere."""
-    states = states_before(model, batch.tokens, batch.layout(), batch.loss_index)
-    return (batch.scatter(states),)
+    return (batch.scatter(states_before(model, batch)),)
 
 
 def score_with_teacher(
@@ -40,7 +39,7 @@ def score_with_teacher(
         "--teacher-kl: compares whole vocabularies, and a turn was sampled with top_k; use --teacher-kl sampled",
     )
     index = batch.loss_index
-    states = states_before(model, batch.tokens, batch.layout(), index)
+    states = states_before(model, batch)
     head = model.lm_head.weight
     logprobs, entropies = outputs_of_head(states, head, batch.tokens[index], temperature)
     teacher_head = teacher.lm_head.weight.to(states.device, non_blocking=True)

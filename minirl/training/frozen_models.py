@@ -11,7 +11,6 @@ from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import gather_objects
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch
-from minirl.training.scoring import scalar_outputs
 from minirl.training.sharded_model import ShardedModel
 
 # Streams of a batch, computed without gradient: [T], or [T, D] for hidden states.
@@ -128,11 +127,3 @@ def under_adapters(outputs: Outputs) -> Outputs:
         return streams
 
     return outputs_of
-
-
-def values_of(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The values [T] before the sampled tokens, and those of the states after the last tokens; 0 elsewhere."""
-    values, scores = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_index)
-    end_values = torch.zeros_like(values)
-    end_values[batch.last_index] = scores
-    return values, end_values

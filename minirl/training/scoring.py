@@ -1,7 +1,7 @@
 """Run a model over a packed stream: logprobs and entropies of its tokens, or the outputs of a scalar head.
 
 Element t of every stream is about token t. Its logprob, and the value of the state that it was sampled in,
-come from the hidden state of token t - 1. This shift happens in `_states_before` and nowhere else.
+come from the hidden state of token t - 1. This shift happens in `_places_before` and nowhere else.
 
 Only selected tokens (those that the policy sampled) go through the language model's head. Logits [T, V] never
 exist as a whole, with gradient or without: only those of one token chunk and one vocabulary chunk do.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minirl.errors import refuse
 from minirl.model import device_kernels
-from minirl.model.attention import PackedLayout, upload
+from minirl.model.attention import upload
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import (
     VOCAB_CHUNK,
@@ -28,7 +28,6 @@ from minirl.model.logprobs import (
 )
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
-from minirl.rollouts import KeptIds
 from minirl.training.batch import Batch
 
 TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
@@ -37,39 +36,57 @@ TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
 LOWEST = -1e4
 
 
-def score(
-    model: Transformer,
-    tokens: Tensor,
-    layout: PackedLayout,
-    *,
-    select: Tensor,
-    temperature: float,
-    kept: KeptIds | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [T] in fp32 of the selected tokens; 0 elsewhere.
+def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
-    tokens: int64 [T]. select: a mask bool [T], or the indices int64 [M] in order, for which CUDA need not wait; not
-    the first token of a sequence. kept: the ids kept for each of the T tokens; where a token has some, its distribution
-    is truncated to them. Differentiable in the parameters. Not collective.
+    For a token sampled from a truncated distribution, the model's distribution is truncated to the same tokens.
+    Differentiable in the parameters. Not collective.
     """
-    selected = _indices(select)
-    states = states_before(model, tokens, layout, selected)
-    head = model.lm_head.weight
+    index = batch.loss_index
+    states = states_before(model, batch)
     kept_ids = None
-    if kept is not None and len(kept.ids):
-        kept_ids = upload(kept.rows(), tokens.device)[selected].long()
-    logprobs, entropies = outputs_of_head(states, head, tokens[selected], temperature, kept_ids)
-    zeros = logprobs.new_zeros(len(tokens))
-    all_logprobs = zeros.index_put((selected,), logprobs)
-    all_entropies = zeros.index_put((selected,), entropies)
-    return all_logprobs, all_entropies
+    if batch.kept is not None and len(batch.kept.ids):
+        kept_ids = upload(batch.kept.rows(), states.device)[index].long()
+    outputs = outputs_of_head(states, model.lm_head.weight, batch.tokens[index], temperature, kept_ids)
+    logprobs, entropies = map(batch.scatter, outputs)
+    return logprobs, entropies
 
 
-def states_before(model: Transformer, tokens: Tensor, layout: PackedLayout, selected: Tensor) -> Tensor:
-    """Final hidden states [M, D] that the tokens at `selected` [M] were sampled from. Not collective."""
+def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Scalar-head outputs [T] in fp32: values before a batch's sampled tokens, and those after the last tokens.
+
+    A value belongs to the state before its token. One of the state after the last token of its sequence, which for a
+    reward model is the reward, is at that token. Elsewhere both are 0. Differentiable in the parameters. Not
+    collective.
+    """
+    before, last = _places_before(batch), batch.last_index
+    states = _states_at(model, batch, torch.cat([before, last]))
+    # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
+    wide = at_least_fp32(states.dtype)
+    weight = model.score.weight.to(wide)
+    outputs = (states.to(wide) * weight).sum(-1)
+    values, scores = outputs.split([len(before), len(last)])
+    end_values = values.new_zeros(len(batch.tokens))
+    end_values[last] = scores
+    return batch.scatter(values), end_values
+
+
+def states_before(model: Transformer, batch: Batch) -> Tensor:
+    """Final hidden states [M, D] that the batch's sampled tokens were sampled from. Not collective."""
+    return _states_at(model, batch, _places_before(batch))
+
+
+def _places_before(batch: Batch) -> Tensor:
+    """The next-token shift: where the tokens before the sampled ones are in the streams, int64 [M]."""
+    return batch.loss_index - 1
+
+
+def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
+    """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
     watchdog.heartbeat()
-    hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    return _states_before(hidden, selected, layout)
+    layout = batch.layout()
+    hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
+    return hidden.index_select(0, layout.hidden_index[places])
 
 
 def outputs_of_head(
@@ -89,22 +106,6 @@ def outputs_of_head(
     return logprobs, entropies
 
 
-def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
-
-    For a token sampled from a truncated distribution, the model's distribution is truncated to the same tokens.
-    Differentiable in the parameters. Not collective.
-    """
-    return score(
-        model,
-        batch.tokens,
-        batch.layout(),
-        select=batch.loss_index,
-        temperature=temperature,
-        kept=batch.kept,
-    )
-
-
 def refuse_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_left_out: Tensor
 ) -> None:
@@ -122,50 +123,6 @@ def refuse_gradient(
         "first step. Make their advantages in branch_advantages, or let is_trained return True for them: "
         "torch.ones(len(weights), dtype=torch.bool) for all",
     )
-
-
-def value_batch(model: Transformer, batch: Batch) -> Tensor:
-    """Values [T] in fp32 of the states before a batch's sampled tokens; 0 elsewhere.
-
-    Differentiable in the parameters. Not collective.
-    """
-    values, _ = scalar_outputs(model, batch.tokens, batch.layout(), select=batch.loss_index)
-    return values
-
-
-def scalar_outputs(
-    model: Transformer, tokens: Tensor, layout: PackedLayout, *, select: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Scalar-head outputs in fp32: values [T] before the selected tokens, and scores [N] of the sequences.
-
-    A value belongs to the state before a selected token, and is 0 elsewhere (`select` as in `score`). A score belongs
-    to the state after the last token of its sequence; for a reward model it is the reward. Differentiable in the
-    parameters. Not collective.
-    """
-    watchdog.heartbeat()
-    hidden = model(tokens[layout.computed_tokens], layout.positions, layout)
-    selected = _indices(select)
-    last_tokens = layout.cu_seqlens[1:].long() - 1
-    last = layout.hidden_index[last_tokens]
-    states = torch.cat([_states_before(hidden, selected, layout), hidden.index_select(0, last)])
-    # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
-    wide = at_least_fp32(states.dtype)
-    weight = model.score.weight.to(wide)
-    outputs = (states.to(wide) * weight).sum(-1)
-    values, scores = outputs.split([len(selected), len(last)])
-    all_values = values.new_zeros(len(tokens)).index_put((selected,), values)
-    return all_values, scores
-
-
-def _indices(select: Tensor) -> Tensor:
-    """Return the indices int64 [M] that a mask selects; indices are returned unchanged."""
-    return select.nonzero()[:, 0] if select.dtype == torch.bool else select
-
-
-def _states_before(hidden: Tensor, selected: Tensor, layout: PackedLayout) -> Tensor:
-    """The next-token shift: hidden states [M, D] that the tokens at `selected` [M] were sampled from."""
-    hidden_index = layout.hidden_index[selected - 1]
-    return hidden.index_select(0, hidden_index)
 
 
 class ChunkedLogprobs(torch.autograd.Function):

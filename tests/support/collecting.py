@@ -12,6 +12,7 @@ import torch
 
 from minirl.collect.collector import Collector
 from minirl.data.prompts import PromptStream
+from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
@@ -80,9 +81,12 @@ def make_collector(
     prompts=None, *, functions=None, engine_options=None, attention="mixed", **options
 ) -> Collector:
     """A collector of groups of three, rewarded by `functions`, or else by `sums`."""
-    engine = make_engine(cached_model(attention, torch.float32), **(engine_options or {}))
+    prompts = prompts or Prompts()
+    make_stop_test = functools.cache(functools.partial(StopStrings, prompts.tokenizer))
+    model = cached_model(attention, torch.float32)
+    engine = make_engine(model, make_stop_test=make_stop_test, **(engine_options or {}))
     functions = {"sums": sums} if functions is None else functions
-    return Collector(engine, prompts or Prompts(), functions, **{"group_size": 3, **options})
+    return Collector(engine, prompts, functions, **{"group_size": 3, **options})
 
 
 def calculator(episode: Episode):

@@ -13,8 +13,9 @@ from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.training.scoring import score
+from minirl.rollouts import Rollout, RolloutId
+from minirl.training.batch import pack
+from minirl.training.scoring import score_batch
 from support.models import RAW_CONFIG
 
 CPU = torch.device("cpu")
@@ -134,7 +135,5 @@ def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
 
 def scores_of(model: Transformer, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
     """The scoring path's logprobs of rollouts that are packed end to end."""
-    layout = PackedLayout(tuple(len(r.tokens) for r in rollouts), CPU)
-    tokens, select = (torch.cat([getattr(r, name) for r in rollouts]) for name in ("tokens", "loss_mask"))
-    kept = KeptIds.join([r.kept for r in rollouts])
-    return score(model, tokens, layout, select=select, temperature=temperature, kept=kept)[0]
+    batch = replace(pack(rollouts), prefixes=())
+    return score_batch(model, batch, temperature=temperature)[0]

@@ -23,7 +23,7 @@ def shuffled_members(families, seed):
 def layout_of(members):
     """The layout of a batch of these members."""
     lengths, nothing = tuple(prompt.num_tokens + n for prompt, n in members), torch.empty(0)
-    return Batch(lengths, nothing, nothing, nothing, prefixes=tuple(prefix for prefix, _ in members)).layout()
+    return Batch(lengths, nothing, nothing, prefixes=tuple(prefix for prefix, _ in members)).layout()
 
 
 # Prompts around the borders of blocks, of one to five members, one without own tokens; two share nothing.
