@@ -22,8 +22,7 @@ from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended
-from minirl.episodes.turn import Turn
-from minirl.errors import InputError, RolloutError
+from minirl.errors import RolloutError
 from minirl.rewards.functions import EpisodeReward
 from minirl.truncation import Truncation
 from support.collecting import (
@@ -37,7 +36,7 @@ from support.jobs import SLACK
 from support.marks import slow
 from support.processes import is_alive
 from support.programs import AT_A_URL, in_turns
-from support.turns import SaidReader
+from support.turns import told_turn
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -537,18 +536,13 @@ def message_in(answer):
 
 def sampled_turn(branch, text="yes", finish_reason="stop", **said):
     """A turn of one token per letter, with this message; None for one that nobody can read."""
-
-    def message():
-        if "message" in said:
-            raise InputError("no response template")
-        return {"role": "assistant", "content": text, **said}
-
+    message = {"role": "assistant", "content": text, **said}
+    readable = {"error": "no response template"} if "message" in said else {"said": message}
     ids = [ord(letter) for letter in text]
     branch.prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
     branch.max_tokens = 50
-    turn = Turn(len(branch.tokens), branch=branch.number)
-    turn.finish(len(ids), finish_reason, SaidReader(ids, text, message, logprob=-0.5))
-    return turn
+    facts = {"branch": branch.number, "finish_reason": finish_reason, "logprobs": [-0.5] * len(ids)}
+    return told_turn(len(branch.tokens), ids, text, **facts, **readable)
 
 
 def drive(program, *turns, sample=lambda: asyncio.sleep(0)):

@@ -35,7 +35,6 @@ from minirl.episodes.episode import Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended, Failed
 from minirl.episodes.rollout_workers import load_rollout
-from minirl.episodes.turn import Turn
 from minirl.errors import InputError, RolloutError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
@@ -57,7 +56,7 @@ from support.collecting import (
 from support.engines import cached_model, make_engine
 from support.marks import slow
 from support.texts import CHATML, save_chat_tokenizer
-from support.turns import SaidReader
+from support.turns import told_turn
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
@@ -213,10 +212,8 @@ def said_turn(episode, tokenizer, asked, text):
     message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
     branch = episode.branch_of(asked)
     branch.max_tokens = 1000
-    reader = SaidReader(ids, text, lambda: message)
-    turn = Turn(len(branch.tokens), branch=asked.branch, inserted=asked.inserted, asked=asked.digest)
-    turn.finish(len(ids), "stop", reader)
-    return turn
+    facts = {"branch": asked.branch, "inserted": asked.inserted, "asked": asked.digest}
+    return told_turn(len(branch.tokens), ids, text, said=message, **facts)
 
 
 def converse(workers, tokenizer, texts, columns=None):

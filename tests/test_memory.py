@@ -530,12 +530,11 @@ def test_with_the_optimizer_on_the_host_a_model_trains_that_would_not_fit(config
 
 
 def test_pinned_memory_is_counted_as_torch_rounds_it_and_a_host_that_is_too_small_is_refused():
-    """By hand: each tensor, or a rank's shard of it, takes the next power of two; vectors are next to nothing.
+    """By hand: each tensor takes the next power of two; vectors are next to nothing. Shards: 70B in test_shard_plan.
 
     P = 7.6156e9 on 8 ranks: each parks 2 P, pinned, and copies 12 P / 8; the first copies 2 P more. Fault 38.
     """
     in_bf16 = 28 * (2 * 2**25 + 2 * 2**22 + 3 * 2**28) + 2 * 2**31
-    eighths_in_fp32 = 28 * (2 * 2**23 + 2 * 2**20 + 3 * 2**26) + 2 * 2**29
     parked, copied = 8 * in_bf16, (8 * 12 / 8 + 2) * 7.6156e9
     work = make_workload(QWEN_7B, num_ranks=8, **GPUS_OF_80_GB)
     assert needs.host_bytes(work, num_ranks=8) == {
@@ -554,11 +553,6 @@ def test_pinned_memory_is_counted_as_torch_rounds_it_and_a_host_that_is_too_smal
         "copies for a checkpoint": pytest.approx(copied, rel=1e-3)
     }
     offloaded = dataclasses.replace(work, offloads_optimizer=True)
-    # Masters and gradients are pinned, moments are not.
-    state = 8 * 2 * eighths_in_fp32 + 8 * 7.6156e9
-    needed = needs.host_bytes(offloaded, num_ranks=8)
-    assert needed["parked models"] == pytest.approx(parked, rel=1e-4)
-    assert needed["optimizer state and gradients"] == pytest.approx(state, rel=1e-3)
     assert "leave out --offload-optimizer" in choice.host_too_small(offloaded, num_ranks=8, free=1e9)
     assert choice.host_too_small(make_workload(QWEN_7B), num_ranks=8, free=1.0) is None  # `too_large` says so
 

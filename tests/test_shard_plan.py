@@ -91,6 +91,8 @@ def test_32b_on_8_cards_of_80_gb_fits_with_the_optimizer_on_the_host(kl, offload
     if offload:
         assert sizes.max_tokens_per_microbatch >= 8192
         assert sizes.cache_tokens == 144 * (4396 + 256)  # all completions of the group at once
+        on_host = total(needs.host_bytes(work, num_ranks=8)) / GB
+        assert on_host == pytest.approx(1312 if kl else 1194, abs=2)  # 118 GB of a reference
     else:
         # 88 GB, and 96 with the reference, of the 72 that can be used: cards of 141 GB hold both.
         needed = rows + reference + masters_and_moments + rope + gradients + gathered + sums
@@ -99,22 +101,6 @@ def test_32b_on_8_cards_of_80_gb_fits_with_the_optimizer_on_the_host(kl, offload
         assert planned(work, 141 * GB)[1] is None
     whole = dataclasses.replace(work, decode_group=1)
     assert planned(whole, 80 * GB)[1]
-
-
-def test_the_host_of_32b_on_8_cards_needs_1_3_tb():
-    """By hand: masters, gradients and reference, pinned in powers of two, moments, and a checkpoint's copies."""
-    work = make_workload(QWEN_32B, num_ranks=8, kl=True, offloads_optimizer=True)
-    # Of a rank's eighth of a tensor in fp32: queries and output 5120 x 5120 / 8 in 2^24 bytes, keys and values 2^22,
-    # the three of the MLP 5120 x 27648 / 8 in 2^27, embedding and head 5120 x 152064 / 8 in 2^29.
-    pinned = 64 * (2 * 2**24 + 2 * 2**22 + 3 * 2**27) + 2 * 2**29
-    parameters = formulas.num_parameters(QWEN_32B)
-    needed = needs.host_bytes(work, num_ranks=8)
-    assert needed == {
-        "optimizer state and gradients": pytest.approx(8 * 2 * pinned + 8 * parameters, rel=1e-3),
-        "frozen shards": pytest.approx(8 * pinned / 2, rel=1e-3),  # the reference's, in bf16
-        "copies for a checkpoint": pytest.approx(12 * parameters + 2 * parameters),
-    }
-    assert total(needed) / GB == pytest.approx(735 + 118 + 459, abs=2)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -161,6 +147,7 @@ def test_70b_on_8_cards_of_80_gb_needs_a_host_of_2_tb_or_adapters():
     assert sizes.max_tokens_per_microbatch >= 8192
     assert choice.can_keep_cache(offloaded, sizes, 80 * GB)
     assert sizes.cache_tokens > 0.97 * 144 * (4396 + 256)  # nearly all completions of the group at once
+    # Of a rank's eighths of tensors in fp32: masters and gradients are pinned, moments are not.
     pinned = 80 * (2 * 2**25 + 2 * 2**22 + 3 * 2**27) + 2 * 2**29
     needed = 8 * 2 * pinned + 8 * pinned / 2 + 8 * parameters + (12 + 2) * parameters
     assert total(needs.host_bytes(offloaded, num_ranks=8)) == pytest.approx(needed, rel=0.01)

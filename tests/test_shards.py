@@ -31,7 +31,7 @@ from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
-from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request
+from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request, next_turn
 from support.families import make_checkpoint
 from support.jobs import ROOT
 from support.marks import slow
@@ -203,6 +203,7 @@ def converse(engine, seed):
     late: list[RolloutId] = []
     num_turns: dict[RolloutId, int] = {}
     rollouts = {}
+    begun = {request.rollout_id: request for request in requests}
     while requests or engine.is_busy:
         if requests and rng.random() < 0.5:
             engine.submit([dataclasses.replace(requests.pop(), stop=rng.choice(stops))], weight_version=seed)
@@ -217,7 +218,10 @@ def converse(engine, seed):
                 engine.release(rollout_id)
                 continue
             stop = stops[len(late) % 2]
-            engine.resume(rollout_id, [1, 2, 5], max_new_tokens=6, stop=stop)
+            engine.submit(
+                [next_turn(begun[rollout_id], rollouts[rollout_id], [1, 2, 5], 6, stop=stop)],
+                weight_version=seed,
+            )
     return rollouts
 
 

@@ -158,7 +158,6 @@ class Episode(Branch):
         self.all_turns: list[Turn] = []
         self.given: dict[str, float] = {}
         self.rewarded: set[int] = set()
-        self._known: dict[int, Sequence[Any]] = {}
         self.is_closed = False
 
     @property
@@ -188,10 +187,6 @@ class Episode(Branch):
         )
         return {"row": row} | {name: getattr(self, name) for name in names}
 
-    def know(self, branches: Iterable[Sequence[Any]]) -> None:
-        """Record number, prompt_ids and max_tokens of branches whose first turns are still to come."""
-        self._known |= {number: known for number, *known in branches}
-
     def branch_of(self, asked: Generate) -> Branch:
         """The branch that a request continues or begins. For the code that runs the episode."""
         if asked.branch == 0:
@@ -202,8 +197,8 @@ class Episode(Branch):
     def take(self, turn: Turn) -> None:
         """Add a finished turn to its branch. For the code that runs the episode."""
         branch = self.branches[turn.branch]
-        if turn.branch in self._known:
-            branch.prompt_ids, branch.max_tokens = self._known.pop(turn.branch)
+        if turn.begun is not None:
+            branch.prompt_ids, branch.max_tokens = turn.begun
         branch.turns.append(turn)
         self.all_turns.append(turn)
 

@@ -2,10 +2,8 @@
 
 The trainer has the tokens and the tokenizer, the other process runs the `Program`; each has an `Episode`.
 
-- The first message is {"begin": `Episode.header`, "turns", "branches"}, with the turns of an episode that ran before in
-  another process. A later one is {"turns", "branches"} with one turn. A turn is {"facts": `Turn.to_json`, "appended",
-  "told": its tokens, text and message}; branches are number, prompt's ids and token limit of those that
-  begin with one of these turns.
+- The first message is {"begin": `Episode.header`, "turns"}, with the turns of an episode that ran before in another
+  process. A later one is {"turns"} with one turn. A turn has the fields of a `ToldTurn`.
 - A reply is {"asked": `Generate.to_json`}, {"returned", "reason"} of `Ended`, or {"failed": why}.
 - Each reply comes with the facts {"given", "unseen", "environment"}: the result of `Episode.take_given`, the branches
   whose last turn reached nobody, and the attributes of the environment.
@@ -13,13 +11,18 @@ The trainer has the tokens and the tokenizer, the other process runs the `Progra
 Standard library only: a process that runs such a function starts quickly.
 """
 
+# A cached property stands for an attribute that can be written, which mypy does not know.
+# mypy: disable-error-code="override"
+
+import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from minirl.episodes.episode import Episode
+from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended, Failed, Program, Reply
 from minirl.episodes.refusals import checked_reward, returned_rewards
@@ -36,30 +39,24 @@ def opening(episode: Episode) -> dict[str, Any]:
 
 def turns_message(episode: Episode, turns: Sequence[Turn]) -> dict[str, Any]:
     """Return the message with these turns, which the episode already has."""
-    begun = [
-        (branch.number, branch.prompt_ids, branch.max_tokens)
-        for branch in episode.branches.values()
-        if branch.turns and branch.turns[0] in turns
-    ]
-    return {"turns": [_whole(turn) for turn in turns], "branches": begun}
+    branches = episode.branches
+    return {"turns": [_told(turn, branches[turn.branch]) for turn in turns]}
 
 
-def _whole(turn: Turn) -> dict[str, Any]:
-    """Return a turn for a process without a tokenizer."""
-    # From the reader: the turn would keep parts that only the message needs.
-    reader = turn.reader
-    told: dict[str, Any] = {
-        "ids": reader.ids,
-        "logprobs": reader.logprobs,
-        "versions": reader.versions,
-        "text": reader.text,
-        "answer": reader.answer,
-    }
+def _told(turn: Turn, branch: Branch) -> dict[str, Any]:
+    """Return the fields of a `ToldTurn`."""
+    # From a copy: the turn would keep parts that only the message needs.
+    read = copy.copy(turn)
+    names = ("appended", "ids", "logprobs", "versions", "text", "answer")
+    parts = {name: getattr(read, name) for name in names}
     try:
-        told["said"] = turn.message
+        parts["said"] = read.message
     except InputError as error:  # raised there if the function asks for the message
-        told["error"] = str(error)
-    return {"facts": turn.to_json(), "appended": turn.appended, "told": told}
+        parts["error"] = str(error)
+    turn.parse_error = read.parse_error
+    if branch.turns[0] is turn:
+        parts["begun"] = (branch.prompt_ids, branch.max_tokens)
+    return {**turn.to_json(), "rewards": {}, **parts}
 
 
 def read_reply(content: Mapping[str, Any]) -> Reply:
@@ -99,10 +96,7 @@ class RemoteEpisode:
             self._program = Program(self._function, self._episode)
         assert self._episode is not None
         assert self._program is not None
-        self._episode.know(message["branches"])
-        turns = [
-            Turn.read(whole["facts"], whole["appended"], _Told(**whole["told"])) for whole in message["turns"]
-        ]
+        turns = [ToldTurn(**told) for told in message["turns"]]
         if "begin" in message:
             reply = await self._program.replay(turns)
         else:
@@ -150,13 +144,11 @@ def _reply_content(reply: Reply) -> dict[str, Any]:
         return {"failed": str(error)}
 
 
-@dataclass
-class _Told:
-    """Reads a turn that the trainer has sent whole: an `episode.TurnReader`.
+@dataclass(eq=False, kw_only=True)
+class ToldTurn(Turn):
+    """A turn that the trainer has sent whole, without rewards. said: the message, or `error`: why it is unknown."""
 
-    said: the message, or `error`: why it is unknown.
-    """
-
+    appended: list[int]
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -164,8 +156,9 @@ class _Told:
     answer: str
     said: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    begun: Sequence[Any] | None = None
 
-    @property
+    @functools.cached_property
     def message(self) -> dict[str, Any]:
         refuse(bool(self.error), self.error)
         return self.said

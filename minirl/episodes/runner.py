@@ -21,7 +21,7 @@ from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.program import Ended, Failed, InProcess, Reply
 from minirl.episodes.refusals import check_rewards
 from minirl.episodes.rollout_workers import RolloutWorkers
-from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode, TokenReader
+from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
 from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, refuse
 from minirl.files.redaction import escaped
@@ -311,23 +311,10 @@ class EpisodeRunner:
 
     def _take_up(self, running: RunningEpisode) -> None:
         """Continue an episode's turn on the engine, unless it has to wait for the next round's budget."""
-        present, turn = running.present
         if running.budget == 0:
             self._spent.append(running)
-        elif not present.is_held:
-            self._start([running])
         else:
-            present.is_held = False
-            is_begun = present.num_tokens >= turn.start
-            running.part_start = max(present.num_tokens, turn.start)
-            self._engine.resume(
-                present.request.rollout_id,
-                () if is_begun else turn.appended,
-                max_new_tokens=running.part_limit - running.part_start,
-                stop=running.stop,
-                turn_start=turn.start,
-                truncation=running.truncation,
-            )
+            self._start([running])
 
     def _take_up_first(self, running: RunningEpisode) -> None:
         """Submit an episode once all those of its prompt have asked for their first turns: they share one prefill."""
@@ -336,11 +323,12 @@ class EpisodeRunner:
             self._start(self._unbegun.pop(ordinal))
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
-        """Submit the turns of these episodes, in branches that the engine does not have."""
+        """Submit the turns of these episodes."""
         requests = []
         for running in episodes:
             present, turn = running.present
             tokens = present.completion(turn)
+            present.is_held = False
             running.part_start = len(tokens)
             request = replace(
                 present.request,
@@ -370,17 +358,8 @@ class EpisodeRunner:
 
     def _finish_turn(self, running: RunningEpisode, num_tokens: int, finish_reason: str) -> None:
         """Give a function the turn that it asked for, whose tokens its branch has."""
-        present, turn = running.present
-        prompt = len(present.request.prompt_ids)
-        answers = (one.start for one in [turn, *reversed(present.branch.turns)] if one.inserted)
-        reader = TokenReader(
-            self._prompts.tokenizer.with_tools(present.branch.tools),
-            present.tokens,
-            first=prompt + turn.start,
-            last=prompt + turn.start + num_tokens,
-            answer_first=prompt + next(answers, 0),
-        )
-        turn.finish(num_tokens, finish_reason, reader)
+        _, turn = running.present
+        turn.num_tokens, turn.finish_reason = num_tokens, finish_reason
         self._host.send(running.number, turn)
 
     def _end(

@@ -1,5 +1,9 @@
 """Episodes that are running or paused, with the tokens that the engine returned for them."""
 
+# Cached properties stand for attributes that can be written, which mypy does not know.
+# mypy: disable-error-code="override"
+
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,10 +28,67 @@ NO_BUDGET = sys.maxsize
 class BranchTokens:
     """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
 
-    The branch and the readers of its turns share it, so that memory holds a branch once and not once per turn.
+    The branch and its turns share it, so that memory holds a branch once and not once per turn.
     """
 
     rollout: Rollout | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class SampledTurn(Turn):
+    """A turn that this process samples. When it has ended, it reads its parts from the tokens of its branch on demand.
+
+    tokens: the branch's. first, answer_first: where the turn and its message begin in the branch, prompt included.
+    """
+
+    appended: list[int]
+    tokenizer: Tokenizer
+    tokens: BranchTokens
+    first: int
+    answer_first: int
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        return self._listed(self._rollout.tokens)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float]:
+        return self._listed(self._rollout.sample_logprobs)
+
+    @functools.cached_property
+    def versions(self) -> list[int]:
+        return self._listed(self._rollout.weight_version)
+
+    @functools.cached_property
+    def text(self) -> str:
+        return self.tokenizer.decode(self._rollout.tokens[self.first : self._last])
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        before = self._rollout.tokens[: self.first]
+        message = answers.parsed_answer(self.tokenizer, self.ids, before)
+        self.parse_error = message.get("parse_error")
+        return message
+
+    @functools.cached_property
+    def answer(self) -> str:
+        return self.tokenizer.decode(self._rollout.tokens[self.answer_first : self._last])
+
+    @property
+    def _rollout(self) -> Rollout:
+        """The branch, up to this turn or a later one."""
+        assert self.tokens.rollout is not None, "the turn has not ended"
+        return self.tokens.rollout
+
+    @property
+    def _last(self) -> int:
+        """Where it ends in the branch."""
+        return self.first + self.num_tokens
+
+    def _listed(self, stream: Tensor) -> list[Any]:
+        """The turn's part of a stream of the branch."""
+        part: list[Any] = stream[self.first : self._last].tolist()
+        return part
 
 
 @dataclass
@@ -88,7 +149,7 @@ class RunningEpisode:
     episode: Episode
     number: int = -1
     branches: dict[int, RunningBranch] = field(default_factory=dict)
-    turn: Turn | None = None
+    turn: SampledTurn | None = None
     branch: RunningBranch | None = None
     stop: tuple[str, ...] = ()
     truncation: Truncation = NO_TRUNCATION
@@ -97,14 +158,14 @@ class RunningEpisode:
     budget: int = NO_BUDGET
 
     @property
-    def present(self) -> tuple[RunningBranch, Turn]:
+    def present(self) -> tuple[RunningBranch, SampledTurn]:
         """The turn that the function asks for, and its branch."""
         assert self.branch is not None, "there is no room for it"
         assert self.turn is not None, "there is no room for it"
         return self.branch, self.turn
 
     @property
-    def unfinished_turn(self) -> Turn | None:
+    def unfinished_turn(self) -> SampledTurn | None:
         """The turn that the function waits for; None while it works on its reply."""
         return None if self.turn is None or self.turn.finish_reason else self.turn
 
@@ -159,58 +220,3 @@ class PausedEpisode:
     branches: Mapping[int, Rollout] = field(default_factory=dict)
     turns: Sequence[Mapping[str, Any]] = ()
     asked: Sequence[str] = ()
-
-
-@dataclass(slots=True)
-class TokenReader:
-    """Reads a turn, the tokens of a branch from `first` to `last`. See `episode.TurnReader`.
-
-    answer_first: where the turn's message begins.
-    """
-
-    tokenizer: Tokenizer
-    tokens: BranchTokens
-    first: int
-    last: int
-    answer_first: int
-
-    @property
-    def rollout(self) -> Rollout:
-        """The branch, up to this turn or a later one."""
-        assert self.tokens.rollout is not None, "the turn has not ended"
-        return self.tokens.rollout
-
-    @property
-    def ids(self) -> list[int]:
-        """Its token ids."""
-        return self._listed(self.rollout.tokens)
-
-    @property
-    def logprobs(self) -> list[float]:
-        """The logprobs of these tokens."""
-        return self._listed(self.rollout.sample_logprobs)
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions of the weights that sampled them."""
-        return self._listed(self.rollout.weight_version)
-
-    def _listed(self, stream: Tensor) -> list[Any]:
-        """The turn's part of a stream of the branch."""
-        part: list[Any] = stream[self.first : self.last].tolist()
-        return part
-
-    @property
-    def text(self) -> str:
-        """The text of the ids, without special tokens."""
-        return self.tokenizer.decode(self.rollout.tokens[self.first : self.last])
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The message in the ids. Raises InputError like `parsed_answer`."""
-        return answers.parsed_answer(self.tokenizer, self.ids, self.rollout.tokens[: self.first])
-
-    @property
-    def answer(self) -> str:
-        """The text of the turn's message, up to the end of the turn."""
-        return self.tokenizer.decode(self.rollout.tokens[self.answer_first : self.last])

@@ -5,8 +5,7 @@ from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.limits import EpisodeLimits
-from minirl.episodes.running import RunningBranch, RunningEpisode
-from minirl.episodes.turn import Turn
+from minirl.episodes.running import RunningBranch, RunningEpisode, SampledTurn
 from minirl.errors import refuse
 
 
@@ -22,7 +21,7 @@ class TurnMaker:
         """Return how messages name an episode."""
         return f"{self._function}(episode), for the row at {episode.row.place}"
 
-    def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
+    def make(self, running: RunningEpisode, asked: Generate) -> SampledTurn | None:
         """Set the turn of an episode and its branch; return None if the turn has no room.
 
         Raises InputError.
@@ -47,8 +46,20 @@ class TurnMaker:
         running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
         running.stop = asked.stop
         running.truncation = running.request.truncation._replace(**asked.truncation).checked()
-        running.turn = Turn(
-            start, branch=branch.number, inserted=asked.inserted, asked=asked.digest, appended=new_ids
+        num_before = len(branch.prompt_ids)
+        inserted = asked.inserted
+        # Its message begins after the last messages.
+        earlier = (turn.start for turn in reversed(branch.turns) if turn.inserted)
+        running.turn = SampledTurn(
+            start,
+            branch=branch.number,
+            inserted=inserted,
+            asked=asked.digest,
+            appended=new_ids,
+            tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
+            tokens=present.tokens,
+            first=num_before + start,
+            answer_first=num_before + (start if inserted else next(earlier, 0)),
         )
         return running.turn
 

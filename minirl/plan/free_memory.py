@@ -1,6 +1,5 @@
 """The free memory of this machine, and bytes in readable form."""
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,16 +18,16 @@ def free_bytes(device: torch.device) -> int:
 
 def free_host_bytes() -> int:
     """The host's free memory, or the rest of the control group's limit if that is less."""
-    found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-    available = 1024 * int(found[1]) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    free = 1024 * int(available)
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip().isdecimal():
         # The kernel drops pages of files that were read when memory is short.
-        inactive = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        used = int((group / "memory.current").read_text()) - int(inactive[1] if inactive else 0)
-        available = min(available, int(limit.read_text()) - used)
-    return available
+        (inactive,) = re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used = int((group / "memory.current").read_text()) - int(inactive)
+        free = min(free, int(limit.read_text()) - used)
+    return free
 
 
 def sum_of(parts: Mapping[str, float]) -> str:

@@ -13,8 +13,9 @@ from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
+from minirl.plan.workload import enough_tokens
 from minirl.run.config import RunConfig, check_limits
-from minirl.run.planning import max_request_tokens, named_folder
+from minirl.run.planning import named_folder
 
 
 def load_prompts(
@@ -33,10 +34,12 @@ def load_prompts(
     tokenizer = load_tokenizer(config, model_folder, tools, workers)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     check_limits(config, max_new_tokens)
-    max_tokens = max_request_tokens(config, model_config, max_new_tokens)
+    limits = [model_config.max_position_embeddings]
+    for size in (config.cache_tokens, config.max_tokens_per_microbatch):
+        limits.append(enough_tokens(max_new_tokens) if size == "auto" else size)
     teacher = named_folder(config, "teacher")
     if teacher is not None:
-        max_tokens = min(max_tokens, check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
+        limits.append(check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
     refuse(
         config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
         f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
@@ -48,7 +51,7 @@ def load_prompts(
             tokenizer,
             purpose=purpose,
             seed=config.seed,
-            max_tokens=max_tokens,
+            max_tokens=min(limits),
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
             long_prompts=config.long_prompts,

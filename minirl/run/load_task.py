@@ -54,15 +54,16 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
     """
     data, eval_data = config.data, config.eval_data
     stems = {Path(path).stem for path in eval_data}
-    if len(stems) < len(eval_data):
-        raise InputError(f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name")
+    refuse(
+        len(stems) < len(eval_data),
+        f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
+    )
     name: str = config.task
     if name == "auto":
         name = "jsonl" if data else "sorting"
     functions = _load_functions(config)
     if name in EMBEDDED_TASKS:
-        if data or eval_data:
-            raise InputError(f"--task {name} makes its own prompts; leave out --data and --eval-data")
+        refuse(data or eval_data, f"--task {name} makes its own prompts; leave out --data and --eval-data")
         task = EMBEDDED_TASKS[name]()
     elif data is None:
         raise InputError(f"--task {name} needs --data FILE.jsonl")
@@ -77,10 +78,9 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
         task = load_jsonl_task(data, eval_data, prompt_field=config.prompt_field)
     if functions or config.reward_model:
         only_logged = {**task.rewards, **task.extra_scores}
-        taken = sorted(functions.keys() & only_logged)
-        if taken:
+        for taken in sorted(functions.keys() & only_logged):
             raise InputError(
-                f"--reward {' '.join(config.reward)}: task {name} has a score {taken[0]}; rename the function"
+                f"--reward {' '.join(config.reward)}: task {name} has a score {taken}; rename the function"
             )
         task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
@@ -93,13 +93,10 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
     specs = config.reward
     flag = f"--reward {' '.join(specs)}"
     names = {spec.rpartition(":")[2] for spec in specs}
-    if len(names) < len(specs):
-        raise InputError(f"{flag}: two functions of one name; rename one, metrics go by name")
-    taken = sorted(names & (RESERVED | config.reward_models.keys()))
-    if taken:
-        raise InputError(f"{flag}: the name {taken[0]} is taken by a metric; rename the function")
-    if f"{EPISODE}:" in specs:
-        raise InputError(f"{flag}: expected {EPISODE}, or {EPISODE}:NAME")
+    refuse(len(names) < len(specs), f"{flag}: two functions of one name; rename one, metrics go by name")
+    for taken in sorted(names & (RESERVED | config.reward_models.keys())):
+        raise InputError(f"{flag}: the name {taken} is taken by a metric; rename the function")
+    refuse(f"{EPISODE}:" in specs, f"{flag}: expected {EPISODE}, or {EPISODE}:NAME")
     functions: dict[str, RewardFunction] = {}
     for spec in specs:
         source, _, name = spec.rpartition(":")

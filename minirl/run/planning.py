@@ -174,11 +174,3 @@ def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, 
         if given[name] == "auto":
             given[name] = recorded.get(name, "auto")
     return given
-
-
-def max_request_tokens(config: RunConfig, model_config: ModelConfig, max_new_tokens: int) -> int:
-    """The most tokens of a prompt with its completion, regardless of memory."""
-    limits = [model_config.max_position_embeddings]
-    for given in (config.cache_tokens, config.max_tokens_per_microbatch):
-        limits.append(enough_tokens(max_new_tokens) if given == "auto" else given)
-    return min(limits)
