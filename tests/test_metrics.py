@@ -103,17 +103,6 @@ def set_wandb(monkeypatch):
     return lambda init: monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
 
 
-def own_mean(rank):
-    metrics = StepMetrics()
-    metrics.add_values("numbers", torch.arange(1.0 + rank))
-    return metrics.reduce()["numbers"]
-
-
-def test_a_mean_during_a_step_is_over_the_numbers_of_all_ranks(two_ranks):
-    """Of 0 on one rank, and of 0 and 1 on the other."""
-    assert two_ranks.run(own_mean) == [1 / 3, 1 / 3]
-
-
 def strict_json(line):
     """The line as any JSON parser reads it; Python's own extensions NaN and Infinity are refused."""
 
