@@ -83,7 +83,7 @@ class KeptIds:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """The n tokens after a prompt so far: sampled, or appended between two turns (`Engine.resume`). On the host."""
+    """The n tokens after a prompt so far: sampled, or appended between two turns. On the host."""
 
     tokens: Tensor  # int64 [n]
     is_sampled: Tensor  # bool [n]
@@ -145,8 +145,9 @@ class StopTest(Protocol):
 class Request:
     """One rollout to generate. `sampled` has the tokens of an earlier phase.
 
-    holds: when its turn ends, its keys and values stay in the cache for another turn (`Engine.resume`), until it is
-    released. max_new_tokens then counts the tokens after the prompt in all turns so far, appended ones included.
+    holds: when its turn ends, its keys and values stay in the cache, until it is released or, for another turn,
+    submitted with more tokens in `sampled`.
+    max_new_tokens: counts the tokens after the prompt in all turns so far, appended ones included.
     stop: strings that end the turn too, besides stop_ids.
     turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens
     sampled since then, even in an earlier phase, are the turn's.

@@ -34,6 +34,7 @@ from support.engines import (
     make_prompt,
     make_request,
     mixed_requests,
+    next_turn,
     scores_of,
 )
 from support.families import DELTA_NET
@@ -189,12 +190,11 @@ def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_ru
     ]
     requests[:2] = [replace(request, holds=True) for request in requests[:2]]
     engine.submit(requests)
-    finish(engine, 2)
-    assert len(engine._held) == 2
+    held = {rollout.rollout_id: rollout for rollout in finish(engine, 2)}
+    assert held.keys() == engine._held.keys()
     finish(engine, 2)
     assert engine.stats.drops >= 1
-    for request in requests[:2]:
-        engine.resume(request.rollout_id, [1, 2], max_new_tokens=2)
+    engine.submit([next_turn(one, held[one.rollout_id], [1, 2], 2) for one in requests[:2]])
     finish(engine, 2)
 
 

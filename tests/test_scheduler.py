@@ -9,6 +9,7 @@ import pytest
 
 from minirl.generation.engine import Engine
 from minirl.generation.running_requests import RunningRequests
+from support.engines import next_turn
 from support.marks import slow
 from support.scheduling import Load, requests_of, stub_engine
 
@@ -69,17 +70,18 @@ def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool])
     """
     num_turns = Counter()
     waiting = {}
-    engine.submit([replace(request, holds=True) for request in requests_of(load)])
+    requests = {one.rollout_id: replace(one, holds=True) for one in requests_of(load)}
+    engine.submit(list(requests.values()))
     for step in range(20_000):
         for rollout in engine.step():
             num_turns[rollout.rollout_id] += 1
             if num_turns[rollout.rollout_id] == NUM_TURNS:
                 engine.release(rollout.rollout_id)
             else:
-                waiting[rollout.rollout_id] = step
-        for rollout_id in [i for i, since in waiting.items() if is_due(step - since, len(waiting))]:
-            del waiting[rollout_id]
-            engine.resume(rollout_id, REPLY, max_new_tokens=60)
+                waiting[rollout.rollout_id] = (rollout, step)
+        for rollout_id in [i for i, (_, since) in waiting.items() if is_due(step - since, len(waiting))]:
+            rollout, _ = waiting.pop(rollout_id)
+            engine.submit([next_turn(requests[rollout_id], rollout, REPLY, 60)])
         if not engine.is_busy:
             return
     raise AssertionError("the episodes do not end")

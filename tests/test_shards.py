@@ -31,7 +31,7 @@ from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
-from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request
+from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request, next_turn
 from support.families import make_checkpoint
 from support.jobs import ROOT
 from support.marks import slow
@@ -203,6 +203,7 @@ def converse(engine, seed):
     late: list[RolloutId] = []
     num_turns: dict[RolloutId, int] = {}
     rollouts = {}
+    begun = {request.rollout_id: request for request in requests}
     while requests or engine.is_busy:
         if requests and rng.random() < 0.5:
             engine.submit([dataclasses.replace(requests.pop(), stop=rng.choice(stops))], weight_version=seed)
@@ -217,7 +218,10 @@ def converse(engine, seed):
                 engine.release(rollout_id)
                 continue
             stop = stops[len(late) % 2]
-            engine.resume(rollout_id, [1, 2, 5], max_new_tokens=6, stop=stop)
+            engine.submit(
+                [next_turn(begun[rollout_id], rollouts[rollout_id], [1, 2, 5], 6, stop=stop)],
+                weight_version=seed,
+            )
     return rollouts
 
 
@@ -275,11 +279,6 @@ def test_a_follower_that_samples_other_tokens_says_so(two_ranks):
     leader, follower = two_ranks.run(with_a_wrong_follower)
     assert leader == ""
     assert follower.startswith("this rank sampled other tokens than rank 0, which leads it")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "folder", RAW_CONFIG)
 
 
 def updates(rank, folder, shard_weights, options):

@@ -24,6 +24,7 @@ from support.engines import (
     make_prompt,
     make_request,
     mixed_requests,
+    next_turn,
     run,
     scores_of,
 )
@@ -158,12 +159,12 @@ def in_turns(leaves_after, preempted_in):
     request = make_request(make_prompt(20), stop_ids=frozenset(), max_new_tokens=6)
     engine = make_engine(model)
     engine.submit([dataclasses.replace(request, holds=True)])
-    for number, truncation in enumerate((MIXED, None, Truncation())):
-        finish(engine, 1)
+    for number, truncation in enumerate((MIXED, MIXED, Truncation())):
+        (rollout,) = finish(engine, 1)
         if number in leaves_after:
             engine._drop_held()
-        options = {} if truncation is None else {"truncation": truncation}
-        engine.resume(request.rollout_id, [4, 5, 6], max_new_tokens=8, **options)
+        turn = next_turn(request, rollout, [4, 5, 6], 8, truncation=truncation, holds=True)
+        engine.submit([turn])
         if number == preempted_in:
             for _ in range(3):
                 engine.step()
@@ -172,7 +173,7 @@ def in_turns(leaves_after, preempted_in):
     return model, rollout
 
 
-def test_a_turn_has_its_own_truncation_and_one_that_names_none_that_of_the_turn_before():
+def test_a_turn_has_its_own_truncation():
     """Held in the cache, dropped from it, or preempted in the middle: the same bits, scored as sampled."""
     model, rollout = in_turns((), None)
     is_truncated = torch.zeros(20 + 6 + 3 * (3 + 8), dtype=torch.bool)

@@ -23,6 +23,7 @@ from support.engines import (
     make_prompt,
     make_request,
     mixed_requests,
+    next_turn,
     run,
 )
 from support.marks import slow
@@ -63,6 +64,7 @@ def run_turns(engine: Engine, requests: list[Request]) -> dict:
     """Run all turns; a reply comes some steps after its turn. Returns the rollouts of the last turns by id."""
     stops = {request.rollout_id: stops_of(request) for request in requests}
     requests = [replace(request, stop=stops[request.rollout_id].pop(0)) for request in requests]
+    by_id = {request.rollout_id: request for request in requests}
     left = {request.rollout_id: replies_to(request) for request in requests}
     rng = random.Random(0)
     waiting, ended = [], {}
@@ -73,12 +75,9 @@ def run_turns(engine: Engine, requests: list[Request]) -> dict:
         num_answered = rng.randint(0, len(waiting))
         for rollout in waiting[:num_answered]:
             if left[rollout.rollout_id]:
-                engine.resume(
-                    rollout.rollout_id,
-                    left[rollout.rollout_id].pop(0),
-                    max_new_tokens=TURN_TOKENS,
-                    stop=stops[rollout.rollout_id].pop(0),
-                )
+                reply, stop = (parts[rollout.rollout_id].pop(0) for parts in (left, stops))
+                request = by_id[rollout.rollout_id]
+                engine.submit([next_turn(request, rollout, reply, TURN_TOKENS, stop=stop)])
             else:
                 engine.release(rollout.rollout_id)
                 ended[rollout.rollout_id] = rollout
@@ -173,8 +172,8 @@ def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
     engine = make_engine(cached_model("full", torch.float32), max_prefill_tokens=100)
     requests = requests_with_turns()
     engine.submit(requests)
-    for rollout in finish(engine, len(requests)):
-        engine.resume(rollout.rollout_id, [1] * 30, max_new_tokens=TURN_TOKENS)
+    ended = {rollout.rollout_id: rollout for rollout in finish(engine, len(requests))}
+    engine.submit([next_turn(r, ended[r.rollout_id], [1] * 30, TURN_TOKENS) for r in requests])
     engine.take_stats()
     prefills = []
     while engine.is_decoding:
@@ -205,20 +204,16 @@ def test_a_turn_that_cannot_fit_is_refused_and_the_request_stays():
     engine = make_engine(cached_model("full", torch.float32), cache_tokens=512)
     (request,) = requests_with_turns()[:1]
     engine.submit([request])
-    while not (rollouts := engine.step()):
-        pass
-    rollout_id = rollouts[0].rollout_id
+    (rollout,) = finish(engine, 1)
     with pytest.raises(InputError, match="max_new_tokens"):
-        engine.resume(rollout_id, [1], max_new_tokens=0)
+        engine.submit([next_turn(request, rollout, [1], 0)])
     with pytest.raises(InputError, match="exceed"):
-        engine.resume(rollout_id, [1] * 600, max_new_tokens=1)
-    engine.resume(rollout_id, [1], max_new_tokens=2)
-    for act in (engine.release, lambda rollout_id: engine.resume(rollout_id, [1], max_new_tokens=1)):
-        with pytest.raises(InputError, match="does not wait"):
-            act(rollout_id)
-    while not (rollouts := engine.step()):
-        pass
-    engine.release(rollout_id)
+        engine.submit([next_turn(request, rollout, [1] * 600, 1)])
+    engine.submit([next_turn(request, rollout, [1], 2)])
+    with pytest.raises(InputError, match="does not wait"):
+        engine.release(request.rollout_id)
+    finish(engine, 1)
+    engine.release(request.rollout_id)
     assert not engine.is_busy
     assert engine._cache is None
 

@@ -311,23 +311,10 @@ class EpisodeRunner:
 
     def _take_up(self, running: RunningEpisode) -> None:
         """Continue an episode's turn on the engine, unless it has to wait for the next round's budget."""
-        present, turn = running.present
         if running.budget == 0:
             self._spent.append(running)
-        elif not present.is_held:
-            self._start([running])
         else:
-            present.is_held = False
-            is_begun = present.num_tokens >= turn.start
-            running.part_start = max(present.num_tokens, turn.start)
-            self._engine.resume(
-                present.request.rollout_id,
-                () if is_begun else turn.appended,
-                max_new_tokens=running.part_limit - running.part_start,
-                stop=running.stop,
-                turn_start=turn.start,
-                truncation=running.truncation,
-            )
+            self._start([running])
 
     def _take_up_first(self, running: RunningEpisode) -> None:
         """Submit an episode once all those of its prompt have asked for their first turns: they share one prefill."""
@@ -336,11 +323,12 @@ class EpisodeRunner:
             self._start(self._unbegun.pop(ordinal))
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
-        """Submit the turns of these episodes, in branches that the engine does not have."""
+        """Submit the turns of these episodes."""
         requests = []
         for running in episodes:
             present, turn = running.present
             tokens = present.completion(turn)
+            present.is_held = False
             running.part_start = len(tokens)
             request = replace(
                 present.request,

@@ -20,7 +20,7 @@ one token too far, and that token is discarded.
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,8 +37,7 @@ from minirl.model.attention import FLASH_BLOCK, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, Rollout, RolloutId, StopTest, appended, token_tensor
-from minirl.truncation import Truncation
+from minirl.rollouts import Request, Rollout, RolloutId, StopTest, token_tensor
 
 if TYPE_CHECKING:
     from minirl.kernels.cuda_graphs import DecodeGraphs
@@ -114,9 +113,10 @@ class Engine:
         self._running = self._no_requests()
         # The stem of the group that is admitted only in part; its other requests are waiting.
         self._stem: _Stem | None = None
-        # Requests between two turns, oldest first: those in a row of the cache, and those that were dropped from it.
+        # Requests between two turns, oldest first: the rows of those in the cache, and the lengths of those that were
+        # dropped from it.
         self._held: dict[RolloutId, int] = {}
-        self._dropped: dict[RolloutId, Request] = {}
+        self._dropped: dict[RolloutId, int] = {}
         # The rows of resumed requests that have tokens which the cache lacks.
         self._resumed: deque[int] = deque()
         # Have requests finished since the cache was last compacted?
@@ -132,30 +132,37 @@ class Engine:
         self._padding_row = torch.arange(0)
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
-        """Queue requests. Neighbours with the same prompt share one prefill. Not collective.
+        """Queue requests, and continue those that are between two turns. Not collective.
 
+        Neighbours with the same prompt share one prefill. Of a request between two turns, which has more tokens than
+        before, only the new ones are computed, unless the cache had to drop the others.
         weight_version: recorded with each token sampled from now on.
-        Raises InputError for a request that is longer than the model's positions or the whole cache.
+        Raises InputError for a request that is longer than the model's positions or the whole cache, or has nothing to
+        sample. Nothing is queued then, and requests between two turns stay as they were.
         """
         for request in requests:
-            self._check(request)
+            if not request.prompt_ids or request.max_new_tokens <= len(request.sampled):
+                what = f"max_new_tokens >= {len(request.sampled) + 1}"
+                raise InputError(f"{request.rollout_id}: needs a prompt and {what}")
+            max_length = len(request.prompt_ids) + request.max_new_tokens
+            max_positions = self.config.max_position_embeddings
+            if max_length > max_positions:
+                raise InputError(
+                    f"prompt + max_new_tokens = {max_length} tokens exceed the model's {max_positions} positions"
+                )
+            if max_length > self.cache_tokens:
+                raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
         if requests and self._cache is None:
             self._allocate()
         self.weight_version = weight_version
-        self._waiting.extend(requests)
-
-    def _check(self, request: Request) -> None:
-        """Raise InputError for a request that can never run."""
-        if not request.prompt_ids or request.max_new_tokens < 1:
-            raise InputError(f"{request.rollout_id}: needs a prompt and max_new_tokens >= 1")
-        max_length = len(request.prompt_ids) + request.max_new_tokens
-        max_positions = self.config.max_position_embeddings
-        if max_length > max_positions:
-            raise InputError(
-                f"prompt + max_new_tokens = {max_length} tokens exceed the model's {max_positions} positions"
-            )
-        if max_length > self.cache_tokens:
-            raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
+        for request in requests:
+            if (row := self._held.pop(request.rollout_id, None)) is not None:
+                self._running.admit(request, row)
+                self._resumed.append(row)
+            elif self._dropped.pop(request.rollout_id, None) is not None:
+                self._waiting.appendleft(request)
+            else:
+                self._waiting.append(request)
 
     @property
     def is_busy(self) -> bool:
@@ -167,51 +174,14 @@ class Engine:
         """Return whether `step` has work: some request is not waiting for another turn."""
         return bool(self._running or self._waiting or self._resumed)
 
-    def resume(
-        self,
-        rollout_id: RolloutId,
-        tokens: Sequence[int],
-        *,
-        max_new_tokens: int,
-        stop: tuple[str, ...] = (),
-        turn_start: int | None = None,
-        truncation: Truncation | None = None,
-    ) -> None:
-        """Continue a request that is between two turns: append tokens, then sample up to `max_new_tokens`.
-
-        turn_start: see `Request`, for a turn that continues; None begins another turn.
-        stop, truncation: for this turn; by default it has no stop strings, and the truncation of the previous turn.
-        Only the appended tokens are computed, unless the cache had to drop the others. Not collective. Raises
-        InputError like `submit`, and for a request that is not waiting; the request then stays as it was.
-        """
-        self._check_waits(rollout_id)
-        if max_new_tokens < 1:
-            raise InputError(f"{rollout_id}: a turn needs max_new_tokens >= 1")
-        row = self._held.get(rollout_id)
-        request = self._dropped[rollout_id] if row is None else self._running.unfinished(row)
-        sampled = request.sampled + appended(tokens)
-        request = replace(
-            request,
-            sampled=sampled,
-            max_new_tokens=len(sampled) + max_new_tokens,
-            stop=stop,
-            turn_start=len(sampled) if turn_start is None else turn_start,
-            truncation=truncation or request.truncation,
-        )
-        self._check(request)
-        if row is None:
-            del self._dropped[rollout_id]
-            self._waiting.appendleft(request)
-        else:
-            del self._held[rollout_id]
-            self._running.admit(request, row)
-            self._resumed.append(row)
-
     def release(self, *rollout_ids: RolloutId) -> None:
         """End requests that wait for a further turn. Not collective. Raises InputError for one that does not."""
         rows = []
         for rollout_id in rollout_ids:
-            self._check_waits(rollout_id)
+            if rollout_id not in self._held and rollout_id not in self._dropped:
+                raise InputError(
+                    f"{rollout_id}: does not wait for a further turn; did it hold, and has its turn ended?"
+                )
             if self._dropped.pop(rollout_id, None) is None:
                 rows.append(self._held.pop(rollout_id))
         if rows:
@@ -221,13 +191,6 @@ class Engine:
             self._has_gaps = True
         if not self.is_busy:
             self._end_phase()
-
-    def _check_waits(self, rollout_id: RolloutId) -> None:
-        """Raise InputError for a request that does not wait for a further turn."""
-        if rollout_id not in self._held and rollout_id not in self._dropped:
-            raise InputError(
-                f"{rollout_id}: does not wait for a further turn; did it hold, and has its turn ended?"
-            )
 
     def step(self) -> list[Rollout]:
         """Admit and prefill waiting requests, then decode one token of every running request.
@@ -421,7 +384,7 @@ class Engine:
         If replies take equally long, those that have waited longest get theirs first.
         """
         rollout_id, row = self._held.popitem()
-        self._dropped[rollout_id] = self._running.unfinished(row)
+        self._dropped[rollout_id] = int(self._running.lengths(torch.tensor(row)))
         self._running.remove([row])
         self._live_cache.free(row)
 
@@ -439,8 +402,7 @@ class Engine:
         # The cache need not hold the newest of these tokens.
         num_more = running.prompt_lengths[rows] + ends - 1 - cache.lengths[rows]
         num_blocks = int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
-        for request in self._dropped.values():
-            length = len(request.prompt_ids) + len(request.sampled)
+        for length in self._dropped.values():
             num_blocks += ceil_div(length + self.room_tokens, cache.block_size)
         return num_blocks
 

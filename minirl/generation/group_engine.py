@@ -56,7 +56,6 @@ class GroupEngine(Engine):
         self._checksum = 0
 
     submit = _recorded(Engine.submit)
-    resume = _recorded(Engine.resume)
     release = _recorded(Engine.release)
 
     def step(self) -> list[Rollout]:

@@ -160,7 +160,7 @@ class RunningRequests:
         return reasons
 
     def unfinished(self, row: int) -> Request:
-        """The request with the tokens that it has so far, to be submitted again or to get another turn."""
+        """The request with the tokens that it has so far, to be queued again."""
         return replace(self.requests[row], sampled=NO_TOKENS + self._completion(row))  # a copy
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:

@@ -13,7 +13,7 @@ from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId, appended
 from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 from support.models import RAW_CONFIG
@@ -101,6 +101,15 @@ def make_request(
 def make_prompt(length: int) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def next_turn(
+    request: Request, rollout: Rollout, reply: Sequence[int], num_tokens: int, **changes
+) -> Request:
+    """The request for another turn of up to `num_tokens`, after a reply."""
+    sampled = rollout.after_prompt + appended(reply)
+    start = len(sampled)
+    return replace(request, sampled=sampled, turn_start=start, max_new_tokens=start + num_tokens, **changes)
 
 
 def mixed_requests() -> list[Request]:
