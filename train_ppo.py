@@ -280,7 +280,7 @@ def main(config: Config) -> int:
                 )
         weights = [
             rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
-            for i in plan.minibatches
+            for i in run.minibatches(table)
         ]
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),

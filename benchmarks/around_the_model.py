@@ -125,9 +125,9 @@ def measure_step(count: int, folder: Path) -> None:
         batch = exchange(rollouts, table, [0] * count)
     with measured("plan"):
         plan = plan_updates(
+            [range(count)],
             table.num_tokens.tolist(),
             table.prefixes,
-            num_minibatches=1,
             num_ranks=1,
             max_tokens=MAX_TOKENS,
         )

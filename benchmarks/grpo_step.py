@@ -100,9 +100,9 @@ class GrpoLoop:
         rewards_column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
         table = gather_table(rollouts, rewards_column)
         plan = plan_updates(
+            [range(len(table.num_tokens))],
             table.num_tokens.tolist(),
             table.prefixes,
-            num_minibatches=1,
             num_ranks=world_size(),
             max_tokens=args.max_tokens_per_microbatch,
         )

@@ -16,7 +16,7 @@ from grpo_step import GrpoLoop, make_parser
 from workload import print_result, reset_peak_rss, status_mib
 
 from minirl.ranks import process_group
-from minirl.training.assignment import plan_updates
+from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch
 
 NUM_SPECIAL = 6  # ids that random tokens leave out
@@ -59,8 +59,7 @@ def main() -> None:
     vocab = loop.policy.module.config.vocab_size
     batch = make_batch(args.batch, args.len, args.prompt_len, vocab).to(loop.device)
     limit = args.max_tokens_per_microbatch
-    plan = plan_updates(batch.lengths, num_minibatches=1, num_ranks=1, max_tokens=limit)
-    (microbatches,) = plan.of_rank(0)
+    (microbatches,) = plan_microbatches(batch.lengths, num_ranks=1, max_tokens=limit)
 
     before = status_mib("VmRSS")
     reset_peak_rss()

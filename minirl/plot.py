@@ -16,11 +16,6 @@ from minirl.errors import InputError
 from minirl.report.logger import read_metrics
 from minirl.run.run_folder import find_run
 
-# The account of time, from the ground up.
-CAUSES = (
-    *("prefill", "decode", "decode_comm", "score", "update", "update_comm", "refresh"),
-    *("wait_ranks", "wait_replies", "wait_rewards", "eval", "save", "report", "host"),
-)
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
 Runs = list[tuple[str, Lines]]  # each with its name
@@ -73,11 +68,10 @@ def draw_held_out(axes: Any, runs: Runs) -> None:
 
 
 def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
-    """The seconds of each step by cause, as running means; only the causes that the run has, a fork's own ones last."""
+    """The seconds of each step by cause, as running means, of all causes that the run has."""
     found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
-    own = sorted(found - {*CAUSES, "step"})
     stack = {}
-    for cause in [*(cause for cause in CAUSES if cause in found), *own]:
+    for cause in sorted(found - {"step"}):
         seconds = [line.get(f"time/{cause}") or 0.0 for line in lines]  # none in the steps without it
         stack[cause] = running_mean(seconds, SMOOTHED_STEPS)
     return stack

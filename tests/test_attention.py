@@ -122,17 +122,6 @@ def test_non_finite_values_stay_in_their_sequence(window, bad):
         assert all(torch.equal(got[i], expected[i]) for i in range(len(RAGGED)) if i != broken)
 
 
-@pytest.mark.parametrize("shared", [(), ((0, 0), (1, 0), (2, 0))], ids=["unsaid", "each its own parent"])
-def test_layouts_count_positions_from_zero_in_each_sequence(shared):
-    """`positions` and `cu_seqlens` say where the sequences are; unshared, every token is a row. Pitfall 3."""
-    layout = PackedLayout((3, 1, 2), CPU, shared=shared)
-    assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert layout.cu_seqlens.tolist() == [0, 3, 4, 6]
-    assert (layout.positions.dtype, layout.cu_seqlens.dtype) == (torch.int64, torch.int32)
-    assert layout.hidden_index.tolist() == layout.computed_tokens.tolist() == list(range(6))
-    assert layout.num_shared == (0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)], ids=str
 )

@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+from dataclasses import dataclass
+from itertools import starmap
 
 import pytest
 import torch
+from torch import Tensor
 
 from minirl.rollouts import KeptIds, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
@@ -16,6 +19,7 @@ from minirl.training.batch import (
     gather_table,
     gather_to_table,
     gather_tokens,
+    pack,
 )
 from support.rollouts import in_two_branches
 
@@ -127,52 +131,60 @@ def make_rollout(prompt, sample):
     num_kept = mask * (tokens.int() % 3)
     kept = KeptIds(num_kept, 1000 * prompt + tokens.int().repeat_interleave(num_kept))
     rollout_id = RolloutId(prompt, sample)
-    return Rollout(tokens, mask, -mask.float(), mask.int(), num_prompt, rollout_id, end, kept=kept)
+    logprobs, versions = mask * tokens / -1000, mask.int() * (1 + sample)
+    return Rollout(tokens, mask, logprobs, versions, num_prompt, rollout_id, end, kept=kept)
 
 
-def own_branches(rank, first_share):
-    """The nine rollouts, those of three sampled tokens in two branches; rank 0 has the last `first_share`, reversed."""
-    ids = IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:]
-    rollouts = [make_rollout(*i) for i in ids]
-    return [in_two_branches(r) if r.num_sampled == 3 else r for r in rollouts]
+@dataclass(frozen=True)
+class TaughtBatch(Batch):
+    """As a fork adds a stream."""
+
+    taught: Tensor = NOT_MADE
+
+
+def rollouts_of(ids):
+    """Those of three sampled tokens are in two branches."""
+    return [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
 
 
 BRANCH_IDS = [(p, s, b) for p, s in IDS for b in range(1 + (s == 2))]
 
 
 def exchange_branches(rank, first_share, rank_of):
-    """The exchange of branches, and each one's last token, sent back to its row of the table."""
-    rollouts = own_branches(rank, first_share)
+    """The exchange of branches with a stream more, and each one's last token, sent back to its row of the table."""
+    # Rank 0 has the last `first_share`, reversed.
+    rollouts = rollouts_of(IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
     own_rewards = [
         [10 * r.rollout_id.prompt_ordinal + r.rollout_id.branch] * 2 for r in all_branches(rollouts)
     ]
     columns = (torch.tensor(column, dtype=torch.float64).view(-1, 2) for column in (rewards, own_rewards))
     table = gather_table(rollouts, *columns)
-    batch = exchange(rollouts, table, rank_of)
-    return (
-        table,
-        batch.table_index.tolist(),
-        batch.prefixes,
-        gather_to_table(batch, batch.tokens[batch.last_index], 12),
-        batch.tokens[batch.loss_mask],
-        batch.kept,
-        *gather_tokens(batch, batch.tokens[batch.loss_mask], table),
-    )
+    streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
+    batch = exchange(rollouts, table, rank_of, streams, TaughtBatch)
+    lasts = gather_to_table(batch, batch.tokens[batch.last_index], 12)
+    return table, batch, lasts, *gather_tokens(batch, batch.tokens[batch.loss_mask], table)
 
 
-@pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], [1] * 12])
+SOME = [None, 1, 0, None, 0, 0, None, 1, 1, None, 0, 1]
+
+
+@pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], [1] * 12, SOME])
 @pytest.mark.parametrize("first_share", [0, 4, 9])
 def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, first_share, rank_of):
-    """In order of their ids; branches of a rollout are trained on any rank, and summed again in order of rollouts.
+    """In order of their ids; branches of a rollout are trained on any rank or none, with all streams, a fork's own too,
+    and summed again in order of rollouts.
 
     Every rank has the numbers per branch, every reward to its last bit and none counted twice, whoever holds the
     rollouts, if any. Pitfall 53.
     """
-    rollouts = [in_two_branches(make_rollout(*i)) if i[1] == 2 else make_rollout(*i) for i in IDS]
-    sampled = torch.cat([branch.tokens[branch.loss_mask] for branch in all_branches(rollouts)])
+    branches = all_branches(rollouts_of(IDS))
+    sent = [
+        branch.tokens * (receiver is not None) for branch, receiver in zip(branches, rank_of, strict=True)
+    ]
+    sampled = torch.cat([x[branch.loss_mask] for x, branch in zip(sent, branches, strict=True)])
     for rank, answer in enumerate(two_ranks.run(exchange_branches, first_share, rank_of)):
-        table, table_index, prefixes, lasts, own_tokens, kept, all_tokens, places = answer
+        table, batch, lasts, all_tokens, places = answer
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
         assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
         assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
@@ -188,17 +200,22 @@ def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, first_s
         assert set(dtypes.values()) == {torch.int64}
         assert table.first_branches().ids == [RolloutId(p, s) for p, s in IDS]
         assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]
-        assert table_index == [i for i, receiver in enumerate(rank_of) if receiver == rank]
-        assert list(prefixes) == [table.prefixes[i] for i in table_index]
+        own = [i for i, receiver in enumerate(rank_of) if receiver == rank]
+        assert batch.table_index.tolist() == own
+        expected = pack([branches[i] for i in own])
+        for name in ("tokens", "loss_mask", "sample_logprobs", "weight_version"):
+            # And the same dtypes.
+            torch.testing.assert_close(getattr(batch, name), getattr(expected, name), rtol=0, atol=0)
+        assert torch.equal(batch.taught, 3.0 * batch.sample_logprobs)
+        assert batch.prefixes == expected.prefixes
+        assert torch.equal(batch.kept.counts, expected.kept.counts)
+        assert torch.equal(batch.kept.ids, expected.kept.ids)
         assert lasts.dtype == all_tokens.dtype == torch.float64
         assert torch.equal(all_tokens.long(), sampled)
-        assert torch.equal(sampled[places], own_tokens)
-        assert kept.counts[kept.counts > 0].tolist() == (own_tokens % 3)[own_tokens % 3 > 0].tolist()
-        ids = 1000 * (own_tokens // 100) + own_tokens
-        assert kept.ids.tolist() == ids.repeat_interleave(own_tokens % 3).tolist()
-        whole = [100 * p + 10 * s + p + s for p, s in IDS]
-        firsts = [100 * p + 10 * s + p if s == 2 else 0 for p, s in IDS]
-        assert table.sum_branches(lasts).tolist() == [a + b for a, b in zip(whole, firsts, strict=True)]
+        assert torch.equal(sampled[places], batch.tokens[batch.loss_mask])
+        assert lasts.tolist() == [x[-1] for x in sent]
+        sums = [sum(x[-1] for x, e in zip(sent, table.episode, strict=True) if e == i) for i in range(9)]
+        assert table.sum_branches(lasts).tolist() == sums
 
 
 @pytest.mark.parametrize("rows", [[], [5], [10, 0, 4]])

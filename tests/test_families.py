@@ -157,7 +157,7 @@ def test_kernels_are_not_chosen_for_what_they_do_not_compute(name, monkeypatch):
 
 @pytest.mark.parametrize("name", [name if name in FEW_PUBLISHED else slow(name) for name in PUBLISHED])
 def test_published_models_have_as_many_parameters_as_their_names_say(name):
-    """On the meta device; the plan counts them, and what their adapters and layers keep."""
+    """On the meta device; the plan counts them, and of a model with adapters these and a value model's head."""
     raw, billions = PUBLISHED[name]
     config = config_from_dict(raw)
     assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.01)
@@ -169,4 +169,8 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
         for path, layer in layers.named_modules()
         if isinstance(layer, torch.nn.Linear)
     }
-    assert num_trained_parameters(adapted) == sum(16 * sum(shape) for shape in shapes.values())
+    trained = sum(16 * sum(shape) for shape in shapes.values())
+    assert num_trained_parameters(adapted) == trained
+    assert num_parameters(adapted) == num_parameters(config) + trained
+    value = dataclasses.replace(adapted, scalar_head=True)
+    assert num_trained_parameters(value) == trained + config.hidden_size

@@ -18,11 +18,10 @@ from minirl.model.adapters import WEIGHTS_FILE
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import is_batch_invariant
 from minirl.model.config import LINEAR_LAYERS, Adapters
-from minirl.model.families import config_from_dict, read_config
+from minirl.model.families import read_config
 from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica, load_weights, named_parameters
-from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.run_folder import read_args
 from minirl.training.batch import Batch
@@ -30,7 +29,7 @@ from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
-from support.models import QWEN_7B, RAW_CONFIG, make_folder
+from support.models import RAW_CONFIG, make_folder
 from support.resuming import resume
 from support.scripts import (
     changed_fork,
@@ -368,15 +367,3 @@ def test_adapters_learn_at_ten_times_the_learning_rate():
     """Unless the flag says otherwise."""
     assert train_grpo.Config(lora_rank=8).peak_lr == 10 * train_grpo.Config().peak_lr
     assert train_ppo.Config(lora_rank=8, lr=1e-4).peak_lr == 1e-4
-
-
-def test_the_plan_counts_masters_and_moments_of_the_adapters_alone():
-    """7B by hand: rank 16 on q, k, v, o, gate, up and down of 28 layers; a value model also trains its head."""
-    config = dataclasses.replace(config_from_dict(QWEN_7B), adapters=Adapters(16, 16.0, LINEAR_LAYERS))
-    hidden, inner, keys, layers = 3584, 18944, 512, 28
-    in_and_out = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + inner)
-    trained = 16 * in_and_out * layers
-    assert num_trained_parameters(config) == trained == 40_370_176
-    assert num_parameters(config) == 7_615_616_512 + trained
-    value = dataclasses.replace(config, scalar_head=True)
-    assert num_trained_parameters(value) == trained + hidden

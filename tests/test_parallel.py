@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import train_grpo
 import train_ppo
@@ -106,13 +105,14 @@ def shared_out(rank, max_tokens, case):
     mine = [rollout for i, rollout in enumerate(rollouts) if min(i // 5, last) == rank]
     rewards = torch.tensor([case.reward(r.rollout_id) for r in mine], dtype=torch.float64)
     table = gather_table(mine, rewards.view(-1, 1))
-    split = dict(num_minibatches=1, num_ranks=world_size(), max_tokens=max_tokens)
+    minibatch = range(len(table.num_tokens))
     if case.num_equal:
         weights = train_grpo.rollout_weights(case.config, table, table.rewards[:, 0], 64)
         is_trained = train_grpo.is_trained(case.config, *rewards_of(table), table, weights)
         assert 6 <= is_trained.sum() <= 9
-        split["is_trained"] = is_trained.tolist()
-    plan = plan_updates(table.num_tokens.tolist(), table.prefixes, **split)
+        minibatch = is_trained.nonzero()[:, 0].tolist()
+    split = dict(num_ranks=world_size(), max_tokens=max_tokens)
+    plan = plan_updates([minibatch], table.num_tokens.tolist(), table.prefixes, **split)
     return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
@@ -172,17 +172,17 @@ CASES = {
 }
 
 
-def grpo_gradients(rank, max_tokens, folder, dtype, case, options):
-    """Full gradients of one GRPO minibatch, by the script's own functions. options: for `ShardedModel`."""
+def grpo_gradients(rank, max_tokens, folder, case):
+    """Full gradients of one GRPO minibatch in fp64, by the script's own functions."""
     config = case.config
-    model = sharded(folder, dtype, **options)
+    model = sharded(folder, torch.float64)
     table, batch, microbatches = shared_out(rank, max_tokens, case)
     advantages = train_grpo.token_advantages(config, *rewards_of(table), table, batch)
     weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
     batch = batch.replace(
-        advantages=advantages.to(dtype),
-        loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
-        ref_logprobs=batch.sample_logprobs.to(dtype),
+        advantages=advantages,
+        loss_weights=batch.spread(weights[batch.table_index]),
+        ref_logprobs=batch.sample_logprobs.double(),
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
@@ -257,7 +257,7 @@ def test_gradient_is_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, fo
     case = CASES[name]
     (expected,) = one_rank.run(plain_gradients, folder, case)
     for pool, max_tokens in ((one_rank, 10_000), (one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        gradients = pool.run(grpo_gradients, max_tokens, folder, torch.float64, case, {})
+        gradients = pool.run(grpo_gradients, max_tokens, folder, case)
         assert_close_gradients(gradients, expected, 1e-12)
 
 
@@ -332,15 +332,12 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def of_one_rank(one_rank, folder, value_folder):
-    """Makes the gradients of GRPO and of PPO on one rank, once for each dtype: functions, arguments, gradients."""
+    """Makes the gradients of one rank, once for each dtype."""
 
     @functools.cache
     def make(dtype):
-        calls = (
-            (grpo_gradients, (folder, dtype, CASES["sequence_mean"])),
-            (ppo_gradients, (folder, value_folder, dtype)),
-        )
-        return [(function, args, one_rank.run(function, 10_000, *args, {})[0]) for function, args in calls]
+        (gradients,) = one_rank.run(ppo_gradients, 10_000, folder, value_folder, dtype, {})
+        return gradients
 
     return make
 
@@ -355,8 +352,10 @@ def of_one_rank(one_rank, folder, value_folder):
     indirect=["folder"],
     scope="module",
 )
-def test_gradients_do_not_depend_on_how_models_are_sharded(request, folder, of_one_rank, pool, options):
-    """Nor on microbatches, also where a rank's last ones are empty: policy and value model, GRPO and PPO.
+def test_gradients_do_not_depend_on_how_models_are_sharded(
+    request, folder, value_folder, of_one_rank, pool, options
+):
+    """Nor on microbatches, also where a rank's last ones are empty: policy and value model.
 
     PPO's advantages are whitened over all ranks. Between nodes each gradient is summed once.
     """
@@ -364,9 +363,8 @@ def test_gradients_do_not_depend_on_how_models_are_sharded(request, folder, of_o
     # On one layout also in fp32.
     tolerances = {torch.float64: 1e-12} | ({torch.float32: 2e-6} if pool == "four_ranks" else {})
     for dtype, max_tokens in itertools.product(tolerances, (10_000, 200)):
-        for function, args, gradients in of_one_rank(dtype):
-            found = ranks.run(function, max_tokens, *args, options)
-            assert_close_gradients(found, gradients, tolerances[dtype])
+        found = ranks.run(ppo_gradients, max_tokens, folder, value_folder, dtype, options)
+        assert_close_gradients(found, of_one_rank(dtype), tolerances[dtype])
 
 
 def two_updates(rank, folder, dtype, options, is_lazy=False):
@@ -740,40 +738,3 @@ def test_ranks_gather_uneven_rows_and_agree_on_rank_0s_value(two_ranks):
     for rows, name in two_ranks.run(gathered):
         assert rows.tolist() == [10, 11, 12]
         assert name == "rank 0"
-
-
-EXCHANGED = ("tokens", "loss_mask", "sample_logprobs", "weight_version")
-
-
-@dataclass(frozen=True)
-class TaughtBatch(Batch):
-    """As a fork adds a stream."""
-
-    teacher_logprobs: Tensor = batching.NOT_MADE
-
-
-def exchanged(rank):
-    """Some of ten rollouts, which rank 0 has from the last one backwards, with a stream of their own."""
-    rollouts = make_rollouts(5, 2)
-    mine = rollouts[::-1][:3] if rank == 0 else rollouts[:7]
-    table = gather_table(mine, torch.zeros(len(mine), 1))
-    streams = {"teacher_logprobs": 3.0 * pack(mine).sample_logprobs}
-    rank_of = [None, 1, None, 0, 0, 0, None, 1, None, 0]
-    batch = exchange(mine, table, rank_of, streams, batch_type=TaughtBatch)
-    return [(int(batch.table_index[i]), batch.select([i])) for i in range(len(batch.lengths))]
-
-
-def test_exchange_brings_rollouts_whole_to_their_ranks_in_order(two_ranks):
-    """Whoever made a rollout and in whatever order, its rank gets all its streams, a fork's own too. Pitfall 53.
-
-    Rollouts assigned to no rank are left out.
-    """
-    rollouts = make_rollouts(5, 2)
-    first, second = two_ranks.run(exchanged)
-    assert [i for i, _ in first] == [3, 4, 5, 9]
-    assert [i for i, _ in second] == [1, 7]
-    for i, part in (*first, *second):
-        for name in EXCHANGED:
-            # And the same dtypes.
-            torch.testing.assert_close(getattr(part, name), getattr(rollouts[i], name), rtol=0, atol=0)
-        assert torch.equal(part.teacher_logprobs, 3.0 * part.sample_logprobs)

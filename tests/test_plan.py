@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
+from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_minibatches, plan_updates
 
 
 def random_groups(seed, *, has_prompts=True):
@@ -69,8 +69,6 @@ def test_too_long_a_sequence_is_refused_with_the_flag():
     """The error has the length, the limit and the flag to raise."""
     with pytest.raises(ValueError, match=r"101 tokens.*--max-tokens-per-microbatch 100"):
         plan_microbatches([5, 101], num_ranks=2, max_tokens=100)
-    with pytest.raises(ValueError, match="--max-tokens-per-microbatch"):
-        plan_updates([5, 101], num_minibatches=2, num_ranks=2, max_tokens=100)
 
 
 @with_and_without_prompts
@@ -82,53 +80,40 @@ def test_minibatches_cut_the_rows_in_their_order(num_minibatches, has_prompts):
     """
     for seed in range(20):
         lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
-        plan = plan_updates(
-            lengths, prompts, num_minibatches=num_minibatches, num_ranks=num_ranks, max_tokens=max_tokens
-        )
-        assert [row for minibatch in plan.minibatches for row in minibatch] == list(range(len(lengths)))
-        sizes = [len(minibatch) for minibatch in plan.minibatches]
+        minibatches = plan_minibatches(range(len(lengths)), num_minibatches)
+        plan = plan_updates(minibatches, lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+        assert [row for minibatch in minibatches for row in minibatch] == list(range(len(lengths)))
+        sizes = [len(minibatch) for minibatch in minibatches]
         assert len(sizes) == num_minibatches
         assert max(sizes) - min(sizes) <= 1
-        for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
+        for minibatch, ranks in zip(minibatches, plan.microbatches, strict=True):
             assert_is_partition(ranks, minibatch, lengths, prompts, max_tokens)
 
 
-def test_rows_that_are_not_trained_on_are_in_no_microbatch_and_change_no_minibatch():
-    """The rest is planned as if it were alone; a minibatch of which nothing is left has no microbatch on any rank."""
+def test_rows_that_are_not_trained_on_are_in_no_microbatch():
+    """Each minibatch is planned as if it were alone; one of which nothing is left has no microbatch on any rank."""
     for seed in range(20):
         lengths, prompts, num_ranks, max_tokens = random_groups(seed)
-        how = dict(num_minibatches=3, num_ranks=num_ranks, max_tokens=max_tokens)
-        whole = plan_updates(lengths, prompts, **how)
+        how = dict(num_ranks=num_ranks, max_tokens=max_tokens)
         rng = random.Random(seed)
-        is_trained = [rng.random() < 0.5 and row not in whole.minibatches[1] for row in range(len(lengths))]
-        plan = plan_updates(lengths, prompts, **how, is_trained=is_trained)
-        assert plan.minibatches == whole.minibatches
-        for minibatch, ranks in zip(plan.minibatches, plan.microbatches, strict=True):
-            rows = [row for row in minibatch if is_trained[row]]
-            alone = plan_microbatches(
-                [lengths[row] for row in rows],
-                [prompts[row] for row in rows],
-                num_ranks=num_ranks,
-                max_tokens=max_tokens,
-            )
+        trained = [[row for row in range(len(lengths)) if rng.random() < 0.5], []]
+        trained.append([row for row in range(len(lengths)) if row not in trained[0] and rng.random() < 0.5])
+        plan = plan_updates(trained, lengths, prompts, **how)
+        for rows, ranks in zip(trained, plan.microbatches, strict=True):
+            alone = plan_microbatches([lengths[row] for row in rows], [prompts[row] for row in rows], **how)
             assert ranks == [[[rows[i] for i in micro] for micro in rank] for rank in alone]
         assert plan.microbatches[1] == [[]] * num_ranks
-        assert [owner is not None for owner in plan.rank_of] == is_trained
+        owned = [row for row, owner in enumerate(plan.rank_of) if owner is not None]
+        assert owned == sorted(trained[0] + trained[2])
         for rank in range(num_ranks):
             rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
             as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
             assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-        assert plan_updates(lengths, prompts, **how, is_trained=[True] * len(lengths)) == whole
 
 
 def test_a_minibatch_has_all_branches_of_its_rollouts():
     """It is cut between rollouts, of which it has as many as another one, whatever their branches."""
-    how = dict(num_minibatches=2, num_ranks=2, max_tokens=10)
-    assert plan_updates([5] * 7, **how, episode=[0, 0, 0, 1, 2, 2, 3]).minibatches == [
-        [0, 1, 2, 3],
-        [4, 5, 6],
-    ]
-    assert plan_updates([5] * 7, **how, episode=range(7)) == plan_updates([5] * 7, **how)
+    assert plan_minibatches([0, 0, 0, 1, 2, 2, 3], 2) == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 # Groups whose rollouts have their prompt in common.

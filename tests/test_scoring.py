@@ -15,7 +15,7 @@ from minirl.generation.sampling import sample
 from minirl.kernels.fused_head import FusedLogprobs
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
-from minirl.model.config import ModelConfig, Rope
+from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, unparked
@@ -25,6 +25,7 @@ from support.interpreter import mend_interpreter, needs_interpreter
 from support.layouts import shuffled_members
 from support.marks import slow
 from support.memory import allocated_bytes
+from support.models import RAW_CONFIG
 from support.sampling import GRID, columns
 
 CPU = torch.device("cpu")
@@ -35,26 +36,9 @@ TEMPERATURE = 0.7
 
 
 def make_model(dtype=torch.float64, *, tied=False, scalar_head=False):
-    config = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=45,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-        ropes=(Rope((1.0, 0.1, 0.01, 0.001)),),
-        layer_ropes=(0, 0),
-        layer_windows=(None, 20),
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-        tie_word_embeddings=tied,
-        scalar_head=scalar_head,
-    )
+    sizes = {"vocab_size": VOCAB, "intermediate_size": 45, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied}
+    config = config_from_dict(RAW_CONFIG | sizes)
+    config = dataclasses.replace(config, layer_windows=(None, 20), qk_norm=True, scalar_head=scalar_head)
     model = Transformer(config).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -287,15 +271,23 @@ def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_
     assert torch.cat([logprobs, hidden.grad.flatten()]).isnan().all()
 
 
-@pytest.mark.parametrize("tile", [8, 3, 2, 1])
-def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(tile):
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        *((ChunkedLogprobs, (8, tile)) for tile in (8, 3, 2, 1)),
+        *(pytest.param(FusedLogprobs, (width,), marks=needs_interpreter) for width in (8, 2, 1)),
+    ],
+)
+def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(function, sizes, monkeypatch):
     """0 log 0 is 0: logits so far apart that probabilities, or a tile's, underflow, or are -inf, make no NaN.
 
     Pitfall 42.
     """
+    if function is FusedLogprobs:
+        mend_interpreter(monkeypatch)
     head = torch.tensor([[0.0], [0.0], [-2000.0], [-torch.inf]], requires_grad=True)
     hidden = torch.ones(1, 1, requires_grad=True)
-    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0]), 1.0, 8, tile)
+    logprobs, entropies = function.apply(hidden, head, torch.tensor([0]), 1.0, *sizes)
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert entropies.item() == pytest.approx(math.log(2))
     (grad,) = torch.autograd.grad(logprobs.sum() + 3 * entropies.sum(), head)

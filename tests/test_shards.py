@@ -281,11 +281,6 @@ def test_a_follower_that_samples_other_tokens_says_so(two_ranks):
     assert follower.startswith("this rank sampled other tokens than rank 0, which leads it")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model") / "folder", RAW_CONFIG)
-
-
 def updates(rank, folder, shard_weights, options):
     """Two updates of three microbatches each, some of them empty: scores, gradients' norms, masters, export."""
     config = dataclasses.replace(read_config(folder), **options.pop("config", {}))

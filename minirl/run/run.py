@@ -204,18 +204,20 @@ class Run:
         """Plan which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
         is_trained bool [N]: the branches in microbatches; None: all. If it names none, a microbatch has the first
-        branch, to measure the gap of sampled logprobs in every step. It does not change the minibatches.
+        branch, to measure the gap of sampled logprobs in every step.
         """
-        if is_trained is not None and not is_trained.any():
-            is_trained = torch.arange(len(is_trained)) == 0
+        minibatches = self.minibatches(table)
+        if is_trained is not None:
+            if not is_trained.any():
+                is_trained = torch.arange(len(is_trained)) == 0
+            is_kept = is_trained.tolist()
+            minibatches = [[i for i in minibatch if is_kept[i]] for minibatch in minibatches]
         plan = plan_updates(
+            minibatches,
             table.num_tokens.tolist(),
             table.prefixes,
-            num_minibatches=self._config.minibatches_per_epoch,
             num_ranks=world_size(),
             max_tokens=self._setup.sizes.max_tokens_per_microbatch,
-            episode=table.episode.tolist(),
-            is_trained=None if is_trained is None else is_trained.tolist(),
         )
         own = itertools.chain.from_iterable(by_rank[rank()] for by_rank in plan.microbatches)
         self._microbatches = [table.select(indices) for indices in own]

@@ -1,6 +1,6 @@
 """Assign the rollouts of a step to minibatches, microbatches and ranks.
 
-`plan_updates` plans one step. It cuts the rollouts, in their order, into minibatches (optimizer steps), and
+`plan_minibatches` cuts the rollouts of a step, in their order, into minibatches (optimizer steps), and `plan_updates`
 each minibatch into microbatches (forward-backward passes) such that all ranks compute about equally many
 tokens. A prompt is computed once for all its rollouts in a microbatch, so the rollouts of one prompt stay
 together as far as the balance allows.
@@ -32,23 +32,22 @@ class PromptPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Which rank trains on which rollouts in one step; the same on every rank.
+    """Which rank trains on which of a step's rollouts; the same on every rank.
 
-    minibatches[i] lists the rollouts of one optimizer step, which are contiguous. microbatches[i][rank][j]
-    lists the rollouts of one forward-backward pass and leaves out rollouts that are not trained on. Rollouts are
-    given by table index, their place in the step's `RolloutTable`. Within a minibatch all ranks have equally many
-    microbatches; some may be empty.
+    microbatches[i][rank][j] lists the rollouts of one forward-backward pass of minibatch i. Rollouts are given by table
+    index, their place in the step's `RolloutTable`. Within a minibatch all ranks have equally many microbatches; some
+    may be empty.
 
-    Example: 6 rollouts with 60, 40, 90, 50, 90 and 40 tokens; 2 minibatches, 2 ranks, at most 95 tokens.
+    Example: 6 rollouts with 60, 40, 90, 50, 90 and 40 tokens; minibatches [[0, 1, 2], [3, 4, 5]], 2 ranks, at most 95
+    tokens.
 
-        minibatches = [[0, 1, 2], [3, 4, 5]]
         microbatches = [
             [[[2], []], [[0], [1]]],  # minibatch 0: rank 0 computes [2], then nothing; rank 1 [0], then [1]
             [[[4]], [[3, 5]]],  # minibatch 1: one microbatch on each rank
         ]
     """
 
-    minibatches: list[list[int]]
+    num_rollouts: int
     microbatches: list[list[list[list[int]]]]
 
     @property
@@ -58,7 +57,7 @@ class UpdatePlan:
         for by_rank in self.microbatches:
             for rank, microbatches in enumerate(by_rank):
                 owner |= dict.fromkeys(itertools.chain(*microbatches), rank)
-        return [owner.get(table_index) for table_index in itertools.chain(*self.minibatches)]
+        return [owner.get(table_index) for table_index in range(self.num_rollouts)]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
         """Return the rank's sequences, as indices [minibatch][microbatch][...] into its own batch.
@@ -76,37 +75,31 @@ class UpdatePlan:
 
 
 def plan_updates(
+    minibatches: Sequence[Sequence[int]],
     lengths: Sequence[int],
     prefixes: Sequence[PromptPrefix] = (),
     *,
-    num_minibatches: int,
     num_ranks: int,
     max_tokens: int,
-    episode: Sequence[int] | None = None,
-    is_trained: Sequence[bool] | None = None,
 ) -> UpdatePlan:
-    """Cut the rollouts into minibatches in their order, and each minibatch into balanced microbatches.
+    """Cut each minibatch, the table indices of its rollouts, into balanced microbatches.
 
-    episode: see `plan_minibatches`; None: each sequence is a rollout.
-    is_trained: the rollouts that go into microbatches (None: all). It does not change the minibatches.
-    The other arguments are those of `plan_microbatches`.
+    Rollouts in no minibatch are not trained on. The other arguments are those of `plan_microbatches`.
     """
-    minibatches = plan_minibatches(range(len(lengths)) if episode is None else episode, num_minibatches)
     microbatches = []
     for minibatch in minibatches:
-        table_indices = [i for i in minibatch if is_trained is None or is_trained[i]]
         by_rank = plan_microbatches(
-            [lengths[i] for i in table_indices],
-            [prefixes[i] for i in table_indices] if prefixes else (),
+            [lengths[i] for i in minibatch],
+            [prefixes[i] for i in minibatch] if prefixes else (),
             num_ranks=num_ranks,
             max_tokens=max_tokens,
         )
         # plan_microbatches counts the sequences of this minibatch from 0: translate back to table indices.
         translated = []
         for own in by_rank:
-            translated.append([[table_indices[i] for i in micro] for micro in own])
+            translated.append([[minibatch[i] for i in micro] for micro in own])
         microbatches.append(translated)
-    return UpdatePlan(minibatches, microbatches)
+    return UpdatePlan(len(lengths), microbatches)
 
 
 def plan_minibatches(episode: Sequence[int], num_minibatches: int) -> list[list[int]]:
