@@ -37,15 +37,12 @@ def tokenizer_folder(tmp_path):
     ("line", "said"),
     [
         (b'{"prompt": "a", }', "not JSON: .* at column 17"),
-        (b"{'prompt': 'a'}", "not JSON: .* at column 2"),
         (b'{"prompt": "a"', "not JSON"),
         (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read: .*recurs"),
         (b'{"prompt": "a", "answer": 1, "answer": 2}', "cannot be read: key 'answer' is there twice"),
         (b'{"prompt": "a", "b": [{"c": 1, "c": 1}]}', "cannot be read: key 'c' is there twice"),
         (b'["a"]', r"expected an object, got \[\"a\"\]"),
-        (b"3", "expected an object, got 3"),
-        (b"null", "expected an object, got null"),
         (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; see --prompt-field"),
         (b'{"prompt": null, "q": 1}', r"field 'prompt' is 'None'.*\['prompt', 'q'\].*--prompt"),
         (b'{"prompt": 5}', "field 'prompt' is '5'; expected text"),
@@ -59,7 +56,6 @@ def tokenizer_folder(tmp_path):
         (b'{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}', "field 'prompt'"),
         (b'{"prompt": "a\x00b"}', "not JSON: Invalid control character"),
         (b'{"prompt": "caf\xe9"}', "not UTF-8"),
-        ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

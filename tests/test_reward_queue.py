@@ -197,7 +197,7 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_g
     with pytest.raises(RewardError, match="completion 'bad': raised"):
         wait_for(lambda: queue.poll(0.1), "no call failed")
     assert queue.is_busy
-    assert not queue.is_ready(1)
+    assert 1 not in queue.ready()
 
 
 @pytest.mark.slow

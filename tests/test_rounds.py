@@ -223,7 +223,7 @@ def test_nothing_is_kept_of_prompts_that_were_taken():
         collector._num_running,
         collector._ended,
         collector._begun_in,
-        collector._queue._groups,
+        collector._queue.groups,
         runner._unbegun,
     )
     assert max(map(len, by_prompt)) <= 2 * (1 + OPTIONS["max_staleness"])

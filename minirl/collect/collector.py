@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from minirl.collect.step_groups import Groups, Selection, select_step
@@ -114,8 +114,8 @@ class Collector:
             shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
         )
         self._queue = RewardQueue(functions, prompts)
-        # In flight on this rank: by prompt, the number of the runner's episodes, and finished rollouts; then whole
-        # groups with their rewards.
+        # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
+        # them. The queue has whole groups until a step asks for their rewards.
         self._num_running: Counter[int] = Counter()
         self._ended: dict[int, list[Rollout]] = {}
         self._rewarded = self._queue.finish([])
@@ -159,19 +159,20 @@ class Collector:
             while True:
                 while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
                     self._begin(group)
-                if not self._ended and not self._num_running:
+                if not self._queue.groups and not self._num_running:
                     break
                 rollouts = self._runner.step()
                 for rollout in rollouts:
                     self._take(rollout)
                 bar.update(len(rollouts))
                 self._queue.poll(0.0 if self._num_running else 0.5)
-                enough = num_together if self._num_running else min(num_together, len(self._ended))
-                if len(self._ended) < enough:
+                num_groups = len(self._queue.groups)
+                enough = num_together if self._num_running else min(num_together, num_groups)
+                if num_groups < enough:
                     continue
-                ready = [ordinal for ordinal in self._ended if self._is_ready(ordinal)]
+                ready = self._queue.ready()
                 if len(ready) >= enough:
-                    yield self._finish(ready)
+                    yield self._queue.finish(sorted(ready))
         self._leave_engine()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
@@ -204,7 +205,8 @@ class Collector:
     def records(self) -> list[dict[str, Any]]:
         """The rollouts in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
         records = [paused_record(running) for running in self._runner.running]
-        records += map(finished_record, itertools.chain(*self._ended.values()))
+        unrewarded = [group.rollouts for group in self._queue.groups.values()]
+        records += map(finished_record, itertools.chain(*self._ended.values(), *unrewarded))
         records += rewarded_records(self._rewarded)
         records.sort(key=id_of)
         groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
@@ -228,7 +230,7 @@ class Collector:
         for record in finished:
             if record["rewards"] is None:
                 self._ended.setdefault(id_of(record).prompt_ordinal, []).append(finished_rollout(record))
-        for ordinal in self._ended:
+        for ordinal in list(self._ended):
             self._add_if_whole(ordinal)
 
     def _paused_episode(self, record: Mapping[str, Any]) -> PausedEpisode:
@@ -285,17 +287,11 @@ class Collector:
         while self._queue.is_busy and (left_s := deadline - time.monotonic()) > 0:
             self._queue.poll(left_s)
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
-        own |= {ordinal for ordinal in self._ended if self._is_ready(ordinal)}
-        return set().union(*gather_objects(own))
+        return set().union(*gather_objects(own | self._queue.ready()))
 
-    def _is_ready(self, ordinal: int) -> bool:
-        """Return whether all rollouts of a prompt ended, and no worker still rewards them."""
-        # Each call of a reward function gets a whole group.
-        return ordinal not in self._num_running and self._queue.is_ready(ordinal)
-
-    def _select(self, num_groups: int, ready: Collection[int]) -> Selection:
+    def _select(self, num_groups: int, ready: set[int]) -> Selection:
         """Select a step's groups of those that are ready (collective)."""
-        self._rewarded += self._finish([ordinal for ordinal in self._ended if ordinal in ready])
+        self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
         rewarded = self._rewarded
         return select_step(
             rewarded,
@@ -353,11 +349,4 @@ class Collector:
     def _add_if_whole(self, ordinal: int) -> None:
         """If all rollouts of a prompt ended, pass them on to be rewarded."""
         if ordinal not in self._num_running:
-            self._queue.add(self._ended[ordinal])
-
-    def _finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
-        """Take the rollouts of these prompts with their rewards, in order of their ids."""
-        in_order = sorted(ordinals)
-        for ordinal in in_order:
-            del self._ended[ordinal]
-        return self._queue.finish(in_order)
+            self._queue.add(self._ended.pop(ordinal))

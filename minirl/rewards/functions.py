@@ -173,16 +173,30 @@ def _instead_of(name: str) -> str:
     return f"TRL's trainer gives it, minirl does not: give it a default, {name}=None, or ask for `episodes`"
 
 
-def accepted_arguments(
-    function: RewardFunction, arguments: Mapping[str, Any], of_episodes: Mapping[str, Any]
+def call_arguments(
+    function: RewardFunction,
+    rows: Sequence[Row],
+    completion_ids: Sequence[Sequence[int]],
+    of_episodes: Mapping[str, list[Any]],
 ) -> dict[str, Any]:
-    """Return those of `arguments` that the function takes, and those `of_episodes` that it names."""
+    """Return the arguments that a function takes, by name. of_episodes: see `episode_arguments`.
+
+    With `**kwargs` it takes all but those of EPISODE_ARGUMENTS, which it must name.
+    """
+    given: dict[str, Any] = {
+        "prompts": [row.prompt for row in rows],
+        "completions": list(of_episodes["completions"]),
+        "completion_ids": [list(ids) for ids in completion_ids],
+    }
+    column_names = {name for row in rows for name in row.columns}
+    for name in sorted(column_names - given.keys()):
+        given[name] = [row.columns.get(name) for row in rows]
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {
         name: values
-        for name, values in {**of_episodes, **arguments}.items()
-        if name in parameters or (takes_all and name in arguments)
+        for name, values in {**of_episodes, **given}.items()
+        if name in parameters or (takes_all and name in given)
     }
 
 
@@ -245,24 +259,6 @@ def _shaped(row: Row, text: str) -> Any:
     return [{"role": "assistant", "content": text}] if is_chat else text
 
 
-def all_arguments(
-    rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Return the arguments that a reward function gets without naming them in particular, by name.
-
-    completions: shaped as functions get them.
-    """
-    arguments: dict[str, Any] = {
-        "prompts": [row.prompt for row in rows],
-        "completions": list(completions),
-        "completion_ids": [list(ids) for ids in completion_ids],
-    }
-    column_names = {name for row in rows for name in row.columns}
-    for name in sorted(column_names - arguments.keys()):
-        arguments[name] = [row.columns.get(name) for row in rows]
-    return arguments
-
-
 @spent_on("wait_rewards")
 def compute_rewards(
     function: RewardFunction,
@@ -281,9 +277,8 @@ def compute_rewards(
     """
     if not completions:
         return []
-    of_episodes = of_episodes or {}
-    shaped = of_episodes.get("completions") or list(map(_shaped, rows, completions))
-    arguments = accepted_arguments(function, all_arguments(rows, shaped, completion_ids), of_episodes)
+    of_episodes = {"completions": list(map(_shaped, rows, completions)), **(of_episodes or {})}
+    arguments = call_arguments(function, rows, completion_ids, of_episodes)
     places = [row.place for row in rows]
     if isinstance(function, RewardWorkers):
         return function.compute(arguments, places=places, texts=completions)

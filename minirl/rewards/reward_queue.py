@@ -13,9 +13,8 @@ from minirl.data.task import RewardFunction, Row
 from minirl.ranks import watchdog
 from minirl.rewards.functions import (
     OverlongPenalty,
-    accepted_arguments,
-    all_arguments,
     asked_of_episodes,
+    call_arguments,
     compute_rewards,
     episode_arguments,
     judges_groups,
@@ -45,6 +44,8 @@ class RewardQueue:
     A call depends on the prompts alone, never on the clock or the number of ranks: it gets the completions of one
     prompt in order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
     model, the overlong penalty) run in this process, in `finish`.
+
+    groups: those that nobody has taken, by the prompt's ordinal.
     """
 
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream):
@@ -56,10 +57,11 @@ class RewardQueue:
             if isinstance(function, RewardWorkers)
         }
         self._asked = asked_of_episodes(functions.values())
-        self._groups: dict[int, _Group] = {}  # by the prompt's ordinal
+        self.groups: dict[int, _Group] = {}
 
     def begin_step(self, num_rollouts: int) -> None:
-        """Reset the count of failures; the limit of forgiven ones is a share of these rollouts."""
+        """Reset the count of failures: the limit of forgiven ones is a share of `groups` and of these rollouts."""
+        num_rollouts += sum(len(group.rollouts) for group in self.groups.values())
         for calls in self._calls.values():
             calls.begin_step(num_rollouts)
 
@@ -76,30 +78,31 @@ class RewardQueue:
         rows = [self._prompts.row(ordinal)] * len(group)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
         of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
-        arguments = {}
-        if self._calls:
-            completion_ids = [rollout.completion for rollout in group]
-            arguments = all_arguments(rows, of_episodes["completions"], completion_ids)
         calls = {}
         for name, function_calls in self._calls.items():
+            completion_ids = [rollout.completion for rollout in group]
             calls[name] = Call(
-                accepted_arguments(self._functions[name], arguments, of_episodes),
+                call_arguments(self._functions[name], rows, completion_ids, of_episodes),
                 places=[row.place for row in rows],
                 texts=texts,
                 seeds=[self._prompts.key(rollout.branches[0].rollout_id) for rollout in group],
                 is_group=judges_groups(self._functions[name]),
             )
             function_calls.add(calls[name])
-        self._groups[ordinal] = _Group(group, rows, texts, of_episodes, calls)
+        self.groups[ordinal] = _Group(group, rows, texts, of_episodes, calls)
 
     @property
     def is_busy(self) -> bool:
         """Are calls under way or waiting for a free worker?"""
         return any(calls.is_busy for calls in self._calls.values())
 
-    def is_ready(self, ordinal: int) -> bool:
-        """Return whether `finish` would not wait for the rewards of this prompt's rollouts."""
-        return all(call.is_complete for call in self._groups[ordinal].calls.values())
+    def ready(self) -> set[int]:
+        """Return the prompts for whose rewards `finish` would not wait."""
+        return {
+            ordinal
+            for ordinal, group in self.groups.items()
+            if all(call.is_complete for call in group.calls.values())
+        }
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Send, receive, start the next calls, kill calls that exceed their time.
@@ -114,7 +117,7 @@ class RewardQueue:
 
         Raises RewardError like `poll` and `compute_rewards`.
         """
-        groups = [self._groups.pop(ordinal) for ordinal in ordinals]
+        groups = [self.groups.pop(ordinal) for ordinal in ordinals]
         answers: dict[str, list[float | None]] = {}
         for name, function in self._functions.items():
             if name not in self._calls:
