@@ -108,11 +108,6 @@ class RunningBranch:
         """The branch up to its newest token; None before its first turn."""
         return self.tokens.rollout
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens the engine returned after the prompt."""
-        return 0 if self.rollout is None else len(self.rollout.tokens) - self.rollout.num_prompt_tokens
-
     def completion(self, present: Turn | None) -> Completion:
         """Return all tokens after the prompt, with those appended before the present turn if it is in this branch."""
         tokens = NO_TOKENS if self.rollout is None else self.rollout.after_prompt
@@ -126,7 +121,7 @@ class RunningBranch:
         rollout = self.rollout
         if rollout is None or not self.branch.turns:
             return None
-        if self.num_tokens == self.branch.num_tokens:
+        if len(rollout.tokens) == rollout.num_prompt_tokens + self.branch.num_tokens:
             return rollout
         prompt = rollout.tokens[: rollout.num_prompt_tokens]
         completion = rollout.after_prompt[: self.branch.num_tokens]
