@@ -74,13 +74,13 @@ def test_runs_without_steps_are_refused_by_name(run, tmp_path):
 
 @pytest.mark.slow
 def test_runs_are_drawn_also_with_hardly_any_metrics(run, tmp_path, monkeypatch):
-    """One of them given twice by another name, and four of one step without times."""
+    """One of them given twice by another name, and four of one step."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "short.png")
+    draw([("short", [{"step": 1, "reward/mean": 0.5, "time/host": 1.0}])] * 4, tmp_path / "short.png")
     assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -80,13 +80,12 @@ class PromptStream:
         self._max_prompt_tokens = max_tokens
         # The indices of the rows that are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
-        # Tokens of the shortest and the longest served prompt, the teacher's included.
-        self.shortest_prompt = self.longest_prompt = 0
+        # Tokens of the longest served prompt, the teacher's included.
+        self.longest_prompt = 0
         if rows:
             lengths, hashes = _check_prompts(rows, tokenizer, self.vocab_size)
             self._fit_prompts(lengths, long_prompts)
-            served = lengths[self._kept].clamp(max=self._max_prompt_tokens)
-            self.shortest_prompt, self.longest_prompt = int(served.min()), int(served.max())
+            self.longest_prompt = min(int(lengths[self._kept].max()), self._max_prompt_tokens)
             num_repeated = self.num_prompts - len(hashes[self._kept].unique())
             if num_repeated:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")

@@ -119,14 +119,14 @@ def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStrea
     prompts, held_out = streams
     dtype = str(work.dtype).removeprefix("torch.")
     parameters = f"{config.model or 'embedded'}: {num_parameters(work.policy):,} parameters"
-    print0(f"model    {parameters}, {dtype} on {work.num_ranks} {_ranks(work)}")
+    print0(f"model    {parameters}, {dtype} on {work.num_ranks} x {work.device_type}")
     print0(
         f"data     {prompts.num_prompts:,} prompts, the longest {work.longest_prompt:,} tokens; "
         f"{held_out.num_prompts:,} held out"
     )
     for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
         print0(f"note     {note}")
-    num_epochs = config.num_steps * config.prompts_per_step / prompts.num_prompts
+    num_epochs = prompts.epoch(config.num_steps * config.prompts_per_step)
     print0(
         f"steps    {config.num_steps:,} steps, {num_epochs:,.2f} epochs, {config.num_updates:,} updates "
         f"({config.updates_per_step} a step)"
@@ -134,14 +134,8 @@ def _print_work(config: RunConfig, work: Workload, streams: Sequence[PromptStrea
     num_rollouts = config.prompts_per_step * config.group_size
     print0(
         f"a step   {num_rollouts:,} completions of {config.prompts_per_step:,} prompts, at most "
-        f"{num_rollouts * work.longest:,} tokens: {work.longest:,} each, of which "
-        f"{min(prompts.max_new_tokens, prompts.max_tokens - prompts.shortest_prompt):,} at most are new"
+        f"{num_rollouts * work.longest:,} tokens: {work.longest:,} each"
     )
-
-
-def _ranks(work: Workload) -> str:
-    kind = "GPU" if work.is_cuda else "CPU rank"
-    return kind if work.num_ranks == 1 else f"{kind}s"
 
 
 def _print_decoding(work: Workload, groups: Sequence[int], refusals: Sequence[str]) -> None:
