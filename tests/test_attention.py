@@ -16,11 +16,10 @@ from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, QUERY_BLOCK_SIZES, min_queries
 from minirl.model.transformer import is_batch_invariant
 from support.caches import length_of, poison
-from support.engines import cached_model
+from support.engines import CPU, cached_model
 from support.layouts import FAMILIES, shared_layout
 from support.marks import slow
 
-CPU = torch.device("cpu")
 RAGGED = (1, 127, 128, 129, 300, 2, 257)
 WINDOWS = [None, 1, 5, 128, 130]
 

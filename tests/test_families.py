@@ -22,13 +22,12 @@ from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
-from support.engines import make_engine, scores_of
+from support.engines import CPU, make_engine, scores_of
 from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
 from support.scripts import read_metrics, run_in_pool
 
-CPU = torch.device("cpu")
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 # One case of each family: the last, which has most features.
 OF_FAMILY = {CASES[name][0]: name for name in CASES}

@@ -28,13 +28,12 @@ from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 from support import models
-from support.engines import cached_model, make_engine, make_request
+from support.engines import CPU, cached_model, make_engine, make_request
 from support.families import PUBLISHED
 from support.memory import PAGE, allocated_bytes, formula, make_workload, saved_bytes
 from support.models import adamw, make_folder, sharded
 from support.rank_pool import RankPool
 
-CPU = torch.device("cpu")
 SHAPES = [
     # hidden, MLP, layers, query heads, key heads, channels of a head, tokens
     (256, 1024, 4, 8, 2, 32, 512),

@@ -14,11 +14,10 @@ from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch, value_batch
-from support.engines import hidden_states, make_engine
+from support.engines import CPU, hidden_states, make_engine
 from support.families import CASES, make_checkpoint
 from support.marks import slow
 
-CPU = torch.device("cpu")
 LENGTHS = (1, 40, 129, 128, 7, 300)
 # One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3", "qwen3_5_text_heads"]

@@ -14,8 +14,6 @@ from support.scripts import ROOT
 
 pytestmark = needs_interpreter
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(autouse=True)
 def mended_interpreter(monkeypatch):

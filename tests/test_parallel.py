@@ -30,13 +30,11 @@ from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
 from minirl.training.scoring import score_batch, value_batch
-from support.engines import make_engine
+from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.rollouts import in_two_branches
 from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_on_two_nodes, trained
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from support.collecting import make_collector
-from support.engines import make_model
+from support.engines import CPU, make_model
 from support.marks import slow
 from support.memory import allocated_bytes
 from support.resuming import resume
@@ -33,7 +33,6 @@ from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 from support.texts import ids, save_tokenizer
 
-CPU = torch.device("cpu")
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
 TINY += " --max-new-tokens 8"
 FORMS = {"sampled": "teacher/kl_k1", "reverse": "teacher/kl", "forward": "teacher/kl"}

@@ -34,7 +34,6 @@ from support.resuming import digests, interrupted_copy
 from support.sampling import GRID, RULES, columns, random_head, sampling_rows
 from support.scripts import read_metrics, run_in_pool
 
-CPU = torch.device("cpu")
 WORKED = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log()
 MIXED = Truncation(20, 0.9, 0.05)
 
