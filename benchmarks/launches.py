@@ -352,7 +352,7 @@ def _make_batch() -> Batch:
         weight_version=stream.int(),
         advantages=stream,
         loss_weights=stream,
-        table_index=torch.empty(num_rollouts, dtype=torch.int64, device=META),
+        table_index=torch.arange(num_rollouts),
     )
 
 

@@ -85,10 +85,13 @@ def test_spread_repeats_within_the_loss_mask(lengths):
     assert str(spread.tolist()) == str([0.0, 1.5, 1.5, 0.0, 0.0, math.inf, 0.0, math.inf][: len(mask)])
 
 
-def test_to_moves_every_tensor_and_a_field_not_made_yet_stays_none():
+def test_to_moves_every_stream_and_a_field_not_made_yet_stays_none():
+    """The table index stays on the host, as the table does."""
     batch = make_batch([2, 3])
     moved = batch.to(torch.device("meta"))
-    assert {value.device.type for value in tensor_fields(moved).values()} == {"meta"}
+    devices = {name: value.device.type for name, value in tensor_fields(moved).items()}
+    assert devices.pop("table_index") == "cpu"
+    assert set(devices.values()) == {"meta"}
     assert (moved.lengths, moved.prefixes) == (batch.lengths, batch.prefixes)
     batch = batch.replace(advantages=NOT_MADE)
     assert batch.select([1]).advantages is batch.to(CPU).advantages is None

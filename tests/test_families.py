@@ -18,7 +18,7 @@ from minirl.model import device_kernels
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import FAMILIES, config_from_dict
 from minirl.model.rotation import Rotation, rotate
-from minirl.model.transformer import Transformer, is_batch_invariant
+from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
@@ -162,14 +162,8 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
     config = config_from_dict(raw)
     assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.01)
     adapted = dataclasses.replace(config, adapters=Adapters(16, 16.0, LINEAR_LAYERS))
-    with torch.device("meta"):
-        layers = Transformer(config).model.layers
-    shapes = {
-        path: (layer.in_features, layer.out_features)
-        for path, layer in layers.named_modules()
-        if isinstance(layer, torch.nn.Linear)
-    }
-    trained = sum(16 * sum(shape) for shape in shapes.values())
+    modules = on_meta(config).model.layers.modules()
+    trained = sum(16 * (m.in_features + m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
     assert num_trained_parameters(adapted) == trained
     assert num_parameters(adapted) == num_parameters(config) + trained
     value = dataclasses.replace(adapted, scalar_head=True)

@@ -20,7 +20,7 @@ from minirl.model.batch_invariance import is_batch_invariant
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import read_config
 from minirl.model.folders import ADAPTERS_FILE
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import on_meta
 from minirl.model.weights import load_replica, load_weights, named_parameters
 from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.run_folder import read_args
@@ -56,8 +56,7 @@ def folder(tmp_path_factory) -> Path:
 def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
     """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
     config = dataclasses.replace(read_config(folder), adapters=adapters)
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = on_meta(config)
     model.to(dtype).to_empty(device="cpu")
     model.tie_weights()
     load_weights(model, folder)

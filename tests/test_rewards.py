@@ -68,11 +68,6 @@ def test_an_error_in_the_function_is_not_swallowed():
         rewards_of(lambda completions: [1 / 0])
 
 
-@pytest.mark.parametrize("value", [torch.tensor([1.0, 0.0]), [torch.tensor(1.0), torch.tensor(False)]])
-def test_tensors_are_numbers(value):
-    assert rewards_of(lambda completions: value) == [1.0, 0.0]
-
-
 def test_load_reward_returns_the_named_function_which_finds_modules_beside_its_file(tmp_path):
     """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours."""
     folder = tmp_path / "a:b"

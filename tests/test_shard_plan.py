@@ -14,7 +14,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.layers import Linear
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import on_meta
 from minirl.plan import choice, formulas, needs
 from minirl.plan.workload import Sizes, Workload
 from minirl.run.config import RunConfig
@@ -214,8 +214,7 @@ def test_the_plan_counts_the_gathers_of_each_family():
     """Those of the layers' columns, the embedding and the logits."""
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
-        with torch.device("meta"):
-            model = Transformer(config)
+        model = on_meta(config)
         slice_model(model, Slices(0, 2, None))
         linear = [module for module in model.model.layers.modules() if isinstance(module, Linear)]
         in_layers = sum(module.gathers_input + module.gathers_output for module in linear)

@@ -19,11 +19,11 @@ from minirl.generation.sampling import uniforms
 from minirl.kernels import paged_attention
 from minirl.model import batch_invariance, device_kernels
 from minirl.model.config import LINEAR_LAYERS, Adapters
-from minirl.model.families import config_from_dict, read_config, scalar_config
+from minirl.model.families import read_config, scalar_config
 from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
-from minirl.model.transformer import Transformer, is_batch_invariant
+from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
@@ -32,7 +32,7 @@ from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch, value_batch
 from minirl.training.sharded_model import ShardedModel
 from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request, next_turn
-from support.families import make_checkpoint
+from support.families import make_checkpoint, twin
 from support.jobs import ROOT
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
@@ -53,8 +53,7 @@ WORLD = torch.distributed.group.WORLD
 
 def sliced(whole: Transformer, slices: Slices) -> Transformer:
     """This rank's slice of a model."""
-    with torch.device("meta"):
-        model = Transformer(whole.config).to(whole.lm_head.weight.dtype)
+    model = on_meta(whole.config).to(whole.lm_head.weight.dtype)
     names = slice_model(model, slices)
     model._apply(lambda tensor: torch.zeros_like(tensor, device=CPU))
     model.tie_weights()
@@ -64,19 +63,6 @@ def sliced(whole: Transformer, slices: Slices) -> Transformer:
             weight = weights[name]
             own = weight[slices.own(len(weight))] if name in names else weight
             parameter[: len(own)].copy_(own)
-    return model
-
-
-def random_weights(config) -> Transformer:
-    model = Transformer(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim >= 2:
-                parameter.copy_(noise / (1 if "embed" in name else 0.6 * parameter.shape[-1] ** 0.5))
-            elif "bias" in name:
-                parameter.copy_(0.3 * noise)
     return model
 
 
@@ -93,10 +79,8 @@ def decoded(rollouts):
     return [(r.tokens.tolist(), r.sample_logprobs.tolist(), r.finish_reason) for r in rollouts]
 
 
-def decode_both_ways(rank, config, dtype, size, options):
+def decode_both_ways(rank, whole, size, options):
     """The requests decoded from whole weights, and from slices; the share of the bytes that a rank holds."""
-    torch.manual_seed(0)
-    whole = random_weights(config).to(dtype)
     model = sliced(whole, Slices(rank, size, WORLD))
     results = [decoded(make_engine(m, **options).generate(a_group_and_others())) for m in (whole, model)]
     held, full = (sum(parameter.nbytes for parameter in m.parameters()) for m in (model, whole))
@@ -127,9 +111,9 @@ def test_slices_decode_the_bits_of_whole_weights(request, two_ranks, case, dtype
     """Tokens and logprobs, whatever the features; a rank holds its share of the bytes, and all norms."""
     pool = two_ranks if size == 2 else request.getfixturevalue("four_ranks")
     keys = {"linear_num_value_heads": 16} if case == "qwen3_5_text" else {}
-    config = config_from_dict(make_checkpoint(case, vocab_size=203, **keys).config.to_dict())
-    assert is_batch_invariant(config, dtype, CPU, size)
-    for whole, in_slices, share in pool.run(decode_both_ways, config, dtype, size, options):
+    model = twin(make_checkpoint(case, vocab_size=203, **keys)).to(dtype)
+    assert is_batch_invariant(model.config, dtype, CPU, size)
+    for whole, in_slices, share in pool.run(decode_both_ways, model, size, options):
         assert in_slices == whole
         assert share < 1 / size + 0.05
 

@@ -128,10 +128,6 @@ class _BranchChat:
         is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
         return rest if is_next and same_messages(begin, self.said) else None
 
-    def add(self, prompt: list[Any], sampled: Sampled) -> None:
-        """Record a turn and its request's prompt."""
-        self.said = None if _is_ids(prompt) else [*prompt, sampled.message]
-
 
 class Endpoint:
     """The URL of an episode, and the program that uses it. `async with` starts and ends both.
@@ -201,7 +197,7 @@ class Endpoint:
                 return
             num_before = len(branch.prompt_ids) + turn.start
             sampled = Sampled(turn, self._num_turns, num_before, asked)
-            chat.add(asked.prompt, sampled)
+            chat.said = None if _is_ids(asked.prompt) else [*asked.prompt, sampled.message]
             answered.set_result(sampled)
 
         after = template_form(rest) or None

@@ -161,10 +161,7 @@ class Collector:
                     self._begin(group)
                 if not self._queue.groups and not self._num_running:
                     break
-                rollouts = self._runner.step()
-                for rollout in rollouts:
-                    self._take(rollout)
-                bar.update(len(rollouts))
+                bar.update(self._step())
                 self._queue.poll(0.0 if self._num_running else 0.5)
                 num_groups = len(self._queue.groups)
                 enough = num_together if self._num_running else min(num_together, num_groups)
@@ -326,25 +323,25 @@ class Collector:
         self._runner.begin_round(self._round_tokens, weight_version=weight_version)
         with progress_bar("generate", total=self._num_running.total(), unit="completions") as bar:
             while not self._runner.is_round_over:
-                rollouts = self._runner.step()
-                for rollout in rollouts:
-                    self._take(rollout)
+                bar.update(self._step())
                 self._queue.poll()
-                bar.update(len(rollouts))
         self.engine.sync()  # ranks that follow another's engine wait for it until here
 
     def _leave_engine(self) -> None:
         self._runner.leave_engine()
         self.engine.sync()
 
-    def _take(self, rollout: Rollout) -> None:
-        """Take a rollout that ended."""
-        ordinal = rollout.rollout_id.prompt_ordinal
-        self._ended.setdefault(ordinal, []).append(rollout)
-        self._num_running[ordinal] -= 1
-        if self._num_running[ordinal] == 0:
-            del self._num_running[ordinal]
-        self._add_if_whole(ordinal)
+    def _step(self) -> int:
+        """Decode a token of each episode and take the rollouts that ended; returns how many."""
+        rollouts = self._runner.step()
+        for rollout in rollouts:
+            ordinal = rollout.rollout_id.prompt_ordinal
+            self._ended.setdefault(ordinal, []).append(rollout)
+            self._num_running[ordinal] -= 1
+            if self._num_running[ordinal] == 0:
+                del self._num_running[ordinal]
+            self._add_if_whole(ordinal)
+        return len(rollouts)
 
     def _add_if_whole(self, ordinal: int) -> None:
         """If all rollouts of a prompt ended, pass them on to be rewarded."""

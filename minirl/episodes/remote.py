@@ -28,7 +28,7 @@ from minirl.episodes.program import Ended, Failed, Program, Reply
 from minirl.episodes.refusals import checked_reward, returned_rewards
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
-from minirl.workers.conversation import Loaded
+from minirl.workers.conversation import Conversation, Loaded
 from minirl.workers.user_code import find_functions
 
 
@@ -79,22 +79,18 @@ def take_facts(episode: Episode, facts: Mapping[str, Any]) -> None:
         branches[number].drops_last = True
 
 
-class RemoteEpisode:
-    """An episode in the process that runs its function: a `workers.conversation.Conversation`."""
+class RemoteEpisode(Conversation):
+    """An episode in the process that runs its function."""
 
     def __init__(self, function: Callable[[Episode], Any]):
-        self.has_ended = False
         self._function = function
-        self._episode: Episode | None = None
         self._program: Program | None = None
 
     async def reply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Give the function the turns of a message; return its reply. Exceptions of the function pass through."""
         if "begin" in message:
             row: Any = SimpleNamespace(**message["begin"]["row"])
-            self._episode = Episode(**{**message["begin"], "row": row})
-            self._program = Program(self._function, self._episode)
-        assert self._episode is not None
+            self._program = Program(self._function, Episode(**{**message["begin"], "row": row}))
         assert self._program is not None
         turns = [ToldTurn(**told) for told in message["turns"]]
         if "begin" in message:
@@ -112,14 +108,11 @@ class RemoteEpisode:
 
     def facts(self) -> dict[str, Any] | None:
         """Return a reply's facts; None if the function was not called."""
-        if self._episode is None:
+        if self._program is None:
             return None
-        unseen = [number for number, branch in self._episode.branches.items() if branch.drops_last]
-        return {
-            "given": self._episode.take_given(),
-            "unseen": unseen,
-            "environment": self._episode.environment,
-        }
+        episode = self._program.episode
+        unseen = [number for number, branch in episode.branches.items() if branch.drops_last]
+        return {"given": episode.take_given(), "unseen": unseen, "environment": episode.environment}
 
 
 def load_rollout(source: str, name: str) -> Loaded:

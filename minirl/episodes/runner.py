@@ -330,17 +330,10 @@ class EpisodeRunner:
             tokens = present.completion(turn)
             present.is_held = False
             running.part_start = len(tokens)
-            request = replace(
-                present.request,
-                sampled=tokens,
-                max_new_tokens=running.part_limit,
-                holds=True,
-                stop=running.stop,
-                turn_start=turn.start,
-                truncation=running.truncation,
-            )
-            requests.append(request)
-            self._number_of[request.rollout_id] = running.number
+            # Of the turn, the part that this round's budget allows.
+            limit = min(present.request.max_new_tokens, running.part_start + running.budget)
+            requests.append(replace(present.request, sampled=tokens, max_new_tokens=limit))
+            self._number_of[present.request.rollout_id] = running.number
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
@@ -351,7 +344,7 @@ class EpisodeRunner:
         end = len(rollout.tokens) - rollout.num_prompt_tokens
         running.budget -= end - running.part_start
         self._counts["sampled_tokens"] += end - running.part_start
-        if rollout.finish_reason == "length" and end < running.turn_limit:
+        if rollout.finish_reason == "length" and end < present.request.max_new_tokens:
             self._spent.append(running)
             return
         self._finish_turn(running, end - turn.start, rollout.finish_reason)

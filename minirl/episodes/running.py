@@ -18,7 +18,6 @@ from minirl.data.view import as_plain
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.turn import Turn
 from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended, rollout_of
-from minirl.truncation import NO_TRUNCATION, Truncation
 from minirl.turn_facts import TurnFacts
 
 NO_BUDGET = sys.maxsize
@@ -95,7 +94,7 @@ class SampledTurn(Turn):
 class RunningBranch:
     """A branch of a running episode.
 
-    request: the one of its prompt. is_held: whether it waits in the engine for its next turn.
+    request: that of its present turn, without tokens. is_held: whether it waits in the engine for its next turn.
     """
 
     request: Request
@@ -107,11 +106,6 @@ class RunningBranch:
     def rollout(self) -> Rollout | None:
         """The branch up to its newest token; None before its first turn."""
         return self.tokens.rollout
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens the engine returned after the prompt."""
-        return 0 if self.rollout is None else len(self.rollout.tokens) - self.rollout.num_prompt_tokens
 
     def completion(self, present: Turn | None) -> Completion:
         """Return all tokens after the prompt, with those appended before the present turn if it is in this branch."""
@@ -126,7 +120,7 @@ class RunningBranch:
         rollout = self.rollout
         if rollout is None or not self.branch.turns:
             return None
-        if self.num_tokens == self.branch.num_tokens:
+        if len(rollout.tokens) == rollout.num_prompt_tokens + self.branch.num_tokens:
             return rollout
         prompt = rollout.tokens[: rollout.num_prompt_tokens]
         completion = rollout.after_prompt[: self.branch.num_tokens]
@@ -140,9 +134,8 @@ class RunningEpisode:
     request: the original one of the row's prompt. number: identifies its function's replies.
     branches: those that have begun, by number.
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
-    room for its prompt. stop, truncation: of the turn. turn_limit: the most tokens after the branch's prompt at
-    the end of the turn. part_start: their number when the engine took up the turn in this round. budget: how many
-    tokens the episode may sample in this round, from part_start on.
+    room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
+    this round. budget: how many tokens the episode may sample in this round, from part_start on.
     """
 
     request: Request
@@ -151,9 +144,6 @@ class RunningEpisode:
     branches: dict[int, RunningBranch] = field(default_factory=dict)
     turn: SampledTurn | None = None
     branch: RunningBranch | None = None
-    stop: tuple[str, ...] = ()
-    truncation: Truncation = NO_TRUNCATION
-    turn_limit: int = 0
     part_start: int = 0
     budget: int = NO_BUDGET
 
@@ -168,11 +158,6 @@ class RunningEpisode:
     def unfinished_turn(self) -> SampledTurn | None:
         """The turn that the function waits for; None while it works on its reply."""
         return None if self.turn is None or self.turn.finish_reason else self.turn
-
-    @property
-    def part_limit(self) -> int:
-        """The most tokens after the prompt at the end of this round's part of the turn."""
-        return min(self.turn_limit, self.part_start + self.budget)
 
     def rollout(
         self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]

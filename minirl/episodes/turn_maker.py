@@ -1,5 +1,7 @@
 """Make the turn that a function asks for: its branch, the tokens to append before it, its end."""
 
+from dataclasses import replace
+
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
@@ -43,9 +45,14 @@ class TurnMaker:
             return None
         # If nothing more may be sampled the episode ends, unless it had this turn before.
         room_to_sample = max(1, self._limits.room_to_sample(episode))
-        running.turn_limit = start + min(room, room_to_sample, asked.max_tokens or room)
-        running.stop = asked.stop
-        running.truncation = running.request.truncation._replace(**asked.truncation).checked()
+        present.request = replace(
+            present.request,
+            max_new_tokens=start + min(room, room_to_sample, asked.max_tokens or room),
+            holds=True,
+            stop=asked.stop,
+            turn_start=start,
+            truncation=running.request.truncation._replace(**asked.truncation).checked(),
+        )
         num_before = len(branch.prompt_ids)
         inserted = asked.inserted
         # Its message begins after the last messages.

@@ -244,6 +244,12 @@ class Transformer(nn.Module):
         return states / self.config.logits_divisor
 
 
+def on_meta(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
+    """A model whose parameters have no values and take no memory."""
+    with torch.device("meta"):
+        return Transformer(config, recompute_layers=recompute_layers)
+
+
 def is_batch_invariant(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slices: int = 1
 ) -> bool:
@@ -251,8 +257,7 @@ def is_batch_invariant(
 
     num_slices: the slices in which decoding computes their columns.
     """
-    with torch.device("meta"):
-        parameters = list(Transformer(config).model.layers.parameters())
+    parameters = on_meta(config).model.layers.parameters()
     layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
     head = [(config.hidden_size, config.vocab_size)]
     if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):

@@ -24,7 +24,7 @@ from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name,
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import read_config, weight_prefix
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, on_meta
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -59,9 +59,7 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
         config.adapters and has_adapters(folder),
         f"{folder}: has adapters; for further ones make a model of it first: python -m minirl.merge {folder} FOLDER",
     )
-    with torch.device("meta"):
-        model = Transformer(config)
-    _find_tensors(model, folder)
+    _find_tensors(on_meta(config), folder)
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
@@ -172,9 +170,7 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None =
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
-    # Made on the meta device: first values would take more time than loading.
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = on_meta(config)  # first values would take more time than loading
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
     model.tie_weights()
     load_weights(model, folder)

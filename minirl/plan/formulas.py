@@ -16,14 +16,9 @@ from minirl.model.delta_rule import CHUNK, make_states
 from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
 from minirl.model.portable_attention import BLOCK
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import on_meta
 
-
-@functools.cache
-def _on_meta(config: ModelConfig) -> Transformer:
-    """A model of this shape, whose parameters take no memory."""
-    with torch.device("meta"):
-        return Transformer(config)
+_on_meta = functools.cache(on_meta)
 
 
 @functools.cache

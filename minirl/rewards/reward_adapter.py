@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minirl.rewards.values import validate_rewards
-from minirl.workers.conversation import Loaded
+from minirl.workers.conversation import Conversation, Loaded
 from minirl.workers.user_code import UnusableError, find_functions
 
 # The adapter for the workers' program.
@@ -30,10 +30,8 @@ def load(source: str, name: str) -> Loaded:
     return Loaded(lambda: _CallConversation(function), describe=lambda: {"parameters": described})
 
 
-class _CallConversation:
+class _CallConversation(Conversation):
     """A call of the function: a conversation of one message."""
-
-    has_ended = True
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
@@ -42,12 +40,6 @@ class _CallConversation:
         """Return the rewards, see `validate_rewards`. message: {"arguments", "count"}."""
         values = call_reward(self._function, message["arguments"])
         return validate_rewards(values, message["count"])
-
-    async def close(self) -> None:
-        """Do nothing: a call ends with its reply."""
-
-    def facts(self) -> None:
-        """Return nothing: a reply needs no facts."""
 
 
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

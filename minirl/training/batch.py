@@ -107,7 +107,7 @@ class Batch:
     """N branches of rollouts end to end, T tokens in all. Streams are tensors [T], or None before they exist.
 
     A subclass may add a stream with one line: `exchange` makes the subclass, and `select`, `to` and `replace` treat all
-    tensors alike. With `prefixes`, the model computes a prompt once for all its rollouts in the batch.
+    streams alike. With `prefixes`, the model computes a prompt once for all its rollouts in the batch.
     """
 
     lengths: tuple[int, ...]
@@ -129,11 +129,10 @@ class Batch:
     returns: Tensor = NOT_MADE
     # The weighted rewards that a turn was given, at the turn's last token; 0 elsewhere.
     turn_rewards: Tensor = NOT_MADE
-    # int64 [N]: the table index of each sequence. The only tensor here that is not a stream.
+    # Always on the host: the table index of each sequence, int64 [N], and what is kept for each of T tokens.
     table_index: Tensor = NOT_MADE
-    prefixes: tuple[PromptPrefix, ...] = ()
-    # Of T tokens, always on the host.
     kept: KeptIds = NOT_MADE
+    prefixes: tuple[PromptPrefix, ...] = ()
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
@@ -166,8 +165,8 @@ class Batch:
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Self:
-        """A copy on `device`."""
-        moved = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        """A copy with its streams on `device`."""
+        moved = {name: stream.to(device) for name, stream in self._streams().items()}
         return self.replace(**moved)
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
@@ -186,8 +185,7 @@ class Batch:
         selected = self._at(self._token_places(indices), lengths, prefixes)
         if self.table_index is None:
             return selected
-        sequence_index = upload(torch.tensor(indices, dtype=torch.int64), self.tokens.device)
-        return selected.replace(table_index=self.table_index[sequence_index])
+        return selected.replace(table_index=self.table_index[list(indices)])
 
     def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> Self:
         """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal.
@@ -212,9 +210,7 @@ class Batch:
     def _at(self, places: Tensor, lengths: tuple[int, ...], prefixes: tuple[PromptPrefix, ...]) -> Self:
         """A batch of the tokens at these places, with the table index of this one's sequences."""
         token_index = upload(places, self.tokens.device)
-        fields: dict[str, Any] = {
-            name: tensor[token_index] for name, tensor in self._tensors().items() if name != "table_index"
-        }
+        fields: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
         if self.kept is not None:
             fields["kept"] = self.kept[places]
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
@@ -235,14 +231,14 @@ class Batch:
         repeated = over_tokens(values.to(self.tokens.device), self.lengths)
         return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All fields that are tensors, by name."""
-        tensors = {}
+    def _streams(self) -> dict[str, Tensor]:
+        """All streams that exist, by name."""
+        streams = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                tensors[field.name] = value
-        return tensors
+            if isinstance(value, Tensor) and field.name != "table_index":
+                streams[field.name] = value
+        return streams
 
 
 def gather_table(
@@ -277,7 +273,7 @@ def gather_to_table(batch: Batch, values: Tensor, num_branches: int) -> Tensor:
     values [n] belong to the n sequences of this rank's batch. Returns fp64 [num_branches] on the host, the
     same on every rank, with 0 for a branch that is in no batch.
     """
-    return _gather(values, batch.table_index.cpu(), num_branches)
+    return _gather(values, batch.table_index, num_branches)
 
 
 def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Tensor, Tensor]:
@@ -287,7 +283,7 @@ def gather_tokens(batch: Batch, values: Tensor, table: RolloutTable) -> tuple[Te
     [M of the step, ...] on the host, the same for every split and 0 for a token in no batch; and where this rank's
     tokens are in them, int64 [M].
     """
-    counts, index = table.num_loss_tokens, batch.table_index.cpu()
+    counts, index = table.num_loss_tokens, batch.table_index
     places = concatenated_ranges((counts.cumsum(0) - counts)[index], counts[index])
     return _gather(values, places, int(counts.sum())), places
 
@@ -340,24 +336,25 @@ def exchange(
         dist.all_to_all_single(received_counts, counts)
     num_indices, num_tokens, num_ids = received_counts.T.tolist()
     # Indices and streams arrive in the same order, that of the sending ranks.
-    tensors_of = [part._tensors() for part in parts]
+    arrived_index = _all_to_all([part.table_index for part in parts], num_indices)
+    streams_of = [part._streams() for part in parts]
     received = {}
-    for name in tensors_of[0]:
-        sent = [tensors[name] for tensors in tensors_of]
-        received[name] = _all_to_all(sent, num_indices if name == "table_index" else num_tokens)
+    for name in streams_of[0]:
+        received[name] = _all_to_all([streams[name] for streams in streams_of], num_tokens)
     kept = KeptIds(
         _all_to_all([part.kept.counts for part in parts], num_tokens),
         _all_to_all([part.kept.ids for part in parts], num_ids),
     )
-    indices = received["table_index"].tolist()
+    indices = arrived_index.tolist()
     arrived = dataclasses.replace(
         own,
         lengths=tuple(table.num_tokens[indices].tolist()),
         prefixes=tuple(table.select(indices).prefixes),
+        table_index=arrived_index,
         kept=kept,
         **received,
     )
-    batch = arrived.select(received["table_index"].argsort().tolist())
+    batch = arrived.select(arrived_index.argsort().tolist())
     _check_shared_prompts(batch)
     return batch
 

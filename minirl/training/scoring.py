@@ -116,7 +116,7 @@ def refuse_gradient(
     """
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     is_moved = torch.stack([gradient.abs() > 0 for gradient in gradients]).any(0)
-    of_branches = micro.spread(is_left_out[micro.table_index.cpu()])
+    of_branches = micro.spread(is_left_out[micro.table_index])
     refuse(
         bool((is_moved & of_branches).any()),
         "is_trained: leaves out rollouts which token_loss or token_advantages of this script teach something in the "

@@ -22,7 +22,7 @@ from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
-from minirl.model.transformer import Transformer
+from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks import watchdog
 from minirl.ranks.process_group import all_gather_flat, gather_objects, rank, world_size
@@ -94,10 +94,9 @@ class ShardedModel:
 
         self.dtype = dtype
         check_weights(config, folder)
-        with torch.device("meta"):
-            self.module = Transformer(config, recompute_layers=recompute_layers)
+        self.module = on_meta(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
-        frozen = self._freeze(dtype, is_frozen)
+        frozen = self._freeze(is_frozen)
         self._num_shards = num_shards or world_size()
         self.shards_weights = shard_weights and self._num_shards > 1
         shard_gradients = shard_gradients or self.shards_weights
@@ -156,9 +155,7 @@ class ShardedModel:
         self._sliced: set[str] = set()
         self.decoder = self.scorer = self._on_same_storage(config)
 
-    def _freeze(
-        self, dtype: torch.dtype, is_frozen: Callable[[str], bool] | None
-    ) -> dict[str, torch.nn.Parameter]:
+    def _freeze(self, is_frozen: Callable[[str], bool] | None) -> dict[str, torch.nn.Parameter]:
         """Freeze some parameters, on the meta device; returns these by name.
 
         A rank holds them whole in the compute dtype: they have no masters, and FSDP ignores them.
@@ -167,14 +164,13 @@ class ShardedModel:
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad or (is_frozen is not None and is_frozen(name)):
                 parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(self.dtype)
                 frozen[name] = parameter
         return frozen
 
     def _on_same_storage(self, config: ModelConfig) -> Transformer:
         """A model without FSDP's hooks on the same storage as the compute weights."""
-        with torch.device("meta"):
-            model = Transformer(config)
+        model = on_meta(config)
         # Both names of a tied parameter.
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -189,8 +185,7 @@ class ShardedModel:
         self.compute_weights = {}
         self._sliced = set()
         if not config.scalar_head and self.masters:
-            with torch.device("meta"):
-                self.decoder = Transformer(config).to(self.dtype)
+            self.decoder = on_meta(config).to(self.dtype)
             slices = Slices(rank() % self._num_shards, self._num_shards, self._shard_group)
             self._sliced = slice_model(self.decoder, slices)
             self.decoder._apply(lambda tensor: torch.zeros_like(tensor, device=device))

@@ -5,23 +5,24 @@ Standard library only: a worker starts quickly.
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
-class Conversation(Protocol):
+class Conversation:
     """One use of a user's code: a call of a reward function has a single message, an episode several.
 
     Messages and replies are JSON values. Exceptions of user code pass through.
 
-    has_ended: whether the latest reply was the last one.
+    has_ended: whether the latest reply was the last one; true of a conversation of one message.
     """
 
-    has_ended: bool
+    has_ended = True
 
     async def reply(self, message: Any) -> Any:
         """Reply to a message. The first one, the opening, may repeat everything that an earlier process was told."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End a conversation early, without a reply."""
