@@ -30,7 +30,7 @@ from torch import distributed as dist
 from minirl.errors import InputError, SaveError
 from minirl.files import durable, value_files
 from minirl.files.value_files import read_values
-from minirl.model.families import config_from_dict, read_config
+from minirl.model.families import config_from_dict
 from minirl.run import checkpoint as checkpoint_module
 from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered, own_records, prune, stored_tensors
 from minirl.run.run_folder import (
@@ -41,7 +41,7 @@ from minirl.run.run_folder import (
 )
 from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
-from support.models import RAW_CONFIG, make_folder
+from support.models import RAW_CONFIG, adamw, make_folder, sharded
 
 CPU = torch.device("cpu")
 FLAGS = {"lr": 0.1, "data": None, "save_every": 2}
@@ -256,8 +256,8 @@ def sharded_saver(
     folder: Path, run: Path, checkpoint: Path | None, **options
 ) -> tuple[ShardedModel, torch.optim.Optimizer, Checkpoints]:
     """This rank's part of a model, its optimizer, and what saves both."""
-    model = ShardedModel(read_config(folder), folder, dtype=torch.float32, device=CPU, **options)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    model = sharded(folder, **options)
+    optimizer = adamw(model, 0.1)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     handle = RunFolder(run, {}, checkpoint, "token", None)
     checkpoints = Checkpoints(handle, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)

@@ -11,7 +11,6 @@ import train_grpo
 from minirl.generation.engine import Engine
 from minirl.model import device_kernels, gated_delta_net
 from minirl.model.config import LINEAR_LAYERS, Adapters
-from minirl.model.families import read_config
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
@@ -22,11 +21,10 @@ from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch, value_batch
-from minirl.training.sharded_model import ShardedModel
 from support import stub_fla
 from support.engines import make_engine, make_model, mixed_requests
 from support.marks import slow
-from support.models import RAW_CONFIG, make_folder
+from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
 
 
@@ -197,9 +195,8 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
 
 def updated_on_a_device(rank: int, folder: Path, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Weights on the device after an update of masters in host memory, and the masters that they are copied from."""
-    options = {"dtype": dtype, "device": CPU, "offload_optimizer": True}
-    model = ShardedModel(read_config(folder), folder, **options)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    model = sharded(folder, dtype, offload_optimizer=True)
+    optimizer = adamw(model, 0.1)
     with PretendedCuda():
         weights = {
             name: torch.zeros_like(weight, device=CUDA) for name, weight in model.compute_weights.items()

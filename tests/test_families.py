@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from minirl.errors import InputError
-from minirl.generation.engine import Engine, Request
+from minirl.generation.engine import Request
 from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_rotation import FusedRotation
 from minirl.model import device_kernels
@@ -22,7 +22,7 @@ from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
 from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
-from support.engines import scores_of
+from support.engines import make_engine, scores_of
 from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
@@ -49,7 +49,7 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
     """Greedy text token for token; of sampled text the logprobs bit for bit; transformers loads the export so too."""
     oracle = make_checkpoint(name)
     model = twin(oracle)
-    engine = Engine(model, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    engine = make_engine(model)
     prompts = [tuple(range(3, 3 + length)) for length in (5, 40)]
     requests = [
         Request(prompt, RolloutId(i, t), t, max_new_tokens=16, temperature=float(t), stop_ids=frozenset())

@@ -27,9 +27,8 @@ from minirl.run.run_folder import read_args
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score_batch
-from minirl.training.sharded_model import ShardedModel
 from support.marks import slow
-from support.models import RAW_CONFIG, make_folder
+from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.resuming import resume
 from support.scripts import (
     changed_fork,
@@ -99,9 +98,8 @@ def test_products_with_adapters_of_any_rank_do_not_depend_on_the_batch(dtype):
 
 def train_one_update(rank, folder, options):
     """The gradients' norm, the weights before and after, and which storage is whose."""
-    config = dataclasses.replace(read_config(folder), adapters=ALL)
-    model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, **options)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model = sharded(folder, adapters=ALL, **options)
+    optimizer = adamw(model)
     before = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
     tokens = torch.arange(20) % 33
@@ -121,8 +119,7 @@ def train_one_update(rank, folder, options):
         if name not in model.masters:
             assert weight.grad is None
             assert not weight.requires_grad
-    value_config = dataclasses.replace(config, scalar_head=True)
-    value = ShardedModel(value_config, folder, base=model, dtype=torch.float32, device=CPU, **options)
+    value = sharded(folder, scalar_head=True, adapters=ALL, base=model, **options)
     assert value.masters.keys() == {*model.masters, "score.weight"}
     for name, weight in value.compute_weights.items():
         is_shared = name in after and weight.data_ptr() == model.compute_weights[name].data_ptr()

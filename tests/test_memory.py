@@ -31,7 +31,7 @@ from support import models
 from support.engines import cached_model, make_engine, make_request
 from support.families import PUBLISHED
 from support.memory import PAGE, allocated_bytes, formula, make_workload, saved_bytes
-from support.models import make_folder
+from support.models import adamw, make_folder, sharded
 from support.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -216,9 +216,8 @@ def test_the_code_computes_what_the_table_says(config):
 
 def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -> dict[str, float]:
     """In the second update, generating and scoring: the bytes that a rank holds, and each peak on top."""
-    config = read_config(folder)
-    model = ShardedModel(config, folder, dtype=torch.float32, device=CPU, recompute_layers=recompute)
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    model = sharded(folder, recompute_layers=recompute)
+    optimizer = adamw(model)
     batch = make_batch(num_tokens)
 
     def update() -> None:
@@ -228,8 +227,8 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
 
     update()
     moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    sharded = [tensor.to_local() for tensor in [*model.masters.values(), *moments]]
-    held = sum(tensor.nbytes for tensor in [*model.compute_weights.values(), *sharded])
+    shards = [tensor.to_local() for tensor in [*model.masters.values(), *moments]]
+    held = sum(tensor.nbytes for tensor in [*model.compute_weights.values(), *shards])
     engine = make_engine(model.decoder, max_running_requests=4, cache_tokens=8 * num_tokens)
     requests = [
         make_request(
@@ -300,13 +299,12 @@ def bytes_of_shards(
     Also a whole model's bytes in a microbatch besides gradients; with sharded weights a reference's held bytes, and the
     peak of scoring with it.
     """
-    config, batch = read_config(folder), make_batch(num_tokens)
-    options = {"dtype": torch.float32, "device": CPU, "recompute_layers": recompute}
-    models = {"whole": ShardedModel(config, folder, **options)}
+    batch = make_batch(num_tokens)
+    models = {"whole": sharded(folder, recompute_layers=recompute)}
 
     def load(name: str, **more: Any) -> int:
         return allocated_bytes(
-            lambda: models.setdefault(name, ShardedModel(config, folder, **options, **sharding, **more))
+            lambda: models.setdefault(name, sharded(folder, recompute_layers=recompute, **sharding, **more))
         )[1]
 
     def score(name: str) -> None:

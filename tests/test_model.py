@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minirl.generation.engine import Engine, Request
+from minirl.generation.engine import Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.families import read_config
@@ -14,7 +14,7 @@ from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch, value_batch
-from support.engines import hidden_states
+from support.engines import hidden_states, make_engine
 from support.families import CASES, make_checkpoint
 from support.marks import slow
 
@@ -237,7 +237,7 @@ def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(stor
     """stories260K: 100 greedy tokens of three prompts, decoded together, and their logits are transformers'."""
     folder, oracle, prompts = stories
     model, stop_ids = load(folder), frozenset({1})
-    engine = Engine(model, max_running_requests=4, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    engine = make_engine(model)
     requests = [
         Request(tuple(prompt), RolloutId(i, 0), i, max_new_tokens=100, temperature=0.0, stop_ids=stop_ids)
         for i, prompt in enumerate(prompts)

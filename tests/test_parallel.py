@@ -1,6 +1,5 @@
 """One weight storage, gradients that do not depend on the split, and collectives of two real ranks."""
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -16,8 +15,8 @@ from safetensors.torch import load_file
 import train_grpo
 import train_ppo
 from minirl.errors import GuardError, InputError
-from minirl.generation.engine import Engine, Request
-from minirl.model.families import read_config, scalar_config
+from minirl.generation.engine import Request
+from minirl.model.families import scalar_config
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
@@ -31,9 +30,9 @@ from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
 from minirl.training.scoring import score_batch, value_batch
-from minirl.training.sharded_model import ShardedModel
+from support.engines import make_engine
 from support.marks import slow
-from support.models import RAW_CONFIG, make_folder
+from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.rollouts import in_two_branches
 from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_on_two_nodes, trained
 
@@ -120,16 +119,6 @@ def rewards_of(table):
     """Rewards, those of greedy rollouts and the weight of the only reward, as the script's functions take them."""
     rewards = table.rewards_by_branch().view(7, 3, -1, 1)
     return rewards, rewards[:, :0, 0], torch.ones(1, dtype=torch.float64)
-
-
-def sharded(folder, dtype=torch.float32, *, scalar_head=False, **options):
-    """The folder's model on the CPU, over all ranks."""
-    config = dataclasses.replace(read_config(folder), scalar_head=scalar_head)
-    return ShardedModel(config, folder, dtype=dtype, device=CPU, **options)
-
-
-def adamw(model, weight_decay=0.0):
-    return model.make_optimizer(betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
 def loss_of_one_sequence(model, tokens=None):
@@ -496,7 +485,7 @@ def check_refreshes(rank, folder, dtype):
     original = {name: weight.clone() for name, weight in reference.items()}
     assert all(torch.equal(weights[name], weight) for name, weight in original.items())
     addresses = {name: weight.data_ptr() for name, weight in weights.items()}
-    engine = Engine(model.decoder, max_running_requests=4, cache_tokens=1024, dtype=dtype, device=CPU)
+    engine = make_engine(model.decoder)
     request = Request((1, 2, 3), RolloutId(0, rank), 7, 20, 1.0, frozenset())
     tolerance = (
         0.0

@@ -19,7 +19,7 @@ from minirl.generation.sampling import uniforms
 from minirl.kernels import paged_attention
 from minirl.model import batch_invariance, device_kernels
 from minirl.model.config import LINEAR_LAYERS, Adapters
-from minirl.model.families import read_config, scalar_config
+from minirl.model.families import scalar_config
 from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
@@ -30,12 +30,11 @@ from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch, value_batch
-from minirl.training.sharded_model import ShardedModel
 from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request, next_turn
 from support.families import make_checkpoint, twin
 from support.jobs import ROOT
 from support.marks import slow
-from support.models import RAW_CONFIG, make_folder
+from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
 from support.resuming import digests, interrupted_copy
 from support.scripts import (
@@ -267,25 +266,14 @@ def test_a_follower_that_samples_other_tokens_says_so(two_ranks):
 
 def updates(rank, folder, shard_weights, options):
     """Two updates of three microbatches each, some of them empty: scores, gradients' norms, masters, export."""
-    config = dataclasses.replace(read_config(folder), **options.pop("config", {}))
-    frozen = options.pop("is_frozen", None)
-    model = ShardedModel(
-        config,
-        folder,
-        dtype=options.pop("dtype", torch.float32),
-        device=CPU,
-        shard_gradients=True,
-        shard_weights=shard_weights,
-        is_frozen=None if frozen is None else (lambda name: frozen in name),
-        **options,
-    )
-    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.1)
+    model = sharded(folder, shard_gradients=True, shard_weights=shard_weights, **options)
+    optimizer = adamw(model, 0.1)
     found = []
     for step in range(2):
         for i, length in enumerate((20, 31, 12)):
             tokens = (torch.arange(length) * (7 + rank + step)) % 33
             batch = Batch((length,), tokens, loss_mask=torch.arange(length) >= 3)
-            if not config.scalar_head:
+            if not model.module.config.scalar_head:
                 with torch.no_grad():
                     found.append(score_batch(model.scorer, batch, temperature=0.9)[0])
                 new, entropy = score_batch(model.module, batch, temperature=0.9)
@@ -308,28 +296,32 @@ def updates(rank, folder, shard_weights, options):
     return found, masters, whole, held
 
 
-ADAPTERS = {"adapters": Adapters(rank=3, alpha=6.0, targets=LINEAR_LAYERS)}
+ADAPTERS = Adapters(rank=3, alpha=6.0, targets=LINEAR_LAYERS)
+
+
+def is_first_layer(name):
+    return "layers.0" in name
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        slow({"config": {"tie_word_embeddings": False}, "recompute_layers": True}),
+        slow({"recompute_layers": True}),
         slow({"dtype": torch.bfloat16, "offload_optimizer": True}),
-        slow({"is_frozen": "layers.0"}),
-        slow({"config": ADAPTERS}),
-        slow({"config": ADAPTERS, "offload_optimizer": True, "dtype": torch.bfloat16}),
-        slow({"config": {"scalar_head": True}}),
+        slow({"is_frozen": is_first_layer}),
+        slow({"adapters": ADAPTERS}),
+        slow({"adapters": ADAPTERS, "offload_optimizer": True, "dtype": torch.bfloat16}),
+        slow({"scalar_head": True}),
     ],
     ids=["tied", "untied_recomputed", "bf16_offloaded", "frozen", "adapters", "adapters_offloaded", "value"],
 )
 def test_updates_from_gathered_layers_have_the_bits_of_whole_weights(two_ranks, tmp_path, options):
     """Scores, norms, masters and the export; the weights that decode are this rank's share, in place."""
-    config = options.get("config", {})
-    raw = {**RAW_CONFIG, "hidden_size": 64, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
-    folder = make_folder(tmp_path / "folder", scalar_config(raw) if config.get("scalar_head") else raw)
-    results = [two_ranks.run(updates, folder, shard, dict(options)) for shard in (False, True)]
+    is_tied = "recompute_layers" not in options
+    raw = {**RAW_CONFIG, "hidden_size": 64, "tie_word_embeddings": is_tied}
+    folder = make_folder(tmp_path / "folder", scalar_config(raw) if "scalar_head" in options else raw)
+    results = [two_ranks.run(updates, folder, shard, options) for shard in (False, True)]
     for (found, masters, _, held), (same_found, same_masters, _, share) in zip(*results, strict=True):
         for value, same in zip(found, same_found, strict=True):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(same))

@@ -1,13 +1,16 @@
 """Folders of tiny random models."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minirl.model.families import config_from_dict
+from minirl.model.config import Adapters
+from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, save_folder
+from minirl.training.sharded_model import ShardedModel
 
 # Odd sizes on purpose: neither the vocabulary nor the MLP divides by two ranks.
 RAW_CONFIG = {
@@ -47,6 +50,23 @@ QWEN_7B = qwen2_config(3584, 18944, 28, 28, 4, vocab=152064, tied=False)
 QWEN_14B = qwen2_config(5120, 13824, 48, 40, 8, vocab=152064, tied=False)
 QWEN_32B = qwen2_config(5120, 27648, 64, 40, 8, vocab=152064, tied=False)
 LLAMA_70B = qwen2_config(8192, 28672, 80, 64, 8, vocab=128256, tied=False) | {"model_type": "llama"}
+
+
+def sharded(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    scalar_head: bool = False,
+    adapters: Adapters | None = None,
+    **options: Any,
+) -> ShardedModel:
+    """The folder's model on the CPU, over all ranks."""
+    config = dataclasses.replace(read_config(folder), scalar_head=scalar_head, adapters=adapters)
+    return ShardedModel(config, folder, dtype=dtype, device=torch.device("cpu"), **options)
+
+
+def adamw(model: ShardedModel, weight_decay: float = 0.0) -> torch.optim.AdamW:
+    return model.make_optimizer(betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
 def make_folder(folder: Path, raw: dict[str, Any]) -> Path:
