@@ -16,6 +16,11 @@ from minirl.errors import InputError
 from minirl.report.logger import read_metrics
 from minirl.run.run_folder import find_run
 
+# The account of time, from the ground up.
+CAUSES = (
+    *("prefill", "decode", "decode_comm", "score", "update", "update_comm", "refresh"),
+    *("wait_ranks", "wait_replies", "wait_rewards", "eval", "save", "report", "host"),
+)
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
 Runs = list[tuple[str, Lines]]  # each with its name
@@ -43,15 +48,20 @@ def running_mean(values: list[float], width: int) -> list[float]:
     return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
-    """Draw a metric of all runs."""
+def draw_lines(axes: Any, runs: Runs, metric: str) -> bool:
+    """Draw a metric of all runs; returns whether any has it."""
+    is_there = False
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
+        if not steps:
+            continue
+        is_there = True
         color = f"C{i}"  # of matplotlib's cycle
         if len(values) > SMOOTHED_STEPS:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
             values = running_mean(values, SMOOTHED_STEPS)
         axes.plot(steps, values, color=color, linewidth=1.8, label=name)
+    return is_there
 
 
 def draw_held_out(axes: Any, runs: Runs) -> None:
@@ -63,10 +73,11 @@ def draw_held_out(axes: Any, runs: Runs) -> None:
 
 
 def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
-    """The seconds of each step by cause, as running means, of all causes that the run has."""
+    """The seconds of each step by cause, as running means; only the causes that the run has, a fork's own ones last."""
     found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
+    own = sorted(found - {*CAUSES, "step"})
     stack = {}
-    for cause in sorted(found - {"step"}):
+    for cause in [*(cause for cause in CAUSES if cause in found), *own]:
         seconds = [line.get(f"time/{cause}") or 0.0 for line in lines]  # none in the steps without it
         stack[cause] = running_mean(seconds, SMOOTHED_STEPS)
     return stack
@@ -80,6 +91,9 @@ def draw_time(axes: Any, name: str, lines: Lines) -> None:
     axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
     axes.set_xlabel("step")
     stack = stack_of_causes(lines)
+    if not stack:
+        axes.text(0.5, 0.5, "no time", ha="center", transform=axes.transAxes)
+        return
     steps = [line["step"] for line in lines]
     axes.stackplot(steps, *stack.values(), labels=list(stack), linewidth=0)
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
@@ -107,7 +121,8 @@ def draw(runs: Runs, output: Path) -> None:
     figure = pyplot.figure(figsize=(13, 3.5 * num_rows), layout="constrained")
     grid = [figure.add_subplot(num_rows, 3, number) for number in range(1, num_axes + 1)]
     for axes, (title, metric) in zip(grid, panels, strict=False):
-        draw_lines(axes, runs, metric)
+        if not draw_lines(axes, runs, metric):
+            axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel("step")
     draw_held_out(grid[0], runs)

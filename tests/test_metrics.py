@@ -22,7 +22,7 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.model.families import config_from_dict
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
-from minirl.report.logger import Logger, console_line, rollout_records, troubles
+from minirl.report.logger import Logger, console_line, duration, rollout_records, troubles
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
@@ -579,7 +579,7 @@ def test_console_lines_say_what_was_measured():
     A line that is too long keeps score and time.
     """
     line = console_line(7, 150, ORDINARY, elapsed_s=9.2, left_s=216.0)
-    assert "step   7/150 0:00:09 (0:03:36 left) reward 0.512" in line
+    assert "step   7/150 0:09 (3:36 left) reward 0.512" in line
     for part in ("kl 0.012", "eval 0.456", "gen 12.3s upd 10.2s idle 7%"):
         assert part in line
     assert "ev 0.61" not in line
@@ -591,8 +591,18 @@ def test_console_lines_say_what_was_measured():
         assert part in without
     short = {"policy/logp_gap_max": 1.2e-7, "perf/tok_s_gen": 12345.6}
     line = console_line(7, 150, short, elapsed_s=9.2, left_s=216.0)
-    assert line.endswith("idle 0% gap 1e-07 12.3k tok/s")
+    assert "gap 1e-07" in line
+    assert line.endswith("idle 0% 12.3k tok/s")
     assert "kl 0.070" in console_line(7, 150, {"teacher/kl": 0.07}, elapsed_s=9.2, left_s=216.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (3599.6, "1:00:00"), (3723, "1:02:03")],
+)
+def test_durations_are_minutes_or_hours(seconds, text):
+    """Rounded to the second, also over the end of a minute or an hour."""
+    assert duration(seconds) == text
 
 
 def test_the_time_left_is_by_the_steps_of_this_start(make_logger, monkeypatch, capsys):
@@ -603,8 +613,8 @@ def test_the_time_left_is_by_the_steps_of_this_start(make_logger, monkeypatch, c
     logger.log(11, {}, num_steps=20)
     logger.log(12, {}, num_steps=20)
     first, second = capsys.readouterr().out.splitlines()
-    assert "step 11/20 0:00:10 (0:01:30 left)" in first
-    assert "step 12/20 0:00:20 (0:01:20 left)" in second
+    assert "step 11/20 0:10 (1:30 left)" in first
+    assert "step 12/20 0:20 (1:20 left)" in second
 
 
 def test_metrics_and_arguments_are_json(make_logger, set_wandb, capsys, tmp_path):

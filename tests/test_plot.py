@@ -53,10 +53,10 @@ def test_a_series_has_the_steps_that_have_a_number(run):
 
 
 def test_the_stack_of_causes_is_the_step_and_counts_steps_without_a_cause_as_none():
-    """By name, means of ten steps; a fork may have its own causes, and the sum is left out."""
+    """From the ground up in one order, means of ten steps; a cause of a fork comes last, and the sum is left out."""
     lines = [LINES[0], LINES[1] | {"time/prefill": 0.3, "time/mine": 0.6}, *LINES[2:]]
     stack = stack_of_causes(lines)
-    assert list(stack) == ["decode", "mine", "prefill", "update"]
+    assert list(stack) == ["prefill", "decode", "update", "mine"]
     expected = [0, *(0.3 / min(step, 10) for step in range(2, 12)), 0, 0, 0, 0]
     assert stack["prefill"] == pytest.approx(expected)
     assert stack["decode"] == pytest.approx([0.1] * 15)
@@ -74,13 +74,13 @@ def test_runs_without_steps_are_refused_by_name(run, tmp_path):
 
 @pytest.mark.slow
 def test_runs_are_drawn_also_with_hardly_any_metrics(run, tmp_path, monkeypatch):
-    """One of them given twice by another name, and four of one step."""
+    """One of them given twice by another name, and four of one step without times."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    draw([("short", [{"step": 1, "reward/mean": 0.5, "time/host": 1.0}])] * 4, tmp_path / "short.png")
+    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "short.png")
     assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -32,6 +32,7 @@ from support.resuming import resume
 from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 from support.texts import ids, save_tokenizer
+from support.worked import assert_six_decimals
 
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
 TINY += " --max-new-tokens 8"
@@ -132,7 +133,25 @@ def test_beside_rewards_the_teachers_part_is_added_to_their_advantages(one_rank,
     assert rewards.abs().max() > 0.1
 
 
+P, Q = torch.tensor([[0.7, 0.2, 0.1]]).double(), torch.tensor([[0.5, 0.3, 0.2]]).double()
 LOGITS = torch.tensor([[2.0, 1, 0, -1]]).double(), torch.tensor([[1.5, 1.5, -0.5, 0]]).double()
+
+
+def divergence(policy, teacher, *, is_forward):
+    """Of logits: the head's weights are the unit matrix."""
+    unit = torch.eye(policy.shape[1], dtype=policy.dtype)
+    return Divergence.apply(policy, unit, teacher, unit, 1.0, is_forward)
+
+
+def test_the_divergence_has_the_values_of_worked_examples():
+    """KL((.7, .2, .1) || (.5, .3, .2)) and the other way round; of two rows of logits, and the sampled advantages."""
+    assert_six_decimals(divergence(P.log(), Q.log(), is_forward=False), [0.085123])
+    assert_six_decimals(divergence(P.log(), Q.log(), is_forward=True), [0.092033])
+    assert_six_decimals(divergence(*LOGITS, is_forward=False), [0.132851])
+    assert_six_decimals(divergence(*LOGITS, is_forward=True), [0.148095])
+    policy, teacher = (logits.log_softmax(-1) for logits in LOGITS)
+    advantages = -kl_penalty(policy, teacher, "k1")
+    assert_six_decimals(advantages, [[-0.417821, 0.582179, -0.417821, 1.082179]])
 
 
 def test_the_sampled_form_is_the_reverse_kl_in_expectation():
@@ -143,8 +162,7 @@ def test_the_sampled_form_is_the_reverse_kl_in_expectation():
     probs = logprobs.detach().exp()
     loss = clipped_policy_loss((logprobs - logprobs.detach()).exp(), advantages, clip_low=0.2, clip_high=0.2)
     (sampled,) = torch.autograd.grad((probs * loss).sum(), policy)
-    unit = torch.eye(4).double()  # the heads, so that states are logits
-    full = Divergence.apply(policy, unit, LOGITS[1], unit, 1.0, False)
+    full = divergence(policy, LOGITS[1], is_forward=False)
     (expected,) = torch.autograd.grad(full.sum(), policy)
     torch.testing.assert_close((-probs * advantages).sum(-1), full.detach(), atol=1e-6, rtol=0)
     torch.testing.assert_close(sampled, expected, atol=1e-6, rtol=0)

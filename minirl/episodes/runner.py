@@ -111,8 +111,7 @@ class EpisodeRunner:
         for running in self._running.values():
             running.budget = budget
         spent, self._spent = self._spent, []
-        for running in spent:
-            self._take_up(running)
+        self._start(spent)
         self._take_replies(0.0)
 
     @property
@@ -291,10 +290,15 @@ class EpisodeRunner:
         if limit:
             self._host.close(running.number)
             self._end(running, limit)
-        elif running.episode.all_turns:
-            self._take_up(running)
+        elif not running.episode.all_turns:
+            # All those of a prompt begin together: they share one prefill.
+            ordinal = running.request.rollout_id.prompt_ordinal
+            if all(one.turn is not None for one in self._unbegun[ordinal]):
+                self._start(self._unbegun.pop(ordinal))
+        elif running.budget == 0:
+            self._spent.append(running)
         else:
-            self._take_up_first(running)
+            self._start([running])
 
     def _check_end(self, episode: Episode, ended: Ended) -> None:
         """Refuse a function that ends without a turn, or with other rewards than the run's."""
@@ -308,19 +312,6 @@ class EpisodeRunner:
             if message["role"] == "tool":
                 self._counts["tool_results"] += 1
                 self._counts["tool_errors"] += message["content"].startswith(TOOL_ERROR)
-
-    def _take_up(self, running: RunningEpisode) -> None:
-        """Continue an episode's turn on the engine, unless it has to wait for the next round's budget."""
-        if running.budget == 0:
-            self._spent.append(running)
-        else:
-            self._start([running])
-
-    def _take_up_first(self, running: RunningEpisode) -> None:
-        """Submit an episode once all those of its prompt have asked for their first turns: they share one prefill."""
-        ordinal = running.request.rollout_id.prompt_ordinal
-        if all(one.turn is not None for one in self._unbegun[ordinal]):
-            self._start(self._unbegun.pop(ordinal))
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Submit the turns of these episodes."""

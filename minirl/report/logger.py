@@ -14,7 +14,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,8 @@ from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import OF_GENERATION, spent_on
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import CUT_OFF
+
+GIVE_WAY = ("speed", "gap", "gnorm", "clip", "ev")  # parts of a console line that is too long, in this order
 
 
 def troubles(
@@ -261,19 +262,25 @@ def _json_numbers(values: Any) -> Any:
     return None if math.isnan(values) else values
 
 
+def duration(seconds: float) -> str:
+    """Seconds as 0:09, 3:36 or 1:02:10."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def console_line(
     step: int, num_steps: int, metrics: Mapping[str, float], *, elapsed_s: float, left_s: float
 ) -> str:
     """One line about a step. Metrics that were not measured are 0 or left out.
 
-    At most 120 characters: if it would be longer, the last parts are left out.
+    At most 120 characters: if it would be longer, the parts of GIVE_WAY are left out one by one, then the last ones.
     """
     m = defaultdict(float, metrics)
-    elapsed, left = (timedelta(seconds=round(seconds)) for seconds in (elapsed_s, left_s))
     width = len(str(num_steps))
     parts = {
         "step": f"step {step:>{width}}/{num_steps}",
-        "elapsed": f"{elapsed} ({left} left)",
+        "elapsed": f"{duration(elapsed_s)} ({duration(left_s)} left)",
         "reward": f"reward {m['reward/mean']:.3f}",
     }
     if "eval/reward" in metrics:
@@ -283,22 +290,23 @@ def console_line(
             parts["kl"] = f"kl {m[name]:.3f}"
     if "policy/entropy" in metrics:
         parts["ent"] = f"ent {m['policy/entropy']:.2f}"
-    parts["len"] = f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}"
-    generation_s = sum(m[f"time/{cause}"] for cause in OF_GENERATION)
-    update_s = m["time/update"] + m["time/update_comm"] + m["time/refresh"]
-    parts["time"] = f"gen {generation_s:.1f}s upd {update_s:.1f}s idle {m['perf/idle_frac']:.0%}"
     if "value/explained_var" in metrics:
         parts["ev"] = f"ev {m['value/explained_var']:.2f}"
     if "policy/clip_frac_low" in metrics:
         clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
         parts["clip"] = f"clip {clip_frac:.0%}"
-    if "optim/grad_norm" in metrics:
-        parts["gnorm"] = f"gnorm {m['optim/grad_norm']:.2f}"
     if "policy/logp_gap_max" in metrics:
         parts["gap"] = f"gap {m['policy/logp_gap_max']:.0e}"
+    parts["len"] = f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}"
+    if "optim/grad_norm" in metrics:
+        parts["gnorm"] = f"gnorm {m['optim/grad_norm']:.2f}"
+    generation_s = sum(m[f"time/{cause}"] for cause in OF_GENERATION)
+    update_s = m["time/update"] + m["time/update_comm"] + m["time/refresh"]
+    parts["time"] = f"gen {generation_s:.1f}s upd {update_s:.1f}s idle {m['perf/idle_frac']:.0%}"
     parts["speed"] = f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s"
-    while len(" ".join(parts.values())) > 120:
-        parts.popitem()
+    for name in (*GIVE_WAY, *reversed(parts)):
+        if len(" ".join(parts.values())) > 120:
+            parts.pop(name, None)
     return " ".join(parts.values())
 
 

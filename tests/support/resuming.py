@@ -12,9 +12,9 @@ from support.scripts import read_metrics, run_in_pool, untimed
 def digests(folder: Path, *, has_workers: bool = False) -> dict[str, str]:
     """Digests of all that must be equal: tensor files, state, the script's memory, rollouts, numbers except times.
 
-    has_workers: how full decode steps are depends on when the workers reply.
+    has_workers: how full the cache and decode steps are depends on when the workers reply.
     """
-    ignored = ("perf/decode",) if has_workers else ()
+    ignored = ("perf/decode", "count/dropped") if has_workers else ()
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
     files += (folder / "checkpoints").rglob("resume/**/*.json")
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
