@@ -38,6 +38,7 @@ def make_batch(batch: int, length: int, prompt: int, vocab: int) -> Batch:
         tokens=torch.randint(NUM_SPECIAL, vocab, (num_tokens,)),
         loss_mask=torch.cat([torch.arange(total) >= prompt for total in lengths]),
         sample_logprobs=torch.zeros(num_tokens),
+        weight_version=torch.zeros(num_tokens, dtype=torch.int32),
     )
     weights = torch.full((batch,), 1 / sum(completions))
     return made.replace(advantages=made.spread(torch.randn(batch)), loss_weights=made.spread(weights))
