@@ -439,10 +439,11 @@ def test_the_streams_of_a_rollout_are_aligned():
     [
         (make_request([]), "prompt"),
         (make_request([1, 2], max_new_tokens=0), "max_new_tokens"),
+        (replace(make_request([1, 2]), stop=("\n",)), "make_stop_test"),
         (make_request([1] * 500, max_new_tokens=13), "513 tokens .* 512 positions"),
         (make_request([1] * 200, max_new_tokens=57), "257 tokens .* --cache-tokens"),
     ],
-    ids=["empty prompt", "no new tokens", "positions", "cache"],
+    ids=["empty prompt", "no new tokens", "stop strings", "positions", "cache"],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_behind(request_, message):
     """ValueError with the number and the limit; its companions are not queued either, and no cache is kept.

@@ -150,7 +150,7 @@ def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, 
     """
     model = cached_model(attention, torch.float32)
     requests = requests_with_turns()
-    make_stop_test = functools.cache(functools.partial(StopStrings, tokenizer))
+    make_stop_test = functools.partial(StopStrings, tokenizer)
     engine = make_engine(model, make_stop_test=make_stop_test, **OPTIONS[name])
     rollouts = run_turns(engine, requests)
     assert not engine.is_busy

@@ -89,7 +89,7 @@ class Engine:
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
-        make_stop_test: makes the test for stop strings; requests may have none without it.
+        make_stop_test: makes the test for stop strings, which requests may not have without it.
         """
         self.model = model
         self.config = model.config
@@ -103,7 +103,7 @@ class Engine:
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.keeps_cache = keeps_cache
-        self._make_stop_test = make_stop_test
+        self._make_stop_test = make_stop_test and functools.cache(make_stop_test)
         self.stats = EngineStats()
         self.weight_version = 0
         # Were requests waiting for cache blocks at the last step?
@@ -137,8 +137,9 @@ class Engine:
         Neighbours with the same prompt share one prefill. Of a request between two turns, which has more tokens than
         before, only the new ones are computed, unless the cache had to drop the others.
         weight_version: recorded with each token sampled from now on.
-        Raises InputError for a request that is longer than the model's positions or the whole cache, or has nothing to
-        sample. Nothing is queued then, and requests between two turns stay as they were.
+        Raises InputError for a request that is longer than the model's positions or the whole cache, has nothing to
+        sample, or has stop strings without a test. Nothing is queued then, and requests between two turns stay as they
+        were.
         """
         for request in requests:
             if not request.prompt_ids or request.max_new_tokens <= len(request.sampled):
@@ -152,6 +153,10 @@ class Engine:
                 )
             if max_length > self.cache_tokens:
                 raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
+            if request.stop and self._make_stop_test is None:
+                raise InputError(
+                    f"{request.rollout_id}: stop strings need Engine(make_stop_test=partial(StopStrings, tokenizer))"
+                )
         if requests and self._cache is None:
             self._allocate()
         self.weight_version = weight_version

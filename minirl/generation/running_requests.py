@@ -178,7 +178,7 @@ class RunningRequests:
                 rows_of.setdefault(strings, []).append(row)
         stopped: list[int] = []
         for strings, tested in rows_of.items():
-            assert self._make_stop_test is not None, "the engine cannot find stop strings"
+            assert self._make_stop_test is not None  # such requests are refused
             test = self._make_stop_test(strings)
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)

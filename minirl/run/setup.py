@@ -252,7 +252,7 @@ class Setup:
             dtype=self.dtype,
             device=self.device,
             keeps_cache=self._keeps_cache,
-            make_stop_test=functools.cache(functools.partial(StopStrings, self.tokenizer)),
+            make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )
 
     def make_collector(

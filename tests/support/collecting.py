@@ -82,7 +82,7 @@ def make_collector(
 ) -> Collector:
     """A collector of groups of three, rewarded by `functions`, or else by `sums`."""
     prompts = prompts or Prompts()
-    make_stop_test = functools.cache(functools.partial(StopStrings, prompts.tokenizer))
+    make_stop_test = functools.partial(StopStrings, prompts.tokenizer)
     model = cached_model(attention, torch.float32)
     engine = make_engine(model, make_stop_test=make_stop_test, **(engine_options or {}))
     functions = {"sums": sums} if functions is None else functions
