@@ -240,7 +240,8 @@ class Replay:
     @torch.no_grad()
     def generate(self) -> None:
         """Allocate the cache, prefill and capture graphs."""
-        self.engine._allocate()
+        if self.engine._cache is None:
+            self.engine._allocate()
         layout = PackedLayout((PREFILLED,) * (needs.PREFILL_TOKENS // PREFILLED), META)
         self.model(empty(needs.PREFILL_TOKENS, dtype=torch.int64), layout.positions, layout)
         if self.graphs is None:
