@@ -35,7 +35,7 @@ class BranchTokens:
 
 @dataclass(eq=False, kw_only=True)
 class SampledTurn(Turn):
-    """A turn that this process samples. When it has ended, it reads its parts from the tokens of its branch on demand.
+    """A turn that this process samples. After its end it reads its parts from the tokens of its branch, on demand.
 
     tokens: the branch's. first, answer_first: where the turn and its message begin in the branch, prompt included.
     """

@@ -10,8 +10,8 @@ class EngineStats:
     `decode_tokens` are the tokens that decode steps sampled and that were kept. Two fields count wasted work:
     `padding_tokens`, the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`), and
     `discarded_tokens`, from an asynchronous decode step launched before the host knew that the request had finished.
-    `preemptions` (within a turn) and `drops` (between two turns) count
-    requests that lost their blocks to others; if they continued, they were prefilled again.
+    `preemptions` (within a turn) and `drops` (between two turns) count requests that lost their blocks to others; if
+    they continued, they were prefilled again.
     `most_running`: requests in the largest decode step.
     """
 
