@@ -1,13 +1,16 @@
 """Forks of train_grpo.py of at most ten changed lines: the commonest wishes are small changes of the script."""
 
 import re
+import textwrap
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from minirl.run.embedded_model import TOKEN_PATTERN
 from support.marks import slow
 from support.resuming import digests, resume
-from support.scripts import changed_fork, read_metrics, read_rollouts, run_in_pool, trained
+from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, run_in_pool, trained
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
 FLAGS += " --eval-rows 1 --num-minibatches 1 --lr 1e-3"
@@ -95,3 +98,31 @@ def test_the_old_logprobs_of_a_microbatch_are_there_with_one_update_a_step(one_r
     ratio = trained(one_rank, runs / "ratio", fork, FLAGS)
     original = trained(one_rank, runs / "original", "train_grpo.py", FLAGS)
     assert digests(ratio) == digests(original)
+
+
+LOAD = "    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)\n"
+OPTIMIZERS = re.findall(
+    r"```python\n(policy, _ = .*?)```", (ROOT / "docs" / "bring_your_own.md").read_text(), re.DOTALL
+)
+SGD = OPTIMIZERS[0].replace("AdamW(groups", "SGD(groups, momentum=0.9")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "is_trained"),
+    [
+        ("frozen", OPTIMIZERS[0], lambda name: "embed_tokens" not in name),
+        slow("sgd", SGD, lambda name: "embed_tokens" not in name),
+        ("muon", OPTIMIZERS[1], lambda name: "proj" in name),
+    ],
+)
+def test_a_fork_brings_its_optimizer_and_groups_keep_their_learning_rates(
+    two_ranks, runs, tmp_path, name, lines, is_trained
+):
+    """Three lines, of the docs: no other weight moves, all these do, and a resume has equal bits."""
+    fork = changed_fork(tmp_path, f"by_{name}", {LOAD: textwrap.indent(lines, "    ")})
+    folder = trained(two_ranks, runs / f"by_{name}", fork, FLAGS, "--num-steps 2")
+    resume(two_ranks, fork, folder, FLAGS, "--num-steps 2")
+    (model,) = runs.glob("toy-*")
+    before, after = (load_file(path / "model.safetensors") for path in (model, folder / "checkpoints/000002"))
+    moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert moved == set(filter(is_trained, before))
