@@ -176,7 +176,7 @@ def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, run
 
 
 def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(tmp_path):
-    """Those on the command line win: --data replaces the run's --eval-data too. Its seed and temperature are not read."""
+    """Those on the command line win: --data replaces the run's --eval-data too. Its seed is not repeated."""
     flags = {
         "eval_data": ["a.jsonl", "b.jsonl"],
         "data": "train.jsonl",
