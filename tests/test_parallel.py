@@ -564,7 +564,7 @@ def clipped_step(rank, folder, names):
     model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
     before = torch.cat([master.full_tensor().flatten() for master in masters])
     gradient = torch.cat([master.grad.full_tensor().flatten() for master in masters])
-    norm = model.step(torch.optim.SGD(masters, lr=0.0), lr=1.0, max_grad_norm=0.01)
+    norm = model.step(torch.optim.SGD(masters, lr=1.0), lr=1.0, max_grad_norm=0.01)
     assert all(master.grad is None for master in model.masters.values())
     after = torch.cat([master.full_tensor().flatten() for master in masters])
     return norm, float(gradient.norm()), float((after - before).norm())
