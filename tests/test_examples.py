@@ -141,7 +141,9 @@ def test_a_reference_of_another_folder_is_kept_for_resumes(one_rank, runs, tmp_p
         tmp_path,
         "other_reference",
         {"setup.load_reference()": f"setup.load_reference(Path({str(other)!r}))"},
-        {"import itertools\n": "import itertools\nfrom pathlib import Path\n"},
+        {
+            "from dataclasses import dataclass\n": "from dataclasses import dataclass\nfrom pathlib import Path\n"
+        },
     )
     flags = f"{COMMON} --kl-coef 0.1 --prompts-per-step 4 --group-size 4 --eval-rows 1"
     folder = trained(one_rank, runs / "other", fork, flags)

@@ -29,7 +29,7 @@ LENGTH_PENALTY = {
         lengths = groups.table.num_loss_tokens.view(len(groups.rewards), -1, 1)
         groups = dataclasses.replace(groups, rewards=groups.rewards - 0.01 * lengths)
 """,
-    "import itertools\n": "import dataclasses\nimport itertools\n",
+    "from dataclasses import dataclass\n": "import dataclasses\nfrom dataclasses import dataclass\n",
 }
 
 
@@ -67,21 +67,51 @@ def test_a_rollout_with_appended_text_between_two_turns_and_a_length_penalty(
 HINGE = {
     "    if config.entropy_coef:\n": "    loss = loss + 0.1 * (0.5 - entropy).relu()\n    if config.entropy_coef:\n",
 }
-TRAIN_ALL = {
+SKIP_NONE = {
     "    if config.whiten or config.kl_reward_coef:": "    if True:",
+}
+BONUS_FROM_STEP_2 = {
+    "                objective = (micro.loss_weights * loss).sum()\n": """\
+                if step >= 2:
+                    loss = loss - 0.1 * entropy
+                objective = (micro.loss_weights * loss).sum()
+""",
 }
 
 
 @pytest.mark.slow
-def test_a_term_that_is_trained_does_not_know_of_is_refused_and_then_learned(one_rank, runs, tmp_path):
-    """A hinge on the entropy has a gradient on rollouts of equal rewards too."""
-    flags = f"{FLAGS} --temperature 0.5"
-    fork = changed_fork(tmp_path, "hinge", HINGE)
-    with pytest.raises(AssertionError, match="is_trained: leaves out rollouts"):
-        run_in_pool(one_rank, fork, f"{flags} --run-name hinge", runs=runs)
-    fork = changed_fork(tmp_path, "hinge_on_all", HINGE, TRAIN_ALL)
-    lines = read_metrics(trained(one_rank, runs / "hinge_on_all", fork, flags))
+@pytest.mark.parametrize("term", [HINGE, BONUS_FROM_STEP_2], ids=["hinge", "bonus"])
+def test_a_term_that_skipped_rollouts_would_miss_is_refused_when_it_begins(one_rank, runs, tmp_path, term):
+    """Both have a gradient on rollouts of equal rewards too. A fork that skips none learns them."""
+    name, flags = ("hinge" if term is HINGE else "bonus"), f"{FLAGS} --temperature 0.5"
+    fork = changed_fork(tmp_path, name, term)
+    with pytest.raises(AssertionError, match="can_skip: skips rollouts"):
+        run_in_pool(one_rank, fork, f"{flags} --run-name {name}", runs=runs)
+    assert len(read_metrics(runs / name)) == (1 if term is BONUS_FROM_STEP_2 else 0)
+    fork = changed_fork(tmp_path, f"{name}_on_all", term, SKIP_NONE)
+    lines = read_metrics(trained(one_rank, runs / f"{name}_on_all", fork, flags))
     assert {line["perf/skipped_tokens"] for line in lines} == {0.0}
+
+
+COOLING = {
+    "weight_version=progress.update)": "weight_version=progress.update, temperature=1.5 / step)",
+}
+
+
+@pytest.mark.parametrize("more", ["", slow("--max-staleness 2")], ids=["whole", "partial"])
+def test_a_temperature_by_step_is_that_of_sampling_and_of_scoring(two_ranks, one_rank, runs, tmp_path, more):
+    """The gap is 0 in each step, though rollouts in flight keep the temperature that they began at; a resume too."""
+    name = f"cooling{len(more)}"
+    fork = changed_fork(tmp_path, name, COOLING)
+    folder = trained(two_ranks, runs / name, fork, FLAGS, more)
+    lines = read_metrics(folder)
+    assert {line["policy/logp_gap_max"] for line in lines if "policy/logp_gap_max" in line} == {0.0}
+    hot = trained(
+        one_rank, runs / f"{name}-hot", "train_grpo.py", FLAGS, more, "--num-steps 1 --temperature 1.5"
+    )
+    first, as_hot = ([r["completion"] for r in read_rollouts(run, 1)] for run in (folder, hot))
+    assert first == as_hot
+    resume(two_ranks, fork, folder, FLAGS, more, last_step=2)
 
 
 RATIO = {
