@@ -106,7 +106,7 @@ def saved_by_a_layer(monkeypatch):
             layer = DecoderLayer(config, number).to(torch.bfloat16)
             x = torch.empty(num_tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
             rope = torch.empty(num_tokens, 1, 2 * len(config.ropes[0].frequencies))
-        scale = rope[..., :1] if config.query_multiplier != 1 or config.query_growth else None
+        scale = rope[..., :1] if config.query_multiplier != 1 else None
         rotation = Rotation(rope, rope, config.ropes[0].is_interleaved, scale)
         return saved_bytes(layer, lambda: layer(x, rotation, layout)) - rope.nbytes
 
