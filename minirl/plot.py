@@ -98,7 +98,7 @@ def draw_time(axes: Any, name: str, lines: Lines) -> None:
 
 def draw(runs: Runs) -> Any:
     """The picture, a figure of matplotlib."""
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     has_reference = any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs)
     kl = ("reference", "ref") if has_reference else ("policy before the update", "old")
@@ -111,7 +111,7 @@ def draw(runs: Runs) -> Any:
     ]
     num_axes = len(panels) + len(runs)
     num_rows = math.ceil(num_axes / 3)
-    figure = pyplot.figure(figsize=(13, 3.5 * num_rows), layout="constrained")
+    figure = Figure(figsize=(13, 3.5 * num_rows), layout="constrained")
     grid = [figure.add_subplot(num_rows, 3, number) for number in range(1, num_axes + 1)]
     for axes, (title, metric) in zip(grid, panels, strict=False):
         draw_lines(axes, runs, title, metric)

@@ -132,7 +132,7 @@ def test_the_embedding_of_the_padding_token_learns_here_and_not_in_transformers(
     assert not embeddings.grad[5].any()
     embeddings.grad = None
     model = twin(oracle)
-    logprobs, _ = score_batch(model, Batch((4,), tokens, loss_mask=tokens > 5), temperature=1.0)
+    logprobs, _ = score_batch(model, Batch((4,), tokens, loss_mask=tokens > 5))
     logprobs.sum().backward()
     assert named_parameters(model)["model.embed_tokens.weight"].grad[5].any()
 
