@@ -29,7 +29,7 @@ from minirl.ranks import process_group, watchdog
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
-from minirl.run.config import EVALUATION_FLAGS, ModelAndDataFlags, RewardFlags, RunConfig, check_shared
+from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
 from minirl.run.flags import check_needed, early_value, parse
 from minirl.run.run_folder import newest_checkpoint, read_args, run_of
 from minirl.run.setup import Setup
@@ -37,8 +37,10 @@ from minirl.show import is_rollout
 
 JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
 # The flags of a run that its evaluation repeats.
-OF_RUN = {*ModelAndDataFlags.__dataclass_fields__, *RewardFlags.__dataclass_fields__} - {"model", "data"}
-OF_RUN |= {"max_new_tokens", "rollout", "tools", "environment"}
+OF_RUN = (
+    "task eval_data prompt_field long_prompts chat chat_template_kwargs tool_format max_new_tokens rollout tools "
+    "environment reward reward_timeout on_reward_error reward_workers reward_model reward_weights overlong_buffer"
+).split()
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,13 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     model = early_value("model", arguments)
     run = run_of(model) if model else None
     args = read_args(run) if run else {}
-    defaults = {name: value for name, value in args.get("flags", {}).items() if name in OF_RUN}
-    if args:
-        defaults["task"] = args["task"]
     if early_value("data", arguments):
-        defaults.pop("eval_data", None)
+        args["eval_data"] = []
+    values = {name: args[name] for name in OF_RUN if name in args}
     return parse(
         Config,
         description=__doc__ or "",
-        defaults={
-            name: tuple(value) if isinstance(value, list) else value for name, value in defaults.items()
-        },
+        defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
         arguments=arguments,
         groups=EVALUATION_FLAGS,
     )

@@ -18,9 +18,9 @@ from minirl.run.run_folder import find_run
 
 # The account of time, from the ground up.
 CAUSES = (
-    *("prefill", "decode", "decode_comm", "score", "update", "update_comm", "refresh"),
-    *("wait_ranks", "wait_replies", "wait_rewards", "eval", "save", "report", "host"),
-)
+    "prefill decode decode_comm score update update_comm refresh wait_ranks wait_replies wait_rewards eval save "
+    "report host"
+).split()
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
 Runs = list[tuple[str, Lines]]  # each with its name
@@ -55,8 +55,6 @@ def draw_lines(axes: Any, runs: Runs, title: str, metric: str) -> None:
         steps, values = series(lines, metric)
         axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
         axes.plot(steps, running_mean(values, SMOOTHED_STEPS), color=f"C{i}", linewidth=1.8, label=name)
-    if not any(series(lines, metric)[0] for _, lines in runs):
-        axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
 
 
 def draw_held_out(axes: Any, runs: Runs) -> None:
@@ -64,7 +62,8 @@ def draw_held_out(axes: Any, runs: Runs) -> None:
     for i, (_, lines) in enumerate(runs):
         steps, values = series(lines, "eval/reward")
         _, before = series(lines, "eval/before")
-        steps, values = [0] * len(before) + steps, before + values
+        if before:
+            steps, values = [0, *steps], before + values
         label = "held out" if i == 0 and steps else None
         axes.plot(steps, values, "o", color=f"C{i}", markersize=5, markeredgecolor="white", label=label)
 

@@ -191,7 +191,7 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
         "temperature": 0.5,
         "gone": 1,
     }
-    (tmp_path / "args.json").write_text(json.dumps({"flags": flags, "task": "jsonl"}))
+    (tmp_path / "args.json").write_text(json.dumps({"flags": flags, **flags, "task": "jsonl"}))
     config = parsed(["--model", str(tmp_path)])
     assert (config.eval_data, config.data, config.task) == (("a.jsonl", "b.jsonl"), None, "jsonl")
     assert (config.chat, config.reward, config.reward_weights) == (True, ("mine.py:f",), (2.0,))

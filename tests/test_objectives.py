@@ -167,6 +167,6 @@ def test_the_page_lists_every_objective_and_coding_agents_are_shown_it():
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
 def test_an_objective_is_a_patch_that_git_applies(tmp_path, patch):
-    """After a change of the script: `git apply --3way` of each, and `git diff HEAD train_grpo.py` makes it again."""
+    """After a change of the script: `patch train_grpo.py` with it, and `git diff train_grpo.py` is the new one."""
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
     subprocess.run(["git", "apply", "--check", patch], cwd=tmp_path, check=True)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,10 @@ REMEDIES = {
 }
 
 
-def troubles(
-    metrics: Mapping[str, float], first_metrics: Mapping[str, float], *, old_logprobs: str = "auto"
-) -> Iterator[str]:
+def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -> Iterator[str]:
     """Find typical trouble in a step's metrics; one sentence for each, with the flag to try.
 
-    first_metrics: the first value that each metric had in the run. old_logprobs: where they come from.
+    first_metrics: the first value that each metric had in the run.
     """
     m = defaultdict(float, metrics)
     first = defaultdict(float, first_metrics)
@@ -85,13 +84,6 @@ def troubles(
         )
     if m["policy/logp_gap_mean"] > 0.05:
         yield "sampled and training logprobs differ by over 0.05 on average: try --correction token_truncate"
-    clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
-    if m["stale/frac"] > 0 and clip_frac > 0.01 and old_logprobs == "sampled":
-        yield (
-            "the clip takes the gradient of over 1 % of the tokens: with --max-staleness and the ratio to sampled "
-            "logprobs it bounds what several steps change together; leave --correction and --old-logprobs at auto, or "
-            "lower --lr"
-        )
     if metrics.get("optim/grad_norm") == 0 and m["reward/frac_equal_groups"] < 1:
         yield "no token has a gradient: see --drop-truncated, --correction-low and --correction-high"
     elif m["policy/ratio_max"] == 1 and abs(m["policy/loss"]) < 1e-3 * m["optim/grad_norm"]:
@@ -128,7 +120,6 @@ class Logger:
         # By cause, of the steps so far.
         self._seconds: Counter[str] = Counter()
         self._after_step = after_step
-        self._old_logprobs = args.get("old_logprobs", "auto")
         self._began = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
         # Lines that metrics.jsonl could not take yet.
@@ -147,7 +138,7 @@ class Logger:
         if rank() != 0:
             return
         self._first = {**metrics, **self._first}
-        for sentence in troubles(metrics, self._first, old_logprobs=self._old_logprobs):
+        for sentence in troubles(metrics, self._first):
             if sentence not in self._printed_troubles:
                 self._printed_troubles.add(sentence)
                 print0(f"note: {sentence}")
@@ -161,10 +152,10 @@ class Logger:
         seconds_per_step = (time.monotonic() - self._began) / max(1, num_logged)
         left_s = seconds_per_step * (num_steps - step)
         print0(console_line(step, num_steps, metrics, measured=self._first, left_s=left_s))
-        self._seconds.update({name: metrics.get(f"time/{name}", 0.0) for name in ("step", *REMEDIES)})
+        self._seconds.update({cause: metrics.get(f"time/{cause}", 0.0) for cause in REMEDIES})
         if num_logged == 20 and seconds_per_step > 1:
-            cause = max(REMEDIES, key=self._seconds.__getitem__)
-            share = self._seconds[cause] / self._seconds["step"]
+            ((cause, seconds),) = self._seconds.most_common(1)
+            share = seconds / (20 * seconds_per_step)
             if share > 0.2:
                 print0(f"note: {cause} takes {share:.0%} of the time: {REMEDIES[cause]}")
 
@@ -290,13 +281,6 @@ def _json_numbers(values: Any) -> Any:
     return None if math.isnan(values) else values
 
 
-def duration(seconds: float) -> str:
-    """Seconds as 0:09, 3:36 or 1:02:10."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def console_line(
     step: int, num_steps: int, metrics: Mapping[str, float], *, measured: Container[str], left_s: float
 ) -> str:
@@ -304,7 +288,7 @@ def console_line(
 
     A line that would be longer than 120 characters lacks the last columns.
     """
-    columns = [f"step {step:>{len(str(num_steps))}}/{num_steps} {duration(left_s):>7} left"]
+    columns = [f"step {step:>{len(str(num_steps))}}/{num_steps} {timedelta(seconds=round(left_s))} left"]
     for title, metric, spec in COLUMNS:
         if metric in measured:
             value = metrics.get(metric)

@@ -15,11 +15,8 @@ from minirl.rewards.reward_workers import load_reward
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
-# Names of metrics under reward/ that a reward function must not have.
-RESERVED = {
-    *("reward", "before", "mean", "std", "errors", "frac_equal_groups"),
-    *("kl_coef", "reward_model", "overlong"),
-}
+# Names of metrics under reward/ and eval/ that a reward function must not have.
+RESERVED = {*"reward before mean std errors frac_equal_groups kl_coef reward_model overlong".split()}
 
 
 def rollout_workers(config: RunConfig) -> RolloutWorkers | None:

@@ -99,13 +99,16 @@ def find_run(name: str, part: str) -> Path:
 
     Raises InputError if neither does.
     """
-    folders = [Path(name), runs_root() / name]
-    for folder in folders:
-        if os.path.exists(
-            folder / part
-        ):  # unlike Path.exists, it does not raise for a name that no file can have
-            return folder
-    raise InputError(f"{name}: no {part} in {folders[0]} or {folders[1]}; give a run's folder or name")
+    folder = _folder_with(name, part)
+    if folder is None:
+        raise InputError(f"{name}: no {part} in {name} or {runs_root() / name}; give a run's folder or name")
+    return folder
+
+
+def _folder_with(name: str, part: str) -> Path | None:
+    # Unlike Path.exists, os.path.exists does not raise for a name that no file can have.
+    folders = (Path(name), runs_root() / name)
+    return next((folder for folder in folders if os.path.exists(folder / part)), None)
 
 
 def run_before_restart() -> str | None:
@@ -295,9 +298,7 @@ def run_of(model: str) -> Path | None:
     folder = Path(model)
     if is_checkpoint(folder):
         return folder.resolve().parent.parent
-    is_model = os.path.exists(folder / "config.json")
-    runs = () if is_model else (folder, runs_root() / model)
-    return next((run for run in runs if os.path.exists(run / "args.json")), None)
+    return None if os.path.exists(folder / "config.json") else _folder_with(model, "args.json")
 
 
 def newest_checkpoint(model: str, *, flag: str) -> str:
