@@ -55,7 +55,6 @@ from minirl.model.adapters import peft_config
 from minirl.model.families import scalar_config
 from minirl.model.folders import file_of
 from minirl.model.weights import kept_tensors, read_tokenizer_files, write_folder
-from minirl.ranks import watchdog
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.run.run_folder import (
@@ -307,13 +306,12 @@ class _Save:
         self._deadline = math.inf  # by time.monotonic(), for the other ranks' files to become visible
         self._error: str | None = "its thread died, see the traceback"
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        watchdog.this_process.checkpoint_thread = self._thread
         self._thread.start()
 
     def wait_for_own_files(self) -> str | None:
         """Wait until the thread has written this rank's files; returns its error, or None. Not collective."""
         while self._thread.is_alive() and not self._has_written.wait(1.0):
-            watchdog.heartbeat()
+            pass
         return None if self._has_written.is_set() else self._error
 
     def end(self, *, is_abandoned: bool) -> str | None:
@@ -323,9 +321,7 @@ class _Save:
         rank 0 must not wait for that rank's files.
         """
         self._deadline = time.monotonic() + (0 if is_abandoned else SHARED_S)
-        while self._thread.is_alive():
-            self._thread.join(1.0)
-            watchdog.heartbeat()
+        self._thread.join()
         if self._rank == 0:
             # A failed save leaves the other ranks' folders, which this rank's thread may have used until now.
             for path in self._half_made:
