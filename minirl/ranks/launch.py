@@ -27,6 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 START_S = 300.0  # between the starts of two ranks
 REPEATED_S = 1.0  # a second signal sooner than this is ignored: torchrun may deliver one signal twice
 REPORT_S = 3.0  # from an error on one rank to its report, in which the other ranks may meet the same one
+POLL_S = 0.1  # between two looks at the other ranks
 START = "before the first step"  # the phase of a rank that has nothing to save
 
 
@@ -140,6 +141,8 @@ def _report(error: BaseException) -> int:
     if is_first and message:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
+    if _rank() == 0:
+        time.sleep(2 * POLL_S)  # without torchrun it keeps the store, which other ranks still read
     return exit_code
 
 
@@ -154,7 +157,7 @@ def _ranks_without_error() -> list[str]:
         missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
         if not missing or time.monotonic() > until:
             return missing
-        time.sleep(0.1)
+        time.sleep(POLL_S)
 
 
 def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tuple[int, str]:
@@ -167,11 +170,12 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
         return error.code, ""  # the parser of flags has printed why
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         lost = ", ".join(missing) or "another rank"
-        return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {error}]"
+        cause = str(error).partition("\n")[0]
+        return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
     exit_code = getattr(error, "exit_code", 0)
     if exit_code:
         return exit_code, f"error: {error} [{where}]"
-    return 1, f"error: [{where}]\n{''.join(traceback.format_exception(error))}"
+    return 1, f"{where} raised:\n{''.join(traceback.format_exception(error))}"
 
 
 def _rank() -> int:

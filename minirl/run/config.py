@@ -180,7 +180,7 @@ class MachineFlags:
     threads: int = 1
     """CPU threads per rank; with more than 1, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while idle
-    hang_timeout: float = 1800  # seconds that a rank waits for another before the run ends
+    hang_timeout: float = 1800  # seconds for which a rank waits for another before the run ends
 
 
 @dataclass(frozen=True)
