@@ -32,8 +32,8 @@ from minirl.training.scoring import score_batch, value_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
-from support.rollouts import in_two_branches
 from support.resuming import load
+from support.rollouts import in_two_branches
 from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_on_two_nodes, trained
 
 
