@@ -125,7 +125,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     # On rank 0 alone: meanwhile the run may save another one. An evaluation that goes on must have the same.
     model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
-    folder = setup.folder.create().path
+    folder = setup.folder.path
     rollouts = folder / "rollouts"
     if rank() == 0:
         rollouts.mkdir(exist_ok=True)

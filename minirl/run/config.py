@@ -159,8 +159,6 @@ class EvaluationFlags:
 class RunAndReportFlags:
     """Run and report"""
 
-    resume: Literal["auto", "force", "never"] = "auto"
-    """auto: a run of that name with the same flags; force: with any flags; never: refuse the name"""
     eval_every: int = 50  # steps between evaluations on the held-out rows; 0: only before and after
     save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
     keep_checkpoints: int = 2
