@@ -11,7 +11,7 @@ from minirl.errors import refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.folders import file_of, has_adapters
 from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
-from minirl.ranks import watchdog
+from minirl.ranks import launch
 from minirl.run.run_folder import newest_checkpoint
 
 
@@ -51,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    watchdog.run(main)
+    launch.run(main)

@@ -178,8 +178,7 @@ class MachineFlags:
     threads: int = 1
     """CPU threads per rank; with more than 1, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while idle
-    hang_timeout: float = 600
-    """seconds without progress on any rank before all exit with a report; 0: never"""
+    hang_timeout: float = 1800  # seconds for which a rank waits for another before the run ends
 
 
 @dataclass(frozen=True)
@@ -216,6 +215,7 @@ POSITIVE = (
     "lr",
     "lora_alpha",
     "adam_eps",
+    "hang_timeout",
     "num_epochs",
     "num_minibatches",
     "max_tokens_per_microbatch",
