@@ -30,7 +30,7 @@ from minirl.model import batch_invariance
 # Blocks of a pool, and the number of query heads that each is multiplied with at every key head.
 _BlockSet = tuple[slice | Tensor, int]
 # Tokens of a key block; also the tokens of a block of the cache.
-BLOCK = 128
+BLOCK = 64
 # Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Numbers of rows that `min_queries` tries.
