@@ -123,9 +123,6 @@ def train_one_update(rank, folder, options):
         assert is_shared == (name not in value.masters), name
     masters = model.whole_weights(keep=True)
     assert all(torch.equal(masters[name], after[name]) for name in masters)
-    # The next update does not change the tensors that a checkpoint's thread writes.
-    model.masters["model.layers.0.mlp.up_proj.lora_A"].detach().to_local().fill_(7.0)
-    assert all(torch.equal(masters[name], after[name]) for name in masters)
     return before, after
 
 

@@ -201,8 +201,8 @@ class ShardedModel:
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
         """A checkpoint's weights; {} without `keep`.
 
-        These are the compute weights, or of a model with adapters copies of all masters. Masters, and with
-        `shard_weights` all weights, are gathered one after another, to copies on the host (collective).
+        These are the compute weights, or of a model with adapters all masters. Masters, and with `shard_weights` all
+        weights, are gathered one after another, to the host (collective).
         """
         sharded = self.masters | self._frozen
         dtype = self.dtype
@@ -210,12 +210,12 @@ class ShardedModel:
             sharded, dtype = self.masters, at_least_fp32(dtype)
         elif not self.shards_weights:
             return self.compute_weights if keep else {}
-        copies = {}
+        gathered = {}
         for name in filter(sharded.__contains__, self._names):
             whole = sharded[name].full_tensor()
             if keep:
-                copies[name] = whole.detach().to("cpu", dtype)
-        return copies
+                gathered[name] = whole.detach().to("cpu", dtype)
+        return gathered
 
     def reshard(self) -> None:
         """Free the root's gathered weights, which a forward without backward leaves in memory. Not collective."""
