@@ -184,7 +184,9 @@ def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = 
     (x,), (weight,) = cancelling_factors(1, PROBE_PERIOD, num_in, num_columns, dtype)
     product = _head_product if is_head else F.linear
     for num_tile_rows in (0, TILE_ROWS):
-        if _is_periodic(lambda rows, tile=num_tile_rows: _multiply(product, rows, weight, tile), x, weight.numel()):
+        if _is_periodic(
+            lambda rows, tile=num_tile_rows: _multiply(product, rows, weight, tile), x, weight.numel()
+        ):
             return num_tile_rows
     return None
 
@@ -197,7 +199,9 @@ def _is_periodic(multiply: Callable[[Tensor], Tensor], x: Tensor, work: int) -> 
     numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * work <= MAX_PROBED_WORK]
     most = numbers[-1]
     repeated = x.repeat(-(-most // PROBE_PERIOD), 1)
-    expected = multiply(repeated[:PROBE_PERIOD + MIN_ROWS])[:PROBE_PERIOD].repeat(-(-most // PROBE_PERIOD), 1)
+    expected = multiply(repeated[: PROBE_PERIOD + MIN_ROWS])[:PROBE_PERIOD].repeat(
+        -(-most // PROBE_PERIOD), 1
+    )
     return all(torch.equal(multiply(repeated[:rows]), expected[:rows]) for rows in numbers)
 
 
@@ -206,9 +210,11 @@ def _has_bits_in_slices(
 ) -> bool:
     """Return whether columns computed in slices, as `slices` does, have the bits of the whole product."""
     product = head_logits if is_head else linear
-    (x,), (weight,) = cancelling_factors(1, 2 * TILE_ROWS, num_in, min(num_out, MAX_PROBED_WEIGHT // num_in), dtype)
+    (x,), (weight,) = cancelling_factors(
+        1, 2 * TILE_ROWS, num_in, min(num_out, MAX_PROBED_WEIGHT // num_in), dtype
+    )
     width = -(-len(weight) // num_slices)
-    for rows in (MIN_ROWS, 33, 2*TILE_ROWS):
+    for rows in (MIN_ROWS, 33, 2 * TILE_ROWS):
         columns = [product(x[:rows], part) for part in weight.split(width)]
         if not torch.equal(torch.cat(columns, 1), product(x[:rows], weight)):
             return False
