@@ -184,9 +184,11 @@ def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = 
     (x,), (weight,) = cancelling_factors(1, PROBE_PERIOD, num_in, num_columns, dtype)
     product = _head_product if is_head else F.linear
     for num_tile_rows in (0, TILE_ROWS):
-        if _is_periodic(
-            lambda rows, tile=num_tile_rows: _multiply(product, rows, weight, tile), x, weight.numel()
-        ):
+
+        def multiply(rows: Tensor, tile: int = num_tile_rows) -> Tensor:
+            return _multiply(product, rows, weight, tile)
+
+        if _is_periodic(multiply, x, weight.numel()):
             return num_tile_rows
     return None
 
