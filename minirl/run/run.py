@@ -278,6 +278,8 @@ class Run:
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
         numbers = derived(metrics.reduce()) | self.progress.evaluated
+        if step == 1 and "eval/reward" in self.progress.before:
+            numbers["eval/before"] = self.progress.before["eval/reward"]
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
