@@ -302,10 +302,8 @@ class Run:
         saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
-        loaded_by = "transformers' `from_pretrained` loads it"
-        if self._config.adapters:
-            loaded_by = f"PEFT loads it; python -m minirl.merge {saved} FOLDER makes a model of it"
-        print0(f"checkpoint {saved} ({loaded_by})")
+        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
+        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(
