@@ -45,6 +45,11 @@ def of_policy(work: Workload, **changes: Any) -> Workload:
     return dataclasses.replace(work, trained=[dataclasses.replace(work.trained[0], **changes)])
 
 
+def given_to(work: Workload) -> dict[str, bool]:
+    """Ranks that decode together shard gradients too."""
+    return {"shard_gradients": True} if work.decode_group > 1 else {}
+
+
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
@@ -64,7 +69,7 @@ WORKLOADS = {
 def test_chosen_sizes_fit_and_leave_the_margin(name):
     """On a card of 80 GB: what decodes and what trains, in turns, and together if the cache stays."""
     work = WORKLOADS[name]
-    sizes = choose_sizes(work, {})
+    sizes = choose_sizes(work, given_to(work))
     needed = budget(work, sizes)
     for phase in ("training", "decoding"):
         assert total(needed, "always", phase) <= USABLE * 80e9
@@ -93,7 +98,7 @@ def test_a_larger_size_never_needs_less(name):
 def test_with_more_memory_a_run_that_fits_still_fits_and_recomputes_no_more(name):
     """From a card that is too small for any."""
     works = [dataclasses.replace(WORKLOADS[name], free=free * 1e9) for free in (1, 10, 20, 40, 60, 80, 160)]
-    chosen = [choose_sizes(work, {}) for work in works]
+    chosen = [choose_sizes(work, given_to(work)) for work in works]
     fitting = [budget(work, sizes).fits() for work, sizes in zip(works, chosen, strict=True)]
     assert not fitting[0]
     assert fitting == sorted(fitting)

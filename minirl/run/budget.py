@@ -224,10 +224,9 @@ def _switches(work: Workload) -> list[tuple[bool, bool]]:
 
     Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
     """
-    can_shard = work.num_shards > 1 or work.offloads_optimizer
-    sharding = {work.decode_group > 1, can_shard}
-    pairs = itertools.product((False, True), sorted(sharding))
-    return sorted(pairs, key=lambda pair: pair[::-1]) if work.offloads_optimizer else list(pairs)
+    if work.offloads_optimizer:
+        return [(False, False), (True, False), (False, True), (True, True)]
+    return list(itertools.product((False, True), (False, True) if work.num_shards > 1 else (False,)))
 
 
 def enough_tokens(max_new_tokens: int) -> int:

@@ -62,6 +62,7 @@ def plan(
             work = dataclasses.replace(
                 work, decode_group=group, num_shards=group, requests=group * work.requests
             )
+            given["shard_gradients"] = True
         sizes = choose_sizes(work, given)
         needed = budget(work, sizes)
         if needed.fits():
