@@ -31,7 +31,7 @@ class RolloutError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """The last checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are intact."""
+    """A checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are whole."""
 
     exit_code = 6
 
@@ -40,3 +40,8 @@ def refuse(is_wrong: object, message: str) -> None:
     """Raise InputError with the message if `is_wrong` is true."""
     if is_wrong:
         raise InputError(message)
+
+
+def escaped(text: str) -> str:
+    """The output of user code for display: control characters, which may be escape codes of a terminal, spelt out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

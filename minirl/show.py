@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minirl.errors import InputError, refuse
+from minirl.errors import InputError, escaped, refuse
 from minirl.files.json_files import read_json_lines
-from minirl.files.redaction import escaped
 from minirl.run.run_folder import find_run
 
 Rollout = Mapping[str, Any]

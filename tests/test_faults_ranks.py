@@ -99,12 +99,11 @@ def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
 
 @pytest.mark.slow
 def test_row_01_restarted_ranks_resume_the_run_and_row_04_sigterm_to_torchrun_saves_its_step(tmp_path, runs):
-    """A whole run without a name, under torchrun --max-restarts: no second folder, and every step once.
+    """Under torchrun --max-restarts, every step once.
 
     Then SIGTERM: the checkpoint of the step is there, no step is lost, no process is left.
     """
-    before = set(runs.iterdir())
-    flags = ("--num-steps", "10000", "--save-every", "4")
+    flags = ("--num-steps", "10000", "--save-every", "4", "--run-name", "restarted")
     command = torchrun(*grpo(*flags), options=["--standalone", "--max-restarts=1"])
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
         job.until("step     6/", 0)
@@ -116,7 +115,7 @@ def test_row_01_restarted_ranks_resume_the_run_and_row_04_sigterm_to_torchrun_sa
         job.processes[0].terminate()
         assert job.codes(within=20) == [1]  # torchrun's own
         assert not any(map(is_alive, ranks))
-    (folder,) = set(runs.iterdir()) - before
+    folder = runs / "restarted"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert 5 <= len(lines) < 10000

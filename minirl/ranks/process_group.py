@@ -4,13 +4,10 @@ Under torchrun the ranks come from its environment variables; otherwise this pro
 rank runs the same script.
 """
 
-import contextlib
 import functools
 import os
-import socket
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -146,20 +143,6 @@ def has_joined() -> bool:
 def world_size() -> int:
     """The number of ranks. Before `start`, torchrun's, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-
-
-def launcher() -> str:
-    """A unique name of the torchrun that started this process; "" without torchrun. Not collective.
-
-    It stays the same when torchrun restarts its ranks (--max-restarts): run id, host, process and its start.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    torchrun = os.getppid()
-    started = ""
-    with contextlib.suppress(OSError):  # no /proc
-        started = Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {torchrun} {started}".rstrip()
 
 
 def print0(*parts: Any) -> None:

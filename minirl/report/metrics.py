@@ -334,8 +334,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
     and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares; that of
     turns by their mean, or by nothing where each rollout is one answer; ages of weights by nothing where all are the
-    present ones; the seconds of the MFU by their share of the update's; and the moments of the importance weights rho
-    by chi2 = E[rho^2] - 1 and by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    present ones; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the
+    sample, ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
     for name in metrics:
@@ -359,8 +359,6 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         "perf/tok_s_train": (num_trained, update_s),
         "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
-    if "perf/mfu_train" in metrics:
-        rates["perf/mfu_train"] = (metrics["perf/mfu_train"], update_s)
     for name, (num_tokens, spent) in rates.items():
         if spent > 0:
             all_metrics[name] = num_tokens / spent

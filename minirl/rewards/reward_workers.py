@@ -12,8 +12,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minirl.errors import RewardError
-from minirl.files.redaction import escaped
+from minirl.errors import RewardError, escaped
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import ADAPTER
 from minirl.rewards.values import validate_number
