@@ -286,6 +286,13 @@ def test_row_41_no_output_stops_a_run(tmp_path, into):
     assert (tmp_path / "done").exists()
 
 
+def test_row_06_a_file_that_cannot_be_written_at_the_start_is_no_bug(tmp_path):
+    """One line with the file and the cause, and exit 2."""
+    (said,) = outputs_of(tmp_path, f"open({str(tmp_path)!r}, 'w')", [2], within=20)
+    assert said.startswith(f"error: [Errno 21] Is a directory: {str(tmp_path)!r}")
+    assert len(said.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("capabilities", "ranks", "fault"),
     [

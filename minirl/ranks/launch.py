@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from minirl.errors import InputError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Times in seconds.
 START_S = 300.0  # between the starts of two ranks
@@ -173,6 +175,10 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
         cause = str(error).partition("\n")[0]
         return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
     exit_code = getattr(error, "exit_code", 0)
+    if (
+        isinstance(error, OSError) and this_process.phase == START
+    ):  # a full disk, a folder that cannot be written to
+        exit_code = InputError.exit_code
     if exit_code:
         return exit_code, f"error: {error} [{where}]"
     return 1, f"{where} raised:\n{''.join(traceback.format_exception(error))}"
