@@ -22,16 +22,16 @@ from typing import Any
 from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.files import durable
-from minirl.files.json_files import json_lines, read_json_lines
+from minirl.files.json_files import json_lines, read_json_lines, read_json_object
 from minirl.model.weights import load_replica
 from minirl.objective.advantages import weighted_scores
-from minirl.ranks import process_group, watchdog
+from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
 from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
 from minirl.run.flags import check_needed, early_value, parse
-from minirl.run.run_folder import newest_checkpoint, read_args, run_of
+from minirl.run.run_folder import newest_checkpoint, run_of
 from minirl.run.setup import Setup
 from minirl.show import is_rollout
 
@@ -62,7 +62,7 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = early_value("model", arguments)
     run = run_of(model) if model else None
-    args = read_args(run) if run else {}
+    args = read_json_object(run / "args.json") if run else {}
     if early_value("data", arguments):
         args["eval_data"] = []
     values = {name: args[name] for name in OF_RUN if name in args}
@@ -148,7 +148,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     # On rank 0 alone: meanwhile the run may save another one. An evaluation that goes on must have the same.
     model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
-    folder = setup.folder.create().path
+    folder = setup.folder.path
     rollouts = folder / "rollouts"
     if rank() == 0:
         rollouts.mkdir(exist_ok=True)
@@ -180,4 +180,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    watchdog.run(lambda: main(parsed()))
+    launch.run(lambda: main(parsed()))

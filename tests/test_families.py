@@ -20,8 +20,8 @@ from minirl.model.families import FAMILIES, config_from_dict
 from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
-from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
+from minirl.run.budget import num_parameters
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine, scores_of
@@ -181,7 +181,7 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
     adapted = dataclasses.replace(config, adapters=Adapters(16, 16.0, LINEAR_LAYERS))
     modules = on_meta(config).model.layers.modules()
     trained = sum(16 * (m.in_features + m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
-    assert num_trained_parameters(adapted) == trained
+    assert num_parameters(adapted, trained=True) == trained
     assert num_parameters(adapted) == num_parameters(config) + trained
     value = dataclasses.replace(adapted, scalar_head=True)
-    assert num_trained_parameters(value) == trained + config.hidden_size
+    assert num_parameters(value, trained=True) == trained + config.hidden_size

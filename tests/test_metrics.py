@@ -1,7 +1,6 @@
 """Step metrics over simulated ranks, signs of trouble, the files of a log, and the learning rate."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -19,7 +18,6 @@ import minirl.report.logger
 from minirl.data.task import Row
 from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
-from minirl.model.families import config_from_dict
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
 from minirl.report.logger import Logger, console_line, rollout_records, troubles
@@ -35,10 +33,9 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.report.mfu import peak_flops, training_flops
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.training.batch import Batch, RolloutTable
+from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
 from support.worked import OLD, SAMPLED
@@ -271,47 +268,8 @@ def test_rates_are_per_second_of_what_makes_the_tokens():
     }
     assert derived(reduced) == {**reduced, **rates}
     assert derived({**reduced, "perf/skipped_tokens": 0.25})["perf/tok_s_train"] == 0.75 * 25
-    assert derived({**reduced, "perf/mfu_train": 1.0})["perf/mfu_train"] == 0.25
     counts = {"time/step": 1.0, "count/tokens": 100.0, "count/sampled_tokens": 0.0}
     assert derived(counts) == {**counts, "perf/idle_frac": 0, "perf/tok_s_rank": 100}
-
-
-def test_flops_of_an_update_are_counted_by_hand():
-    """Two sequences of 6 and 4 tokens with one prompt of 3, which counts once; 4 of their tokens have a loss.
-
-    2 layers of 4 x 4 (Q and O), 2 x 4 (K and V) and 3 x 8 x 4 weights, and two norms of 4; the first layer sees all,
-    the other 2 tokens. In the first, 6 and 4 tokens see 21 + 10 - 6, in the second 11 + 7 - 5.
-    """
-    config = config_from_dict(
-        {
-            "model_type": "llama",
-            "vocab_size": 10,
-            "hidden_size": 4,
-            "intermediate_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rms_norm_eps": 1e-6,
-        }
-    )
-    config = dataclasses.replace(config, layer_windows=(None, 2))
-    layers = 2 * (2 * 16 + 2 * 8 + 96 + 8)
-    forward = 2 * 7 * layers + 2 * 4 * 4 * 10 + 4 * 4 * (25 + 13)
-    ids = [[5, 5], [0, 1], [0, 0]]
-    columns = map(torch.tensor, (*ids, [3, 3], [6, 4], [3, 1], [False, False], [[0.0]] * 2, [[0.0]] * 2))
-    micro = RolloutTable(*columns)
-    assert training_flops(config, micro) == 3 * forward
-    values = dataclasses.replace(config, scalar_head=True)
-    assert training_flops(values, micro) == 3 * (forward - 2 * 4 * 4 * 9)
-
-
-def test_peaks_are_of_known_devices_by_their_whole_name():
-    """H20 is not H200, L4 not L40S; an unknown device has no peak, so no MFU."""
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA L4")
-    assert [peak_flops(name) for name in names] == [989e12, 756e12, 989e12, 148e12, 121e12]
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    unknown = ("NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4")
-    assert [peak_flops(name) for name in unknown] == [None, None, None]
 
 
 def test_occupancy_is_of_the_largest_decode_step_and_dropped_requests_are_counted(reduce_over_ranks):
@@ -635,17 +593,6 @@ def test_metrics_and_arguments_are_json(make_logger, set_wandb, capsys, tmp_path
     assert said(capsys) == ""
 
 
-def test_row_48_secrets_in_results_of_tools_are_not_written(make_logger, monkeypatch, tmp_path):
-    monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
-    text = "KeyError: 'very-secret-value!'"
-    view = {"messages": [{"role": "tool", "content": text}], "segments": [{"text": text}]}
-    rewarded = judged([make_rollout(2, 3)], [Row("a", {}, "f:1")], [text])
-    make_logger().log_rollouts(1, rollout_records(rewarded, ["score"], views=[view]))
-    written = (tmp_path / "rollouts" / "000001.jsonl").read_text()
-    assert written.count("'***'") == 3
-    assert "very-secret" not in written
-
-
 def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path):
     """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end.
 
@@ -733,19 +680,13 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
     assert ("wandb failed and is off" if method in ("import", "init") else "no network") in printed
 
 
-def test_row_48_wandb_gets_arguments_steps_and_mode_but_no_secret_of_the_command_line(
-    make_logger, set_wandb, monkeypatch
-):
-    """A tracker that works sees the same numbers as the file. It reads sys.argv itself when it starts."""
+def test_wandb_gets_arguments_steps_and_mode(make_logger, set_wandb):
+    """A tracker that works sees the same numbers as the file."""
     seen = {}
-    command = ["train_grpo.py", "--model", "https://user:password@host/model"]
-    monkeypatch.setattr(sys, "argv", command)
     run = types.SimpleNamespace(log=lambda metrics, step: seen.update({step: metrics}))
-    set_wandb(lambda **kwargs: seen.update(kwargs, argv=sys.argv) or run)
+    set_wandb(lambda **kwargs: seen.update(kwargs) or run)
     make_logger({"lr": 0.1}, "offline").log(3, {"a": 1.0}, num_steps=3)
     assert (seen["mode"], seen["config"]["lr"], seen[3]) == ("offline", 0.1, {"a": 1.0})
-    assert seen["argv"] == ["train_grpo.py", "--model", "https://***@host/model"]
-    assert sys.argv is command
 
 
 def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(make_logger, set_wandb, tmp_path):

@@ -10,7 +10,6 @@ import json
 import math
 import secrets
 import shutil
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from torch import Tensor
 from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_lines
-from minirl.files.redaction import redacted
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.rewarded import RewardedRollouts
@@ -222,9 +220,9 @@ class Logger:
 
 
 def write_args(folder: Path, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Write args.json; returns its content, JSON values without secrets."""
+    """Write args.json; returns its content, JSON values."""
     # A round trip through JSON turns paths and other values that it cannot hold into text.
-    content: dict[str, Any] = redacted(json.loads(json.dumps(args, default=str)))
+    content: dict[str, Any] = json.loads(json.dumps(args, default=str))
     durable.replace_file(folder / "args.json", json.dumps(content, indent=2) + "\n")
     return content
 
@@ -268,8 +266,7 @@ def rollout_records(
         if rollout.earlier:
             record["branches"] = branches
         if views and views[i]:
-            # A tool's result may have a secret in it.
-            record = redacted({**record, **views[i]})
+            record |= views[i]
         records.append(record)
     return records
 
@@ -306,23 +303,17 @@ def console_line(
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
     """Start or resume the run in wandb."""
-    command = sys.argv
-    # wandb stores the command line.
-    sys.argv = redacted(command)
-    try:
-        import wandb
+    import wandb
 
-        return wandb.init(
-            project="minirl",
-            name=folder.name,
-            id=args["wandb_id"],
-            resume="allow",
-            dir=str(folder),
-            config=dict(args),
-            mode=mode,
-        )
-    finally:
-        sys.argv = command
+    return wandb.init(
+        project="minirl",
+        name=folder.name,
+        id=args["wandb_id"],
+        resume="allow",
+        dir=str(folder),
+        config=dict(args),
+        mode=mode,
+    )
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -11,7 +11,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from minirl.errors import refuse
-from minirl.ranks import watchdog
+from minirl.ranks import launch
 from minirl.ranks.process_group import rank
 
 C = TypeVar("C")
@@ -47,7 +47,7 @@ def run_script(
 
     presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls it.
     """
-    watchdog.run(lambda: main(parse(config_class, description=description, presets=presets)))
+    launch.run(lambda: main(parse(config_class, description=description, presets=presets)))
 
 
 def parse(
