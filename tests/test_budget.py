@@ -278,7 +278,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int) -> dict[str, float
 
     def update() -> None:
         for is_last in (False, True):
-            logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+            logprobs, _ = score_batch(model.module, batch)
             model.backward(logprobs.sum(), is_last=is_last)
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
 

@@ -4,7 +4,6 @@ import random
 import re
 import runpy
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minirl.data.sorting import load_sorting
 from minirl.files.value_files import read_values
 from support.resuming import resume
-from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, trained, write_rows
+from support.scripts import (
+    ROOT,
+    changed_fork,
+    patched_fork,
+    read_metrics,
+    read_rollouts,
+    trained,
+    write_rows,
+)
 
 EXAMPLES = ROOT / "docs" / "examples"
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"
@@ -24,12 +31,8 @@ COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eva
 
 
 def forked(folder, name):
-    """The fork that a patch of docs/examples makes of its script; the lines that it adds and takes out."""
-    patch = EXAMPLES / f"{name}.patch"
-    script = re.search(r"^--- (train_\w+\.py)", patch.read_text(), re.MULTILINE)[1]
-    fork = folder / f"{name}.py"
-    subprocess.run(["patch", "-s", "-o", fork, ROOT / script, patch], check=True)
-    return str(fork)
+    """The fork that a patch of docs/examples makes of its script."""
+    return patched_fork(folder, EXAMPLES / f"{name}.patch", name=name)
 
 
 def train_and_resume(pool, folder, script, *flags):
@@ -138,7 +141,9 @@ def test_a_reference_of_another_folder_is_kept_for_resumes(one_rank, runs, tmp_p
         tmp_path,
         "other_reference",
         {"setup.load_reference()": f"setup.load_reference(Path({str(other)!r}))"},
-        {"import itertools\n": "import itertools\nfrom pathlib import Path\n"},
+        {
+            "from dataclasses import dataclass\n": "from dataclasses import dataclass\nfrom pathlib import Path\n"
+        },
     )
     flags = f"{COMMON} --kl-coef 0.1 --prompts-per-step 4 --group-size 4 --eval-rows 1"
     folder = trained(one_rank, runs / "other", fork, flags)

@@ -55,7 +55,6 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import RunFolder, open_run_folder, run_before_restart, runs_root
-from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
@@ -175,11 +174,11 @@ class Setup:
         if folder is None and self.config.adapters:
             assert self._models, "load the policy before its reference"
             policy = next(iter(self._models.values()))
-            return self.frozen(policy, under_adapters(self.sampled_logprobs), ["ref_logprobs"])
+            return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
         kept = self.folder.path / REFERENCE
         is_kept = self.folder.checkpoint is not None and kept.is_dir()
         self._reference_folder = kept if is_kept else folder or self._original_model()
-        return self.frozen(self._reference_folder, self.sampled_logprobs, ["ref_logprobs"])
+        return self.frozen(self._reference_folder, score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -193,11 +192,7 @@ class Setup:
             return self.frozen(
                 folder, teacher_states, ["teacher_states"], keeps_head=True, prompt_ids=prompt_ids
             )
-        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], prompt_ids=prompt_ids)
-
-    def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
-        return score_batch(model, batch, temperature=self.config.temperature)
+        return self.frozen(folder, score_batch, ["teacher_logprobs"], prompt_ids=prompt_ids)
 
     def frozen(
         self,
