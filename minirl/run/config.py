@@ -161,8 +161,6 @@ class EvaluationFlags:
 class RunAndReportFlags:
     """Run and report"""
 
-    resume: Literal["auto", "force", "never"] = "auto"
-    """auto: a run of that name with the same flags; force: with any flags; never: refuse the name"""
     eval_every: int = 50  # steps between evaluations on the held-out rows; 0: only before and after
     save_every: int = 50  # steps between checkpoints, from which a run resumes; 0: only at the end
     keep_checkpoints: int = 2
@@ -182,8 +180,7 @@ class MachineFlags:
     threads: int = 1
     """CPU threads per rank; with more than 1, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while idle
-    hang_timeout: float = 600
-    """seconds without progress on any rank before all exit with a report; 0: never"""
+    hang_timeout: float = 1800  # seconds for which a rank waits for another before the run ends
 
 
 @dataclass(frozen=True)
@@ -220,6 +217,7 @@ POSITIVE = (
     "lr",
     "lora_alpha",
     "adam_eps",
+    "hang_timeout",
     "num_epochs",
     "num_minibatches",
     "max_tokens_per_microbatch",

@@ -6,7 +6,6 @@ Nothing here calls back into the script: a fork that needs something else writes
 
 import gc
 import itertools
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.collect.collector import Collector
@@ -38,8 +36,7 @@ from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout, all_branches
-from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered
-from minirl.run.input_files import keep_script
+from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
@@ -47,8 +44,6 @@ from minirl.training.frozen_models import FrozenModel
 from minirl.training.learning_rate import learning_rate
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
-
-Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 
 @dataclass
@@ -67,33 +62,6 @@ class Progress:
     evaluated: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     records: dict[str, list[Any]] = field(default_factory=dict)
-
-    def to_state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint's manifest: all fields but `extra` and `records`, which have their own files."""
-        return {name: value for name, value in vars(self).items() if name not in ("extra", "records")}
-
-    def remember(
-        self, extra: Mapping[str, Any], records: Mapping[str, list[Any]], *, is_forced: bool
-    ) -> None:
-        """Set the script's memory: the saved values, and first values where the checkpoint has none.
-
-        In a resumed run it raises InputError, unless is_forced, if that takes a first value or drops a saved one.
-        """
-        for kind, saved, first in (("extra", self.extra, extra), ("records", self.records, records)):
-            changes = [
-                f"no {kind}[{json.dumps(name)}]: this script has" for name in first if name not in saved
-            ]
-            changes += [
-                f"{kind}[{json.dumps(name)}]: this script has none" for name in saved if name not in first
-            ]
-            if self.step and changes:
-                listed = f"the checkpoint has {', '.join(changes)}"
-                refuse(
-                    not is_forced, f"{listed}; --resume force begins with first values and drops the others"
-                )
-                print0(f"resuming with other values to remember: {listed}")
-        self.extra = {name: self.extra.get(name, value) for name, value in extra.items()}
-        self.records = {name: self.records.get(name, value) for name, value in records.items()}
 
 
 class Run:
@@ -142,17 +110,21 @@ class Run:
         )
         if collector and config.max_staleness:
             extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
-        copy_remembered(extra, records)  # before the run makes anything
-        folder = setup.folder.create()
-        self._folder = folder.path
+        self._folder = setup.folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
-        self._checkpoints = Checkpoints(folder, models, sources=sources, keep=config.keep_checkpoints)
-        saved = self._checkpoints.restore(config.num_steps, decode_group=setup.sizes.decode_group)
-        self.progress = Progress(**saved)
-        self.progress.remember(extra, records, is_forced=config.resume == "force")
+        self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=config.keep_checkpoints)
+        self.progress = Progress()
+        checkpoint = setup.folder.checkpoint
+        if checkpoint is not None:
+            saved = self._checkpoints.restore(checkpoint, decode_group=setup.sizes.decode_group)
+            self.progress = Progress(**saved)
+            if self.progress.step >= config.num_steps:
+                print0("already finished; a greater --num-steps continues it")
+        self.progress.extra = extra | self.progress.extra
+        self.progress.records = records | self.progress.records
         if collector:
             collector.num_served = self.progress.num_served
-        if collector and config.max_staleness:
+        if collector and IN_FLIGHT in self.progress.extra:
             collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
         self._logger = Logger(
             self._folder,
@@ -162,8 +134,7 @@ class Run:
             keep_rollouts=config.keep_rollouts,
         )
         if rank() == 0:
-            keep_script(self._folder, step=self.progress.step)
-            setup.keep_reference(self._folder)
+            setup.folder.keep_script()
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
@@ -307,6 +278,8 @@ class Run:
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
         numbers = derived(metrics.reduce()) | self.progress.evaluated
+        if step == 1 and "eval/reward" in self.progress.before:
+            numbers["eval/before"] = self.progress.before["eval/reward"]
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
@@ -314,24 +287,23 @@ class Run:
             self._save()
         elif not self._has_finished_step:
             # Refuse values that cannot be saved now, not after many steps that would be lost.
-            copy_remembered(self.progress.extra, self.progress.records)
+            check_remembered("extra", self.progress.extra)
+            check_remembered("records", self.progress.records)
         self._has_finished_step = True
 
     def close(self) -> int:
-        """Wait for the last save, print scores and paths; returns the exit code (collective)."""
-        saved = self._checkpoints.finish()
+        """Print scores and paths; returns the exit code (collective)."""
         self._logger.finish()
         for name, score in self.progress.evaluated.items():
             before = self.progress.before.get(name)
             if before is not None:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
         folder = self._folder
+        saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
-        loaded_by = "transformers' `from_pretrained` loads it"
-        if self._config.adapters:
-            loaded_by = f"PEFT loads it; python -m minirl.merge {saved} FOLDER makes a model of it"
-        print0(f"checkpoint {saved} ({loaded_by})")
+        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
+        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(
@@ -362,17 +334,12 @@ class Run:
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
 
     def _save(self) -> None:
-        """Start to save a checkpoint (collective)."""
+        """Save a checkpoint (collective)."""
         progress = self.progress
         if self._collector and self._config.max_staleness:
             progress.extra[IN_FLIGHT] = self._collector.state()
             progress.records[IN_FLIGHT] = self._collector.records()
-        self._checkpoints.save(
-            progress.to_state(),
-            extra=progress.extra,
-            records=progress.records,
-            score=progress.evaluated.get("eval/reward"),
-        )
+        self._checkpoints.save(vars(progress))
 
 
 def _is_due(step: int, every: int) -> bool:

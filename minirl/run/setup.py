@@ -5,6 +5,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
+import os
 import secrets
 import sys
 import time
@@ -22,7 +23,7 @@ from minirl.data.tools import Tool
 from minirl.data.view import view_of
 from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.generation.group_engine import GroupEngine
 from minirl.model.batch_invariance import product_dtype
@@ -30,7 +31,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
+from minirl.model.weights import check_weights, load_replica, resize_vocabulary
 from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -50,17 +51,14 @@ from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
-from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import lines, plan, this_machine
-from minirl.run.run_folder import RunFolder, open_run_folder, run_before_restart, runs_root
+from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
-
-REFERENCE = "reference"  # in the run's folder, with the weights of the reference model
 
 
 class Setup:
@@ -96,13 +94,22 @@ class Setup:
         self._num_shards = num_shards(config)
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
-        self.folder = self._open_folder(name)
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        refuse(
+            restarts and not config.run_name,
+            "torchrun --max-restarts: restarted ranks resume the run only with --run-name",
+        )
+        new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
+        changed = ", ".join(self.folder.changed_flags(self._flags))
+        refuse(
+            changed and not config.trains,
+            f"{self.folder.path}: this evaluation began with other flags: {changed}; take another --run-name",
+        )
+        self._notes = [f"this run last started with other flags: {changed}"] if changed else []
         # A checkpoint of adapters has no models: they belong to those that the run began with.
         self._saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = self._saved or self._original_model()
-        base = self.model_folder if config.adapters else None
-        self._inputs = input_digests(config, base=base) if rank() == 0 else {}
-        self._notes = check_inputs(self.folder, self._inputs, config, base=base)
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
         self.model_config = dataclasses.replace(
             model_config, scalar_head=scalar_head, adapters=config.adapters
@@ -129,7 +136,6 @@ class Setup:
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
         self._is_exact = config.threads == 1 and is_invariant
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
-        self._reference_folder: Path | None = None
         self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
@@ -166,7 +172,7 @@ class Setup:
         )
 
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
-        """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
+        """The model for `ref_logprobs` (collective).
 
         folder: another model with the policy's tokens; None: the model that the run began with. With adapters this is
         the policy without them, on the same storage.
@@ -175,10 +181,7 @@ class Setup:
             assert self._models, "load the policy before its reference"
             policy = next(iter(self._models.values()))
             return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
-        kept = self.folder.path / REFERENCE
-        is_kept = self.folder.checkpoint is not None and kept.is_dir()
-        self._reference_folder = kept if is_kept else folder or self._original_model()
-        return self.frozen(self._reference_folder, score_batch, ["ref_logprobs"])
+        return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -302,7 +305,7 @@ class Setup:
         return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
 
     def args(self) -> dict[str, Any]:
-        """The content of args.json: the flags, the values they left open, and on rank 0 digests of the inputs."""
+        """The content of args.json: the flags, and the values they left open."""
         return {
             **self._flags,
             "lr": self.config.peak_lr,
@@ -317,26 +320,13 @@ class Setup:
             "model": str(self.model_folder),
             "world_size": world_size(),
             "command": sys.argv,
-            "launcher": process_group.launcher(),
             "flags": self._flags,
-            "inputs": self._inputs,
         }
 
-    def keep_reference(self, folder: Path) -> None:
-        """Copy the reference's weights into the run's folder, unless they came from there. Only rank 0 calls it.
-
-        Raises InputError if the disk is full.
-        """
-        kept = folder / REFERENCE
-        if self._reference_folder in (None, kept):
-            return
-        try:
-            copy_model(self._reference_folder, kept)
-        except OSError as error:
-            raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
-
     def print_start(self) -> None:
-        """Print, on rank 0, the model, the task, the sizes, and notes on the inputs."""
+        """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
+        folder = self.folder.path
+        print0(f"run {folder}; the same command with --run-name {folder.name} resumes it")
         ranks = f"{world_size()} x {self.device.type} {self.dtype}"
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
@@ -356,15 +346,6 @@ class Setup:
             )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
-
-    def _open_folder(self, name: str) -> RunFolder:
-        """The folder of --run-name, of the run before torchrun's restart, or of a new run (collective)."""
-        new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        return open_run_folder(
-            self.config.run_name or broadcast_object(run_before_restart() or new_name),
-            self._flags,
-            resume=self.config.resume if self.config.trains else "exact",
-        )
 
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""
