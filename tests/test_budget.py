@@ -254,7 +254,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
         rope = torch.empty(64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
-        scale = rope[..., :1] if config.query_multiplier != 1 or config.query_growth else None
+        scale = rope[..., :1] if config.query_multiplier != 1 else None
         rotation = Rotation(rope, rope, config.ropes[0].is_interleaved, scale)
 
         def bytes_of(number, config=config, rotation=rotation):
