@@ -254,7 +254,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
         rope = torch.empty(64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
-        scale = rope[..., :1] if config.query_multiplier != 1 or config.query_growth else None
+        scale = rope[..., :1] if config.query_multiplier != 1 else None
         rotation = Rotation(rope, rope, config.ropes[0].is_interleaved, scale)
 
         def bytes_of(number, config=config, rotation=rotation):
@@ -278,7 +278,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int) -> dict[str, float
 
     def update() -> None:
         for is_last in (False, True):
-            logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+            logprobs, _ = score_batch(model.module, batch)
             model.backward(logprobs.sum(), is_last=is_last)
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
 
