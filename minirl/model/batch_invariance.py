@@ -13,6 +13,7 @@ instead.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,36 +184,32 @@ def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = 
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
     (x,), (weight,) = cancelling_factors(1, PROBE_PERIOD, num_in, num_columns, dtype)
     product = _head_product if is_head else F.linear
+    numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
+    repeats = -(-numbers[-1] // PROBE_PERIOD)
+    rows = x.repeat(repeats, 1)
     for num_tile_rows in (0, TILE_ROWS):
-        if _is_periodic(lambda rows, tile=num_tile_rows: _multiply(product, rows, weight, tile), x, weight.numel()):
+        expected = _multiply(product, rows[:MIN_ROWS], weight, num_tile_rows)[:PROBE_PERIOD].repeat(
+            repeats, 1
+        )
+        products = ((_multiply(product, rows[:n], weight, num_tile_rows), expected[:n]) for n in numbers)
+        if all(itertools.starmap(torch.equal, products)):
             return num_tile_rows
     return None
 
 
-def _is_periodic(multiply: Callable[[Tensor], Tensor], x: Tensor, work: int) -> bool:
-    """Return whether the rows x [PROBE_PERIOD, in], over and over, have the same products wherever they stand.
-
-    work: multiplications for a row.
-    """
-    numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * work <= MAX_PROBED_WORK]
-    most = numbers[-1]
-    repeated = x.repeat(-(-most // PROBE_PERIOD), 1)
-    expected = multiply(repeated[:PROBE_PERIOD + MIN_ROWS])[:PROBE_PERIOD].repeat(-(-most // PROBE_PERIOD), 1)
-    return all(torch.equal(multiply(repeated[:rows]), expected[:rows]) for rows in numbers)
-
-
 def _has_bits_in_slices(
-    num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool, num_slices: int
+    num_in: int, num_out: int, dtype: torch.dtype, is_head: bool, num_slices: int
 ) -> bool:
     """Return whether columns computed in slices, as `slices` does, have the bits of the whole product."""
     product = head_logits if is_head else linear
-    (x,), (weight,) = cancelling_factors(1, 2 * TILE_ROWS, num_in, min(num_out, MAX_PROBED_WEIGHT // num_in), dtype)
-    width = -(-len(weight) // num_slices)
-    for rows in (MIN_ROWS, 33, 2*TILE_ROWS):
-        columns = [product(x[:rows], part) for part in weight.split(width)]
-        if not torch.equal(torch.cat(columns, 1), product(x[:rows], weight)):
-            return False
-    return True
+    num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
+    (x,), (weight,) = cancelling_factors(1, 2 * TILE_ROWS, num_in, num_columns, dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
+    slices = weight.split(-(-num_columns // num_slices))
+    return all(
+        torch.equal(torch.cat([product(x[:rows], part) for part in slices], 1), product(x[:rows], weight))
+        for rows in (MIN_ROWS, 33, 2 * TILE_ROWS)
+    )
 
 
 def is_batch_invariant(
@@ -230,11 +227,13 @@ def is_batch_invariant(
     """
     if device.type != "cpu":
         return False
-    return all(
-        tile_rows(*shape, product_dtype(dtype), is_head=is_head) is not None
-        and (num_slices == 1 or _has_bits_in_slices(*shape, dtype, is_head=is_head, num_slices=num_slices))
-        for shape in set(shapes)
-    )
+    for num_in, num_out in set(shapes):
+        for width in {num_out, -(-num_out // num_slices)}:
+            if tile_rows(num_in, width, product_dtype(dtype), is_head=is_head) is None:
+                return False
+        if num_slices > 1 and not _has_bits_in_slices(num_in, num_out, dtype, is_head, num_slices):
+            return False
+    return True
 
 
 def cancelling_factors(

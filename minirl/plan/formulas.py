@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from minirl.model.attention import PAGED_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.delta_rule import CHUNK, make_states
 from minirl.model.logprobs import chunk_width
 from minirl.model.padding import next_power_of_two
-from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import on_meta
 
 _on_meta = functools.cache(on_meta)
@@ -75,7 +75,7 @@ def cached_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, reques
     channels = config.num_key_value_heads * config.head_dim
     cached = 0
     for window in config.attention_windows.values():
-        in_windows = tokens if window is None else requests * ((window - 1) // BLOCK + 2) * BLOCK
+        in_windows = tokens if window is None else requests * ((window - 1) // PAGED_BLOCK + 2) * PAGED_BLOCK
         cached += min(tokens, in_windows)
     return 2 * dtype.itemsize * channels * cached
 
