@@ -78,36 +78,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     )
     if is_plain:
         return F.linear(x, weight, bias)
-    product = _Product.apply(x, weight)
-    return product if bias is None else product + bias
+    return _Product.apply(x, weight, bias)
 
 
 class _Product(torch.autograd.Function):
-    """x [T, in] @ weight.T by `_multiply`, in the dtype of `product_dtype`.
+    """`F.linear` by `_multiply`, in the dtype of `product_dtype`.
 
     The gradients are neither tiled nor padded: nothing needs to equal them bit for bit.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
         wide = product_dtype(x.dtype)
         num_tile_rows = tile_rows(weight.shape[1], len(weight), wide)
-        return _multiply(F.linear, x.to(wide), weight.to(wide), num_tile_rows).to(x.dtype)
+        # Added by the product, as in one that is not padded: alone it would be rounded twice.
+        wide_bias = None if bias is None else _pad_columns(bias.to(wide))
+        product = functools.partial(F.linear, bias=wide_bias)
+        return _multiply(product, x.to(wide), weight.to(wide), num_tile_rows).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See the class."""
         x, weight = ctx.saved_tensors
         wide = product_dtype(grad.dtype)
         wide_grad = grad.to(wide)
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = (wide_grad @ weight.to(wide)).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (wide_grad.t() @ x.to(wide)).to(grad.dtype)
-        return grad_x, grad_weight
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
 def _multiply(
@@ -115,14 +119,21 @@ def _multiply(
 ) -> Tensor:
     """Return the contiguous product [T, out] with MIN_COLUMNS columns or more, in tiles of `num_tile_rows` if any."""
     num_columns = len(weight)
-    if num_columns < MIN_COLUMNS:
-        weight = F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns))
+    weight = _pad_columns(weight)
     if num_tile_rows:
         tiles = pad_rows(x, num_tile_rows).split(num_tile_rows)
         out = torch.cat([product(tile, weight) for tile in tiles])
     else:
         out = product(x, weight)
     return out[: len(x), :num_columns].contiguous()
+
+
+def _pad_columns(x: Tensor) -> Tensor:
+    """Append zeros to a weight [out, in], or a bias [out], up to MIN_COLUMNS columns of the product."""
+    num_missing = MIN_COLUMNS - len(x)
+    if num_missing <= 0:
+        return x
+    return torch.cat([x, x.new_zeros(num_missing, *x.shape[1:])])
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
