@@ -1,4 +1,4 @@
-"""The errors that end a run on purpose, each with the exit code of every rank.
+"""The errors that end a run on purpose, each with an exit code.
 
 Their message is for the user and is printed without a traceback. Any other exception is a bug: traceback,
 exit code 1. A run that is asked to stop saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C)
@@ -30,14 +30,8 @@ class RolloutError(RuntimeError):
     exit_code = 4
 
 
-class HangError(RuntimeError):
-    """A rank has made no progress for too long."""
-
-    exit_code = 5
-
-
 class SaveError(RuntimeError):
-    """The last checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are intact."""
+    """A checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are whole."""
 
     exit_code = 6
 
@@ -46,3 +40,8 @@ def refuse(is_wrong: object, message: str) -> None:
     """Raise InputError with the message if `is_wrong` is true."""
     if is_wrong:
         raise InputError(message)
+
+
+def escaped(text: str) -> str:
+    """The output of user code for display: control characters, which may be escape codes of a terminal, spelt out."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -17,7 +17,6 @@ from minirl.errors import InputError
 from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
-from minirl.run.run_folder import FREE_FLAGS
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
 
@@ -370,12 +369,10 @@ def prompt_of(tmp_path):
 
 
 def test_the_flag_of_template_arguments_reaches_the_prompts(prompt_of):
-    """A resume compares it, as it changes the samples."""
     assert prompt_of('{"enable_thinking": false}').endswith(NO_THOUGHT)
     # It does this anyway, under a name that it knows.
     assert prompt_of('{"enable_thinking": true}') == prompt_of(None)
     assert prompt_of('{"style": "x"}').startswith("x\n")
-    assert "chat_template_kwargs" not in FREE_FLAGS
 
 
 @pytest.mark.parametrize(

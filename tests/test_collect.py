@@ -17,10 +17,10 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
 from minirl.episodes.in_flight import finished_record, finished_rollout
-from minirl.files.value_files import ValueCopy, read_values
 from minirl.generation.engine import Engine
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.run.checkpoint import check_remembered
 from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
@@ -87,7 +87,7 @@ def test_an_episode_costs_what_is_asked_of_it():
 def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
     """Training's logprobs of a rollout are the sampled ones, bit for bit."""
     with torch.no_grad():
-        logprobs = scores_of(cached_model(attention, torch.float32), [rollout], 1.0)
+        logprobs = scores_of(cached_model(attention, torch.float32), [rollout])
     assert torch.equal(logprobs, rollout.sample_logprobs)
     assert not rollout.sample_logprobs[~rollout.loss_mask].any()
 
@@ -442,8 +442,9 @@ def test_a_record_has_all_branches(tmp_path):
     (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
     branched = in_two_branches(rollout)
     record = finished_record(branched, [None, 0.5], failed=True)
-    ValueCopy.of({"in_flight": [record]}, "records").write(tmp_path, "records")
-    (saved,) = read_values(tmp_path / "records")["in_flight"]
+    check_remembered("records", {"in_flight": [record]})
+    torch.save(record, tmp_path / "record.pt")
+    saved = torch.load(tmp_path / "record.pt", weights_only=True)
     assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
     assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
 

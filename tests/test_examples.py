@@ -3,20 +3,24 @@
 import random
 import re
 import runpy
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.sorting import load_sorting
-from minirl.files.value_files import read_values
-from support.resuming import resume
-from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, trained, write_rows
+from support.resuming import remembered, resume
+from support.scripts import (
+    ROOT,
+    patched_fork,
+    read_metrics,
+    read_rollouts,
+    trained,
+    write_rows,
+)
 
 EXAMPLES = ROOT / "docs" / "examples"
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"
@@ -24,12 +28,8 @@ COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eva
 
 
 def forked(folder, name):
-    """The fork that a patch of docs/examples makes of its script; the lines that it adds and takes out."""
-    patch = EXAMPLES / f"{name}.patch"
-    script = re.search(r"^--- (train_\w+\.py)", patch.read_text(), re.MULTILINE)[1]
-    fork = folder / f"{name}.py"
-    subprocess.run(["patch", "-s", "-o", fork, ROOT / script, patch], check=True)
-    return str(fork)
+    """The fork that a patch of docs/examples makes of its script."""
+    return patched_fork(folder, EXAMPLES / f"{name}.patch", name=name)
 
 
 def train_and_resume(pool, folder, script, *flags):
@@ -119,34 +119,11 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
         load_file(folder / "model.safetensors")
         for folder in (first, checkpoints / "000001", checkpoints / "000002")
     ]
-    averages = read_values(checkpoints / "000002" / "resume" / "extra")["ema"]
+    averages = remembered(checkpoints / "000002", "extra", "ema")
     assert averages.keys() == weights[0].keys()
     for name, average in averages.items():
         expected = 0.5625 * weights[0][name] + 0.1875 * weights[1][name] + 0.25 * weights[2][name]
         torch.testing.assert_close(average, expected)
-
-
-@pytest.mark.slow
-def test_a_reference_of_another_folder_is_kept_for_resumes(one_rank, runs, tmp_path):
-    """Its weights are those that the KL is to, also where the folder is gone."""
-    (original,) = runs.glob("toy-*")
-    other = tmp_path / "other"
-    shutil.copytree(original, other)
-    weights = {name: 0.9 * weight for name, weight in load_file(other / "model.safetensors").items()}
-    save_file(weights, other / "model.safetensors")
-    fork = changed_fork(
-        tmp_path,
-        "other_reference",
-        {"setup.load_reference()": f"setup.load_reference(Path({str(other)!r}))"},
-        {"import itertools\n": "import itertools\nfrom pathlib import Path\n"},
-    )
-    flags = f"{COMMON} --kl-coef 0.1 --prompts-per-step 4 --group-size 4 --eval-rows 1"
-    folder = trained(one_rank, runs / "other", fork, flags)
-    shutil.rmtree(other)
-    resume(one_rank, fork, folder, flags)
-    assert read_metrics(folder)[0]["policy/kl_ref_k3"] > 0
-    kept = load_file(folder / "reference" / "model.safetensors")
-    assert all(torch.equal(kept[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import train_grpo
 import train_ppo
@@ -24,7 +23,7 @@ from minirl.ranks import time_account
 from minirl.ranks.process_group import broadcast_object, gather_objects, world_size
 from minirl.rollouts import KeptIds, Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
-from minirl.run.run_folder import RunFolder
+from minirl.run.run import Progress
 from minirl.run.setup import num_shards
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
@@ -33,6 +32,7 @@ from minirl.training.scoring import score_batch, value_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
+from support.resuming import load
 from support.rollouts import in_two_branches
 from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_on_two_nodes, trained
 
@@ -105,7 +105,7 @@ def shared_out(rank, max_tokens, case):
     minibatch = range(len(table.num_tokens))
     if case.num_equal:
         weights = train_grpo.rollout_weights(case.config, table, table.rewards[:, 0], 64)
-        is_trained = train_grpo.is_trained(case.config, *rewards_of(table), table, weights)
+        is_trained = ~train_grpo.can_skip(case.config, *rewards_of(table), table, weights)
         assert 6 <= is_trained.sum() <= 9
         minibatch = is_trained.nonzero()[:, 0].tolist()
     split = dict(num_ranks=world_size(), max_tokens=max_tokens)
@@ -122,7 +122,7 @@ def rewards_of(table):
 def loss_of_one_sequence(model, tokens=None):
     """Of 20 tokens; if none are given, of the same ones on every rank."""
     tokens = torch.arange(20) if tokens is None else tokens
-    new, _ = score_batch(model.module, Batch((20,), tokens, torch.arange(20) > 0), temperature=1.0)
+    new, _ = score_batch(model.module, Batch((20,), tokens, torch.arange(20) > 0))
     return -new.sum()
 
 
@@ -173,7 +173,7 @@ def grpo_gradients(rank, max_tokens, folder, case):
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
-        new, entropy = score_batch(model.module, micro, temperature=1.0)
+        new, entropy = score_batch(model.module, micro)
         old = new.detach() - since_old(micro.sample_logprobs, micro.loss_mask, config.ratio_level)
         loss, _ = train_grpo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         model.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
@@ -289,7 +289,7 @@ def ppo_backward(rank, max_tokens, folder, value_folder, dtype, options, value_s
         values, _ = value_batch(value.module, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
         value.backward(value_scale * (micro.loss_weights * loss).sum(), is_last=is_last)
-        new, entropy = score_batch(policy.module, micro, temperature=1.0)
+        new, entropy = score_batch(policy.module, micro)
         old = new.detach() - since_old(micro.sample_logprobs, micro.loss_mask, "token")
         loss, _ = train_ppo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         policy.backward((micro.loss_weights * loss).sum(), is_last=is_last)
@@ -449,7 +449,7 @@ def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(two_r
     expected = read_metrics(trained(two_ranks, runs / "whole", "train_grpo.py", f"{flags} --num-steps 3"))
     run_on_two_nodes(ROOT / "train_grpo.py", f"{hybrid} agents --num-steps 1", runs=runs)
     saved = runs / "pool" / "checkpoints" / "000002" / "resume"
-    states = [load_file(saved / f"policy-{rank}-of-4.safetensors") for rank in range(4)]
+    states = [load(saved / f"{rank}-of-4.pt")["models"]["policy"] for rank in range(4)]
     assert list(map(bool, states)) == [True, True, False, False], "the ranks of the first node save the state"
     for run, num_steps in (("pool", 3), ("agents", 1)):
         for line, whole in zip(read_metrics(runs / run), expected[:num_steps], strict=True):
@@ -495,7 +495,7 @@ def check_refreshes(rank, folder, dtype):
     for _ in range(3):
         versions = {name: weight._version for name, weight in weights.items()}
         (rollout,) = engine.generate([request])
-        new, _ = score_batch(model.module, pack([rollout]), temperature=1.0)
+        new, _ = score_batch(model.module, pack([rollout]))
         assert float((new - rollout.sample_logprobs).abs().max()) <= tolerance
         model.backward(-new.sum(), is_last=True)
         assert versions == {name: weight._version for name, weight in weights.items()}
@@ -564,7 +564,7 @@ def clipped_step(rank, folder, names):
     model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
     before = torch.cat([master.full_tensor().flatten() for master in masters])
     gradient = torch.cat([master.grad.full_tensor().flatten() for master in masters])
-    norm = model.step(torch.optim.SGD(masters, lr=0.0), lr=1.0, max_grad_norm=0.01)
+    norm = model.step(torch.optim.SGD(masters, lr=1.0), lr=1.0, max_grad_norm=0.01)
     assert all(master.grad is None for master in model.masters.values())
     after = torch.cat([master.full_tensor().flatten() for master in masters])
     return norm, float(gradient.norm()), float((after - before).norm())
@@ -688,15 +688,10 @@ def trained_value_model(rank, folder, run):
         loss = (values - 1).square().sum() / world_size()
         model.backward(loss, is_last=True)
         model.step(optimizer, lr=0.01, max_grad_norm=1.0)
-    (run / "checkpoints").mkdir(exist_ok=True)
-    state = {"policy": (model, optimizer)}
-    checkpoints = Checkpoints(
-        RunFolder(run, {}, None, "token", None), state, sources={"policy": folder}, keep=0
-    )
-    checkpoints.save({"step": 20})
-    saved = checkpoints.finish()
+    checkpoints = Checkpoints(run, {"policy": (model, optimizer)}, sources={"policy": folder}, keep=0)
+    checkpoints.save(vars(Progress(step=20)))
     _, end_values = value_batch(model.module, batch)
-    return saved, end_values[batch.last_index].tolist()
+    return end_values[batch.last_index].tolist()
 
 
 VALUED_TEXTS = [torch.arange(n) * 7 % 33 for n in (5, 1, 30)]
@@ -707,8 +702,8 @@ def test_a_value_model_from_a_language_model_is_saved_as_a_classifier(two_ranks,
     """Its head starts at 0 and moves; transformers loads every tensor of the checkpoint and gives equal scores."""
     from transformers import AutoModelForSequenceClassification
 
-    for saved, scores in two_ranks.run(trained_value_model, folder, tmp_path):
-        assert saved == tmp_path / "checkpoints" / "000020"
+    saved = tmp_path / "checkpoints" / "000020"
+    for scores in two_ranks.run(trained_value_model, folder, tmp_path):
         classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, output_loading_info=True)
         assert not any(info.values()), info
         theirs = [classifier(text[None]).logits.item() for text in VALUED_TEXTS]

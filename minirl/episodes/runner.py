@@ -23,8 +23,7 @@ from minirl.episodes.refusals import check_rewards
 from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
 from minirl.episodes.turn_maker import TurnMaker
-from minirl.errors import InputError, RolloutError, refuse
-from minirl.files.redaction import escaped
+from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import print_here
 from minirl.rollouts import Request, Rollout, RolloutId

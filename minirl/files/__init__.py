@@ -1,1 +1,1 @@
-"""Files that are complete or absent, safetensors files, and the removal of secrets from output."""
+"""Files that are complete or absent, JSON files and safetensors files."""

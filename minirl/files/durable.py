@@ -1,44 +1,31 @@
 """Write files and folders that are complete or absent, whenever the process is killed.
 
 A file's content reaches the disk before it gets its name; a folder is filled under a temporary name (with a
-leading dot) and then renamed. Digests are SHA-256 of the written bytes, so that a later reader detects damage.
+leading dot) and then renamed.
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import BinaryIO
 
 
-class Digest(TypedDict):
-    """Size and hash of a file's content."""
-
-    num_bytes: int
-    sha256: str
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
-    """Write a file and wait until its content is on the disk. An OSError that it raises names the file."""
-    sha256 = hashlib.sha256()
-    num_bytes = 0
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; at the end of the block its content is on the disk. Raises OSError naming the file."""
     with naming(path), path.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            sha256.update(chunk)
-            num_bytes += len(chunk)
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    return Digest(num_bytes=num_bytes, sha256=sha256.hexdigest())
 
 
 def replace_file(path: Path, content: str) -> None:
     """Write a text file so that readers see either the old content or the new one, never a part."""
     temporary = path.with_name(f".half-{path.name}")
-    write_file(temporary, [content.encode()])
+    with new_file(temporary) as file:
+        file.write(content.encode())
     os.replace(temporary, path)
 
 
@@ -65,55 +52,25 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def damage(folder: Path, digests: Mapping[str, Digest]) -> str | None:
-    """Return which file of a folder differs from its digest, and how; None if none does. Reads all files."""
-    with ThreadPoolExecutor() as pool:
-        faults = pool.map(lambda name: _fault(folder / name, digests[name]), digests)
-        named = zip(digests, faults, strict=True)
-        return next((f"{name} {fault}" for name, fault in named if fault is not None), None)
-
-
-def _fault(path: Path, digest: Digest) -> str | None:
-    """Return how a file differs from its digest, or None if it does not."""
-    if not path.is_file():
-        return "is missing"
-    num_bytes = path.stat().st_size
-    if num_bytes != digest["num_bytes"]:
-        return f"has {num_bytes} bytes instead of {digest['num_bytes']}"
-    if file_sha256(path) != digest["sha256"]:
-        return "has other content than was written (SHA-256)"
-    return None
-
-
-def publish(temporary: Path, folder: Path) -> None:
+def publish(half_made: Path, folder: Path) -> None:
     """Give a complete folder its final name. Raises OSError if that name is taken by a folder with files."""
-    # The files are on the disk already (`write_file`); the lists of files in the folders are not.
-    for inner in temporary.rglob("*"):
-        if inner.is_dir():
-            sync(inner)
-    sync(temporary)
-    os.rename(temporary, folder)
-    sync(folder.parent)
+    # The files are on the disk already (`new_file`); the lists of files in the folders are not.
+    for inner in [*half_made.rglob("*/"), half_made]:
+        _sync_list(inner)
+    os.rename(half_made, folder)
+    _sync_list(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
     """Rename a folder, then delete it, so that a half-deleted folder never has the name of a complete one."""
     renamed = folder.with_name(f".old-{folder.name}")
-    # Left by an earlier call that was killed.
-    shutil.rmtree(renamed, ignore_errors=True)
     os.rename(folder, renamed)
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """Wait until the content of a file, or the list of files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync_list(folder: Path) -> None:
+    """Wait until the list of files of a folder is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

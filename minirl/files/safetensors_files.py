@@ -3,9 +3,8 @@
 The library's own writer needs all tensors in memory at once.
 """
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,9 @@ from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.files import durable
-from minirl.files.durable import Digest
 
-# The dtypes of weights that are read and written.
+# The dtypes that are read and written.
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-# The dtypes of all tensors that are written.
-STORED_DTYPES = DTYPE_NAMES | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def open_tensors(path: Path) -> Any:
@@ -36,15 +25,6 @@ def open_tensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
-
-
-def nonfinite_tensor(path: Path) -> str | None:
-    """The name of a tensor with a value that is not finite, or None. Needs memory for one tensor."""
-    with open_tensors(path) as file:
-        for name in sorted(file.keys()):
-            if not is_finite(file.get_tensor(name)):
-                return name
-    return None
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -56,10 +36,10 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(lowest.isfinite() & highest.isfinite())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
-    """Write a file of these tensors and wait until it is on the disk.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file of these tensors, on any device, and wait until it is on the disk.
 
-    Needs host memory for one tensor at a time.
+    Needs host memory for one tensor at a time. Raises OSError naming the file.
     """
     # The format: size of the header (8 bytes, little-endian), header (JSON, padded with spaces to a multiple
     # of 8 bytes), data.
@@ -68,20 +48,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Digest:
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": STORED_DTYPES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
     encoded = json.dumps(header).encode()
-    num_padding = -len(encoded) % 8
-    encoded += b" " * num_padding
-    size = len(encoded).to_bytes(8, "little")
-    return durable.write_file(path, itertools.chain([size + encoded], raw_bytes(tensors.values())))
-
-
-def raw_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The bytes of each tensor in a safetensors file."""
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        yield flat.view(torch.uint8).numpy().data
+    encoded += b" " * (-len(encoded) % 8)
+    with durable.new_file(path) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy().data)

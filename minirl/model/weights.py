@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from minirl.errors import InputError, refuse
 from minirl.files import durable
-from minirl.files.durable import Digest
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
@@ -38,8 +37,6 @@ _TOKENIZER_FILES = (
     "*.jinja",
 )
 _INDEX = "model.safetensors.index.json"
-# The sizes and SHA-256 of a saved folder's files by their names.
-DIGESTS_FILE = "digests.json"
 # The keys of generation_config.json that tell other programs where a completion ends.
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
@@ -57,7 +54,7 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
     """
     refuse(
         config.adapters and has_adapters(folder),
-        f"{folder}: has adapters; for further ones make a model of it first: python -m minirl.merge {folder} FOLDER",
+        f"{folder}: has adapters; for further ones merge them first, see docs/adapters.md",
     )
     _find_tensors(on_meta(config), folder)
 
@@ -268,15 +265,14 @@ def save_folder(
     tokenizer_from: Path | None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write a Hugging Face folder that is complete or absent, with the digests of its files. One rank calls it.
+    """Write a Hugging Face folder that is complete or absent. One rank calls it.
 
     It is written under a temporary name and then renamed. Raises OSError if a folder of that name exists.
     """
     half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
     tokenizer_files = None if tokenizer_from is None else read_tokenizer_files(tokenizer_from)
     try:
-        digests = write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files, kept=kept)
-        durable.write_file(half_made / DIGESTS_FILE, [json.dumps(digests, indent=1).encode()])
+        write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files, kept=kept)
         durable.publish(half_made, folder)
     finally:
         shutil.rmtree(half_made, ignore_errors=True)
@@ -290,30 +286,6 @@ def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
-def copy_model(source: Path, folder: Path) -> None:
-    """Copy a folder's config and weights to `folder`, which is complete or absent. One process calls it.
-
-    An earlier copy is replaced. Raises OSError, for example if the disk is full.
-    """
-    half_made = folder.with_name(f".half-{folder.name}")
-    shutil.rmtree(half_made, ignore_errors=True)  # from a killed copy
-    half_made.mkdir()
-    paths = {file_of(source, "config.json")}
-    if has_adapters(source):  # the base stays where it is
-        paths |= {source / ADAPTERS_FILE, source / WEIGHTS_FILE}
-    else:
-        paths |= set(_file_of_each_tensor(source).values())
-    if (source / _INDEX).is_file():
-        paths.add(source / _INDEX)
-    for path in paths:
-        copy = half_made / path.name
-        shutil.copyfile(path, copy)
-        durable.sync(copy)
-    if folder.exists():
-        durable.remove_folder(folder)
-    durable.publish(half_made, folder)
-
-
 def write_folder(
     folder: Path,
     tensors: Mapping[str, Tensor],
@@ -322,8 +294,8 @@ def write_folder(
     tokenizer_files: Mapping[str, bytes] | None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
     peft_config: Mapping[str, Any] | None = None,
-) -> dict[str, Digest]:
-    """Write the files of a Hugging Face folder; returns their digests by file name.
+) -> None:
+    """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
 
     Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`. A
     folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them. Needs
@@ -349,8 +321,7 @@ def write_folder(
         weights_name = WEIGHTS_FILE
         stored = {peft_name(name): tensor for name, tensor in tensors.items()}
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
-    digests = {}
     for name, content in contents.items():
-        digests[name] = durable.write_file(folder / name, [content])
-    digests[weights_name] = write_tensors(folder / weights_name, {**stored, **kept})
-    return digests
+        with durable.new_file(folder / name) as file:
+            file.write(content)
+    write_tensors(folder / weights_name, {**stored, **kept})

@@ -18,12 +18,9 @@ import torch
 from minirl.data.calculator import CALL_TOKENS, load_calculator
 from minirl.data.sorting import ALPHABET, load_sorting
 from minirl.data.task import Row, Task
-from minirl.errors import InputError, refuse
-from minirl.files import durable
-from minirl.files.json_files import read_json_object
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.model.weights import DIGESTS_FILE, named_parameters, save_folder
+from minirl.model.weights import named_parameters, save_folder
 from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import barrier, print0, rank
 from minirl.training.batch import Batch
@@ -65,10 +62,7 @@ EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calcu
 
 
 def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
-    """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective).
-
-    Raises InputError on every rank if a file in it has changed.
-    """
+    """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective)."""
     recipe = json.dumps({**RECIPE, "task": task}, sort_keys=True).encode()
     digest = hashlib.sha256(recipe).hexdigest()
     folder = root / f"toy-{digest[:8]}"
@@ -77,13 +71,6 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
         print0(f"making the embedded model: {num_steps} supervised steps on {task}, into {folder}")
         _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
-    try:
-        fault = durable.damage(folder, read_json_object(folder / DIGESTS_FILE))
-    except (InputError, LookupError, TypeError) as error:
-        fault = f"{DIGESTS_FILE}: {error}"
-    refuse(
-        fault, f"the embedded model is damaged ({fault}): delete {folder}, and the next run makes it again"
-    )
     return folder
 
 
@@ -157,7 +144,7 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
         lengths.append(len(prompt_ids) + len(answer_ids))
     batch = Batch(tuple(lengths), torch.tensor(tokens), loss_mask=torch.tensor(is_answer))
-    logprobs, _ = score_batch(model, batch, temperature=1.0)
+    logprobs, _ = score_batch(model, batch)
     return sft_loss(logprobs).sum() / sum(is_answer)
 
 

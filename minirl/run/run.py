@@ -6,14 +6,13 @@ Nothing here calls back into the script: a fork that needs something else writes
 
 import gc
 import itertools
-import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.collect.collector import Collector
@@ -33,20 +32,18 @@ from minirl.report.metrics import (
     add_staleness,
     derived,
 )
-from minirl.report.mfu import peak_flops, training_flops
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
 from minirl.rollouts import Rollout, all_branches
-from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, copy_remembered
-from minirl.run.input_files import keep_script
+from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.learning_rate import learning_rate
+from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
-
-Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 
 @dataclass
@@ -65,33 +62,6 @@ class Progress:
     evaluated: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     records: dict[str, list[Any]] = field(default_factory=dict)
-
-    def to_state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint's manifest: all fields but `extra` and `records`, which have their own files."""
-        return {name: value for name, value in vars(self).items() if name not in ("extra", "records")}
-
-    def remember(
-        self, extra: Mapping[str, Any], records: Mapping[str, list[Any]], *, is_forced: bool
-    ) -> None:
-        """Set the script's memory: the saved values, and first values where the checkpoint has none.
-
-        In a resumed run it raises InputError, unless is_forced, if that takes a first value or drops a saved one.
-        """
-        for kind, saved, first in (("extra", self.extra, extra), ("records", self.records, records)):
-            changes = [
-                f"no {kind}[{json.dumps(name)}]: this script has" for name in first if name not in saved
-            ]
-            changes += [
-                f"{kind}[{json.dumps(name)}]: this script has none" for name in saved if name not in first
-            ]
-            if self.step and changes:
-                listed = f"the checkpoint has {', '.join(changes)}"
-                refuse(
-                    not is_forced, f"{listed}; --resume force begins with first values and drops the others"
-                )
-                print0(f"resuming with other values to remember: {listed}")
-        self.extra = {name: self.extra.get(name, value) for name, value in extra.items()}
-        self.records = {name: self.records.get(name, value) for name, value in records.items()}
 
 
 class Run:
@@ -131,9 +101,6 @@ class Run:
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self._has_finished_step = False
-        self._model_configs = [model.module.config for model, _ in models.values()]
-        # This rank's microbatches of the update that the script planned.
-        self._microbatches: list[RolloutTable] = []
         self.device = setup.device
         self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
@@ -143,17 +110,21 @@ class Run:
         )
         if collector and config.max_staleness:
             extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
-        copy_remembered(extra, records)  # before the run makes anything
-        folder = setup.folder.create()
-        self._folder = folder.path
+        self._folder = setup.folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
-        self._checkpoints = Checkpoints(folder, models, sources=sources, keep=config.keep_checkpoints)
-        saved = self._checkpoints.restore(config.num_steps, decode_group=setup.sizes.decode_group)
-        self.progress = Progress(**saved)
-        self.progress.remember(extra, records, is_forced=config.resume == "force")
+        self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=config.keep_checkpoints)
+        self.progress = Progress()
+        checkpoint = setup.folder.checkpoint
+        if checkpoint is not None:
+            saved = self._checkpoints.restore(checkpoint, decode_group=setup.sizes.decode_group)
+            self.progress = Progress(**saved)
+            if self.progress.step >= config.num_steps:
+                print0("already finished; a greater --num-steps continues it")
+        self.progress.extra = extra | self.progress.extra
+        self.progress.records = records | self.progress.records
         if collector:
             collector.num_served = self.progress.num_served
-        if collector and config.max_staleness:
+        if collector and IN_FLIGHT in self.progress.extra:
             collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
         self._logger = Logger(
             self._folder,
@@ -163,8 +134,7 @@ class Run:
             keep_rollouts=config.keep_rollouts,
         )
         if rank() == 0:
-            keep_script(self._folder, step=self.progress.step)
-            setup.keep_reference(self._folder)
+            setup.folder.keep_script()
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
@@ -200,39 +170,44 @@ class Run:
         """The table indices of the branches of each optimizer step of an epoch. Not collective."""
         return plan_minibatches(table.episode.tolist(), self._config.minibatches_per_epoch)
 
-    def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
+    def plan_updates(self, table: RolloutTable, is_skipped: Tensor | None = None) -> UpdatePlan:
         """Plan which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
-        is_trained bool [N]: the branches in microbatches; None: all. If it names none, a microbatch has the first
-        branch, to measure the gap of sampled logprobs in every step.
+        is_skipped bool [N]: the branches that the loss learns nothing from; None: no branch. One of them is computed
+        all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
         """
         minibatches = self.minibatches(table)
-        if is_trained is not None:
-            if not is_trained.any():
-                is_trained = torch.arange(len(is_trained)) == 0
-            is_kept = is_trained.tolist()
-            minibatches = [[i for i in minibatch if is_kept[i]] for minibatch in minibatches]
-        plan = plan_updates(
+        if is_skipped is not None and is_skipped.any():
+            skipped = is_skipped.nonzero()[:, 0].tolist()
+            left_out = set(skipped) - {random.Random(self.progress.step).choice(skipped)}
+            minibatches = [[i for i in minibatch if i not in left_out] for minibatch in minibatches]
+        return plan_updates(
             minibatches,
             table.num_tokens.tolist(),
             table.prefixes,
             num_ranks=world_size(),
             max_tokens=self._setup.sizes.max_tokens_per_microbatch,
         )
-        own = itertools.chain.from_iterable(by_rank[rank()] for by_rank in plan.microbatches)
-        self._microbatches = [table.select(indices) for indices in own]
-        return plan
 
-    def with_old_logprobs(
-        self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
+    def score(
+        self,
+        batch: Batch,
+        minibatches: Sequence[Sequence[list[int]]],
+        policy: ShardedModel,
+        frozen: Sequence[FrozenModel],
     ) -> Batch:
-        """The batch with its old logprobs, or unchanged if one update per step makes them equal to the new ones."""
+        """The batch with its old logprobs and the streams of frozen models (collective if weights are sharded).
+
+        There are no old logprobs if one update a step makes them equal to the new ones.
+        """
+        microbatches = list(itertools.chain(*minibatches))
+        models = list(frozen)
         if self._setup.old_logprobs == "sampled":
-            return batch.replace(old_logprobs=batch.sample_logprobs)
-        if self._setup.old_logprobs == "scored":
-            shown = show_progress("score", microbatches)
-            old_policy = self._setup.frozen(policy, self._setup.sampled_logprobs, ["old_logprobs"])
-            return old_policy.add_to(batch, shown)
+            batch = batch.replace(old_logprobs=batch.sample_logprobs)
+        elif self._setup.old_logprobs == "scored":
+            models.insert(0, self._setup.frozen(policy, score_batch, ["old_logprobs"]))
+        for model in models:
+            batch = model.add_to(batch, show_progress("score", microbatches))
         return batch
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
@@ -299,11 +274,12 @@ class Run:
             self.progress.num_served = self._collector.num_served
         if self._collector and groups is not None and scores is not None:
             self._add_metrics(metrics, self._collector, groups, scores)
-        self._add_mfu(metrics)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
         numbers = derived(metrics.reduce()) | self.progress.evaluated
+        if step == 1 and "eval/reward" in self.progress.before:
+            numbers["eval/before"] = self.progress.before["eval/reward"]
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
@@ -311,24 +287,23 @@ class Run:
             self._save()
         elif not self._has_finished_step:
             # Refuse values that cannot be saved now, not after many steps that would be lost.
-            copy_remembered(self.progress.extra, self.progress.records)
+            check_remembered("extra", self.progress.extra)
+            check_remembered("records", self.progress.records)
         self._has_finished_step = True
 
     def close(self) -> int:
-        """Wait for the last save, print scores and paths; returns the exit code (collective)."""
-        saved = self._checkpoints.finish()
+        """Print scores and paths; returns the exit code (collective)."""
         self._logger.finish()
         for name, score in self.progress.evaluated.items():
             before = self.progress.before.get(name)
             if before is not None:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
         folder = self._folder
+        saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
-        loaded_by = "transformers' `from_pretrained` loads it"
-        if self._config.adapters:
-            loaded_by = f"PEFT loads it; python -m minirl.merge {saved} FOLDER makes a model of it"
-        print0(f"checkpoint {saved} ({loaded_by})")
+        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
+        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(
@@ -358,30 +333,13 @@ class Run:
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
 
-    def _add_mfu(self, metrics: StepMetrics) -> None:
-        """Add the least seconds of the updates that `plan_updates` planned, if the device's peak is known."""
-        microbatches, self._microbatches = self._microbatches, []
-        peak = None
-        if self._setup.dtype == torch.bfloat16 and self.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self.device))
-        if peak is None or not microbatches:
-            return
-        pairs = itertools.product(self._model_configs, microbatches)
-        flops = self._config.num_epochs * sum(itertools.starmap(training_flops, pairs))
-        metrics.add_total("perf/mfu_train", flops / peak / world_size())
-
     def _save(self) -> None:
-        """Start to save a checkpoint (collective)."""
+        """Save a checkpoint (collective)."""
         progress = self.progress
         if self._collector and self._config.max_staleness:
             progress.extra[IN_FLIGHT] = self._collector.state()
             progress.records[IN_FLIGHT] = self._collector.records()
-        self._checkpoints.save(
-            progress.to_state(),
-            extra=progress.extra,
-            records=progress.records,
-            score=progress.evaluated.get("eval/reward"),
-        )
+        self._checkpoints.save(vars(progress))
 
 
 def _is_due(step: int, every: int) -> bool:

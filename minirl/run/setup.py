@@ -5,7 +5,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
-import math
+import os
 import secrets
 import sys
 import time
@@ -23,7 +23,7 @@ from minirl.data.tools import Tool
 from minirl.data.view import view_of
 from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.generation.group_engine import GroupEngine
 from minirl.model.batch_invariance import product_dtype
@@ -31,10 +31,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import check_weights, copy_model, load_replica, resize_vocabulary
-from minirl.plan.choice import can_keep_cache, host_too_small, too_large
-from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
-from minirl.plan.needs import peak_bytes
+from minirl.model.weights import check_weights, load_replica, resize_vocabulary
 from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -52,20 +49,16 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
-from minirl.run.config import RunConfig
+from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
-from minirl.run.input_files import check_inputs, input_digests
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, named_folder, plan
-from minirl.run.run_folder import RunFolder, open_run_folder, run_before_restart, runs_root
-from minirl.training.batch import Batch
+from minirl.run.planning import lines, plan, this_machine
+from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
-
-REFERENCE = "reference"  # in the run's folder, with the weights of the reference model
 
 
 class Setup:
@@ -101,13 +94,22 @@ class Setup:
         self._num_shards = num_shards(config)
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
-        self.folder = self._open_folder(name)
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        refuse(
+            restarts and not config.run_name,
+            "torchrun --max-restarts: restarted ranks resume the run only with --run-name",
+        )
+        new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
+        changed = ", ".join(self.folder.changed_flags(self._flags))
+        refuse(
+            changed and not config.trains,
+            f"{self.folder.path}: this evaluation began with other flags: {changed}; take another --run-name",
+        )
+        self._notes = [f"this run last started with other flags: {changed}"] if changed else []
         # A checkpoint of adapters has no models: they belong to those that the run began with.
         self._saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = self._saved or self._original_model()
-        base = self.model_folder if config.adapters else None
-        self._inputs = input_digests(config, base=base) if rank() == 0 else {}
-        self._notes = check_inputs(self.folder, self._inputs, config, base=base)
         model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
         self.model_config = dataclasses.replace(
             model_config, scalar_head=scalar_head, adapters=config.adapters
@@ -127,14 +129,14 @@ class Setup:
         self.task = task
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         if self.sizes.decode_group > 1:
-            self._lead_or_follow(self.sizes.decode_group)
+            self._num_shards = self.sizes.decode_group
+            self._lead_or_follow(self._num_shards)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
         # Machines of other kinds may differ, and all ranks must score or none.
         self._is_exact = all(gather_objects(config.threads == 1 and is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
-        self._reference_folder: Path | None = None
         self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
@@ -171,7 +173,7 @@ class Setup:
         )
 
     def load_reference(self, folder: Path | None = None) -> FrozenModel:
-        """The model for `ref_logprobs` (collective). `Run` keeps a copy for resumes.
+        """The model for `ref_logprobs` (collective).
 
         folder: another model with the policy's tokens; None: the model that the run began with. With adapters this is
         the policy without them, on the same storage.
@@ -179,11 +181,8 @@ class Setup:
         if folder is None and self.config.adapters:
             assert self._models, "load the policy before its reference"
             policy = next(iter(self._models.values()))
-            return self.frozen(policy, under_adapters(self.sampled_logprobs), ["ref_logprobs"])
-        kept = self.folder.path / REFERENCE
-        is_kept = self.folder.checkpoint is not None and kept.is_dir()
-        self._reference_folder = kept if is_kept else folder or self._original_model()
-        return self.frozen(self._reference_folder, self.sampled_logprobs, ["ref_logprobs"])
+            return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
+        return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -197,11 +196,7 @@ class Setup:
             return self.frozen(
                 folder, teacher_states, ["teacher_states"], keeps_head=True, prompt_ids=prompt_ids
             )
-        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], prompt_ids=prompt_ids)
-
-    def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
-        return score_batch(model, batch, temperature=self.config.temperature)
+        return self.frozen(folder, score_batch, ["teacher_logprobs"], prompt_ids=prompt_ids)
 
     def frozen(
         self,
@@ -311,7 +306,7 @@ class Setup:
         return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
 
     def args(self) -> dict[str, Any]:
-        """The content of args.json: the flags, the values they left open, and on rank 0 digests of the inputs."""
+        """The content of args.json: the flags, and the values they left open."""
         return {
             **self._flags,
             "lr": self.config.peak_lr,
@@ -326,31 +321,19 @@ class Setup:
             "model": str(self.model_folder),
             "world_size": world_size(),
             "command": sys.argv,
-            "launcher": process_group.launcher(),
             "flags": self._flags,
-            "inputs": self._inputs,
         }
 
-    def keep_reference(self, folder: Path) -> None:
-        """Copy the reference's weights into the run's folder, unless they came from there. Only rank 0 calls it.
-
-        Raises InputError if the disk is full.
-        """
-        kept = folder / REFERENCE
-        if self._reference_folder in (None, kept):
-            return
-        try:
-            copy_model(self._reference_folder, kept)
-        except OSError as error:
-            raise InputError(f"{kept}: the reference model cannot be copied there: {error}") from None
-
     def print_start(self) -> None:
-        """Print, on rank 0, the model, the task, the sizes, and notes on the inputs."""
+        """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
+        folder = self.folder.path
+        print0(f"run {folder}; the same command with --run-name {folder.name} resumes it")
         ranks = f"{world_size()} x {self.device.type} {self.dtype}"
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         print0(f"task {self.task.name}: {counts}")
-        print0(f"sizes {self._memory_note}")
+        for line in self._budget:
+            print0(f"memory {line}")
         of_prompts = self.held_out.notes()
         if self.config.trains:
             of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
@@ -365,15 +348,6 @@ class Setup:
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
 
-    def _open_folder(self, name: str) -> RunFolder:
-        """The folder of --run-name, of the run before torchrun's restart, or of a new run (collective)."""
-        new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        return open_run_folder(
-            self.config.run_name or broadcast_object(run_before_restart() or new_name),
-            self._flags,
-            resume=self.config.resume if self.config.trains else "exact",
-        )
-
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""
         if self.config.model is None:
@@ -381,38 +355,18 @@ class Setup:
         return resolve_folder(self.config.model)
 
     def _fit_memory(self) -> None:
-        """Choose the sizes that flags leave open, and what can stay in memory beside the cache (collective).
-
-        Raises InputError if nothing fits.
-        """
-        recorded = self.folder.args
-        free = min(gather_objects(free_bytes(self.device)))
-        work, self.sizes, *_ = plan(
+        """Choose the sizes that flags leave open (collective). Raises InputError if the run does not fit."""
+        self.sizes, needed = plan(
             self.config,
             self.model_config,
-            of_node=math.gcd(*gather_objects(local_world_size())),
-            recorded=recorded,
-            free=free,
-            value_folder=self.saved_folder("value"),
+            this_machine(self.device),
             streams=(self.prompts, self.held_out),
             dtype=self.dtype,
-            device_type=self.device.type,
-            num_ranks=world_size(),
-            num_shards=self._num_shards,
+            recorded=self.folder.args,
+            value_folder=self.saved_folder("value"),
         )
-        sizes, self._num_shards = self.sizes, work.num_shards
-        on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
-        # The first host's reason, if its memory is too small.
-        on_hosts = next(filter(None, gather_objects(on_host)), None)
-        reason = too_large(work, sizes, free) or on_hosts
-        flags = sizes.flags(trains=work.trains)
-        anyway = f". With all sizes given it starts anyway: {flags}" if work.trains else ""
-        is_open = "auto" in given_sizes(self.config, recorded=recorded).values()
-        refuse(reason and is_open, f"{reason}{anyway}")
-        self._keeps_cache = can_keep_cache(work, sizes, free)
-        peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
-        kept = ", the cache kept between steps" if self._keeps_cache else ""
-        self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+        self._keeps_cache = needed.fits(keeps_cache=True)
+        self._budget = lines(self.sizes, needed)
 
     def _lead_or_follow(self, group: int) -> None:
         """Give the first rank of each `group` ranks the requests of all, and the workers for them."""

@@ -24,7 +24,6 @@ from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks import watchdog
 from minirl.ranks.process_group import all_gather_flat, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
@@ -200,23 +199,23 @@ class ShardedModel:
         self.refresh()
 
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
-        """Copies on the host of a checkpoint's weights; {} without `keep`.
+        """A checkpoint's weights; {} without `keep`.
 
-        These are all weights in the compute dtype, or of a model with adapters all masters. Masters, and with
-        `shard_weights` all weights, are gathered one after another (collective).
+        These are the compute weights, or of a model with adapters all masters. Masters, and with `shard_weights` all
+        weights, are gathered one after another, to the host (collective).
         """
         sharded = self.masters | self._frozen
         dtype = self.dtype
         if self.module.config.adapters is not None:
             sharded, dtype = self.masters, at_least_fp32(dtype)
         elif not self.shards_weights:
-            return {name: _host_copy(weight) for name, weight in self.compute_weights.items()} if keep else {}
-        copies = {}
+            return self.compute_weights if keep else {}
+        gathered = {}
         for name in filter(sharded.__contains__, self._names):
             whole = sharded[name].full_tensor()
             if keep:
-                copies[name] = _host_copy(whole.to(dtype))
-        return copies
+                gathered[name] = whole.detach().to("cpu", dtype)
+        return gathered
 
     def reshard(self) -> None:
         """Free the root's gathered weights, which a forward without backward leaves in memory. Not collective."""
@@ -231,7 +230,6 @@ class ShardedModel:
         rank has any. With `shard_gradients` every call sums (collective), so all ranks must have equally many
         microbatches; `assignment.plan_updates` sees to that.
         """
-        watchdog.heartbeat()
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)  # between groups
@@ -240,7 +238,7 @@ class ShardedModel:
     def make_optimizer(
         self, *, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float
     ) -> torch.optim.AdamW:
-        """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
+        """Make an AdamW over the masters, with its state, for `step`, which sets the learning rate.
 
         Only matrices decay: norms and biases do not.
 
@@ -253,7 +251,7 @@ class ShardedModel:
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=eps, fused=True)
         for master in self.masters.values():
             if master.requires_grad:
                 num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -263,6 +261,8 @@ class ShardedModel:
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
+
+        lr: the learning rate of this update. A group with another lr than the optimizer's default keeps their ratio.
 
         The norm, before clipping, covers the optimizer's parameters on all ranks; other parameters' gradients are
         dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, for example without any `backward`, makes no
@@ -287,7 +287,8 @@ class ShardedModel:
             # One kernel for all local shards, not one each.
             torch._foreach_mul_([_local(gradient) for gradient in gradients], max_grad_norm / norm)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            own_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = lr * (own_lr / optimizer.defaults["lr"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         weight_norm = self._total_norm(self.masters.values())
@@ -301,7 +302,7 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Copies on the host of this rank's shards, for a checkpoint; empty outside the first group. Not collective.
+        """This rank's shards, for a checkpoint; empty outside the first group. Not collective.
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
@@ -309,39 +310,35 @@ class ShardedModel:
             return {}
         tensors = {f"masters.{name}": master for name, master in self.masters.items()}
         for name, master in self.masters.items():
-            state = optimizer.state.get(master, {})
-            for kind, value in state.items():
+            for kind, value in optimizer.state.get(master, {}).items():
                 tensors[f"{kind}.{name}"] = value
-        return {name: _host_copy(_local(tensor)) for name, tensor in sorted(tensors.items())}
+        return {name: _local(tensor).detach() for name, tensor in sorted(tensors.items())}
 
     @torch.no_grad()
     def load_state(
-        self,
-        optimizer: torch.optim.Optimizer,
-        stored: Mapping[str, Any],
-        *,
-        place: str,
+        self, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Tensor]], *, place: str
     ) -> None:
         """Load the masters and the optimizer's state, then refresh (collective).
 
-        stored: the tensors of `state_tensors`, with the shards of any number of ranks joined; each has `get_shape` and
-        can be sliced.
+        saved: the `state_tensors` of each rank that saved, of any number. Needs host memory for one whole tensor.
 
         Raises InputError naming `place` and the tensor if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
-        parts = {key: key.split(".", 1) for key in stored}
+        parts = {key: key.split(".", 1) for key in saved[0]}
         unmatched = {name for _, name in parts.values()} ^ self.masters.keys()
         if unmatched:
             raise InputError(f"{place}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
         for key, (kind, name) in parts.items():
             master = self.masters[name]
-            # Some optimizers make their state in the first step. A scalar is the step count.
             state = {"masters": master} if kind == "masters" else optimizer.state[master]
-            if kind not in state:
-                is_scalar = not stored[key].get_shape()
-                state[kind] = torch.zeros((), device=master.device) if is_scalar else torch.zeros_like(master)
-            fill(state[kind], stored[key], f"{place}: {key}")
+            shards = [tensors[key] for tensors in saved if key in tensors]
+            if shards[0].ndim == 0:  # the count of steps, which each rank has
+                state[kind] = shards[0].to(master.device, copy=True)
+                continue
+            if kind not in state:  # some optimizers make their state in the first step
+                state[kind] = torch.zeros_like(master)
+            fill(state[kind], torch.cat(shards), f"{place}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -422,11 +419,6 @@ def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, also of a tensor that is there already."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 class _CountedReduceScatter:

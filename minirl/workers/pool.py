@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minirl.errors import InputError
-from minirl.files.redaction import escaped
+from minirl.errors import InputError, escaped
 from minirl.ranks.process_group import print_here, rank
 from minirl.workers.process import UserProcess
 

@@ -4,22 +4,48 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from support.rank_pool import RankPool
 from support.scripts import read_metrics, run_in_pool, untimed
 
 
+def as_text(value: Any) -> str:
+    """A text that is equal for values of the same types that are equal to the bit."""
+    if isinstance(value, Tensor):
+        content = value.contiguous().view(-1).view(torch.uint8).numpy()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
+    if isinstance(value, dict):
+        return repr({key: as_text(item) for key, item in value.items()})
+    return repr(list(map(as_text, value))) if isinstance(value, list) else repr(value)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file in resume/ of a checkpoint."""
+    return torch.load(path, weights_only=True)
+
+
+def remembered(checkpoint: Path, kind: str, name: str) -> Any:
+    """What the script of rank 0 has saved as extra[name] or records[name]."""
+    file = "progress.pt" if kind == "extra" else "0-of-*.pt"
+    (path,) = (checkpoint / "resume").glob(file)
+    return load(path)[kind][name]
+
+
 def digests(folder: Path, *, has_workers: bool = False) -> dict[str, str]:
-    """Digests of all that must be equal: tensor files, state, the script's memory, rollouts, numbers except times.
+    """Digests of all that must be equal: checkpoints, rollouts, numbers except times.
 
     has_workers: how full the cache and decode steps are depends on when the workers reply.
     """
     ignored = ("perf/decode", "count/dropped") if has_workers else ()
     files = [*(folder / "checkpoints").rglob("*.safetensors"), *(folder / "rollouts").iterdir()]
-    files += (folder / "checkpoints").rglob("resume/**/*.json")
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    for path in (folder / "checkpoints").glob("*/manifest.json"):
-        found[f"{path.parent.name} state"] = json.dumps(json.loads(path.read_text())["state"]).encode()
+    for path in (folder / "checkpoints").rglob("*.pt"):
+        for name, value in load(path).items():
+            found[f"{path.relative_to(folder)} {name}"] = as_text(value).encode()
     for line in read_metrics(folder):
         numbers = {name: value for name, value in untimed(line).items() if not name.startswith(ignored)}
         found[f"metrics {line['step']}"] = json.dumps(numbers).encode()
@@ -33,7 +59,7 @@ def interrupted_copy(folder: Path, name: str, last_step: int) -> Path:
     for path in (copy / "checkpoints").iterdir():
         if int(path.name) > last_step:
             shutil.rmtree(path)
-    (copy / "checkpoints" / f".tmp-{last_step + 1:06d}-0").mkdir()
+    (copy / "checkpoints" / f".half-{last_step + 1:06d}").mkdir()
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "reward/me')
     return copy
