@@ -1,6 +1,7 @@
 """Row-invariant products: they are the usual products, and a row's bits do not depend on the rows around it."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from minirl.model import batch_invariance, padding
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
-SHAPES = [(8, 24), (64, 131), (172, 64), (515, 48), (768, 96)]
+SHAPES = [(1, 8), (3, 64), (4, 64), (5, 11), (8, 24), (51, 2), (64, 131), (172, 64), (515, 48), (768, 96)]
 ROWS = (1, 2, 6, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
 
 
@@ -134,41 +135,46 @@ def test_off_the_cpu_only_what_has_no_rows_is_padded(rows, padded):
     assert padding.pad_rows(torch.empty(rows, 6, device="meta")).shape == (padded, 6)
 
 
-def probe_instead(monkeypatch, linear):
-    """Let the probe measure this product in place of the library's, and remember nothing."""
-    monkeypatch.setattr(batch_invariance, "_multiply", lambda _, x, weight, num_tile_rows: linear(x, weight))
-    monkeypatch.setattr(batch_invariance, "tile_rows", batch_invariance.tile_rows.__wrapped__)
+@pytest.fixture
+def library(monkeypatch):
+    """Returns a function that replaces the matrix library's product, of which nothing is measured yet."""
+
+    def replace(linear):
+        monkeypatch.setattr(F, "linear", linear)
+        batch_invariance.tile_rows.cache_clear()
+
+    yield replace
+    batch_invariance.tile_rows.cache_clear()
+
+
+def exact_product(x, weight):
+    """One reduction per element: the same bits at any number of rows."""
+    return (x.double()[:, None] * weight.double()).sum(-1)
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "form"),
     [
-        lambda x: torch.full((len(x), 1), 1e-5 * (len(x) < 17)),
-        lambda x: torch.full((len(x), 1), 1e-5 * (len(x) == 129)),
-        lambda x: 1e-5 * (torch.arange(len(x))[:, None] % 8),
-        lambda x: 1e-5 * x.mean().expand(len(x), 1),
+        (lambda x: 0 * x[:, :1], 0),
+        (lambda x: torch.full((len(x), 1), 1e-5 * (len(x) < 17)), 64),
+        (lambda x: torch.full((len(x), 1), 1e-5 * (len(x) == 129)), 64),
+        (lambda x: torch.full((len(x), 1), 1e-5 * (len(x) == 47)), 64),
+        (lambda x: 1e-5 * (torch.arange(len(x))[:, None] % 8), None),
+        (lambda x: 1e-5 * x.mean().expand(len(x), 1), None),
     ],
-    ids=["few_rows", "one_number_of_rows", "place", "neighbours"],
+    ids=["none", "few_rows", "many_rows", "one_number_of_rows", "place", "neighbours"],
 )
-def test_probe_notices_products_that_depend_on_other_rows(monkeypatch, error):
-    """`is_batch_invariant` is not a rubber stamp: a small dependence on the batch makes it False."""
-
-    def linear(x, weight):
-        # One reduction per element: any row count, same bits.
-        exact = (x.double()[:, None] * weight.double()).sum(-1)
-        return exact.float() + scale * error(x)
-
-    probe_instead(monkeypatch, linear)
-    scale = 0.0
-    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU)
-    scale = 1.0
-    assert not batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU)
+def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(library, error, form):
+    """It is not a rubber stamp: a small dependence on the batch asks for tiles, or for no promise."""
+    library(lambda x, weight: exact_product(x, weight).float() + error(x))
+    assert batch_invariance.tile_rows(12, 6, torch.float32) == form
+    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU) == (form is not None)
 
 
-def test_probe_notices_sums_in_another_order_that_rounding_hides(monkeypatch):
+def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
     """A bf16 product that a number of rows sums in another order differs in few elements of arbitrary factors."""
 
-    def linear(x, weight, bias=None):
+    def linear(x, weight):
         order = torch.arange(x.shape[1]).flip(0) if len(x) == 129 else torch.arange(x.shape[1])
         total = torch.zeros(len(x), len(weight))
         for i in order:
@@ -176,10 +182,62 @@ def test_probe_notices_sums_in_another_order_that_rounding_hides(monkeypatch):
         return total.bfloat16()
 
     monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda: True)
-    x, weight = randn(600, 16, dtype=torch.bfloat16), randn(4, 16, dtype=torch.bfloat16, seed=1)
+    x, weight = randn(600, 4, dtype=torch.bfloat16), randn(4, 4, dtype=torch.bfloat16, seed=1)
     assert torch.equal(linear(x[:129], weight), linear(x, weight)[:129])
-    probe_instead(monkeypatch, linear)
-    assert not batch_invariance.is_batch_invariant([(16, 4)], torch.bfloat16, CPU)
+    library(linear)
+    assert batch_invariance.tile_rows(4, 4, torch.bfloat16) == 64
+
+
+def test_the_probe_tries_every_shape(library):
+    """One shape that varies is enough for a False, wherever it stands in the list."""
+
+    def linear(x, weight):
+        """Only products of 9 inputs depend on the place of a row."""
+        rows = torch.arange(len(x))[:, None] * (x.shape[1] == 9)
+        return rows.float().expand(-1, len(weight))
+
+    library(linear)
+    assert batch_invariance.is_batch_invariant([(8, 4), (12, 4)], torch.float32, CPU)
+    for shapes in itertools.permutations([(8, 4), (9, 4), (12, 4)]):
+        assert not batch_invariance.is_batch_invariant(shapes, torch.float32, CPU)
+
+
+def rows_that_differ(product, x, weight, rng):
+    """The numbers of rows, each from an arbitrary place on, whose products have other bits than those of all rows."""
+    expected = product(x, weight)
+    starts = {
+        rows: rng.randint(0, len(x) - rows) for rows in (*range(1, 65), *rng.sample(range(65, len(x)), 12))
+    }
+    return [
+        rows
+        for rows, start in starts.items()
+        if not torch.equal(
+            product(padding.pad_rows(x[start : start + rows]), weight)[:rows], expected[start : start + rows]
+        )
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_shape_is_called_batch_invariant_that_is_not(dtype, seed):
+    """Arbitrary shapes, narrow ones above all, by layers and head, with cancelling and with usual factors."""
+    rng = random.Random(seed)
+    wrong = []
+    for _ in range(60):
+        num_in, num_out = rng.choice([(16, 70), (70, 300), (1000, 40)])
+        num_in, num_out = rng.randint(1, num_in), rng.randint(1, num_out)
+        is_head = rng.random() < 0.25
+        shape = (num_in, num_out)
+        if batch_invariance.is_batch_invariant([shape], dtype, CPU, is_head=is_head):
+            product = batch_invariance.head_logits if is_head else batch_invariance.linear
+            num_rows = rng.choice([640, 3000 if num_in * num_out < 20_000 else 640])
+            (x,), (weight,) = batch_invariance.cancelling_factors(1, num_rows, *shape, dtype)
+            usual = randn(num_rows, num_in, seed=seed), randn(num_out, num_in, seed=seed + 1)
+            for factors in ((x, weight), usual):
+                if rows := rows_that_differ(product, *(factor.to(dtype) for factor in factors), rng):
+                    wrong.append((shape, is_head, rows))
+    assert not wrong
 
 
 @pytest.mark.parametrize("num_in", [64, 515])
@@ -200,19 +258,6 @@ def test_without_bf16_instructions_products_are_those_of_fp32_rounded(num_in, mo
         assert torch.equal(leaf.grad, wide.grad.bfloat16())
     a, b = randn(3, 16, num_in, dtype=torch.bfloat16), randn(3, num_in, 24, dtype=torch.bfloat16)
     assert torch.equal(batch_invariance.bmm(a, b), torch.bmm(a.float(), b.float()).bfloat16())
-
-
-def test_probe_tries_every_shape(monkeypatch):
-    """One shape that varies is enough for a False, wherever it stands in the list."""
-
-    def linear(x, weight):
-        """Only products of 9 inputs depend on the number of rows."""
-        return torch.full((len(x), len(weight)), float(len(x) if x.shape[1] == 9 else 0))
-
-    probe_instead(monkeypatch, linear)
-    assert batch_invariance.is_batch_invariant([(8, 4), (12, 4)], torch.float32, CPU)
-    for shapes in itertools.permutations([(8, 4), (9, 4), (12, 4)]):
-        assert not batch_invariance.is_batch_invariant(shapes, torch.float32, CPU)
 
 
 def test_probe_promises_nothing_off_the_cpu():

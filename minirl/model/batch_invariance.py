@@ -13,6 +13,7 @@ instead.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,36 +78,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     )
     if is_plain:
         return F.linear(x, weight, bias)
-    product = _Product.apply(x, weight)
-    return product if bias is None else product + bias
+    return _Product.apply(x, weight, bias)
 
 
 class _Product(torch.autograd.Function):
-    """x [T, in] @ weight.T by `_multiply`, in the dtype of `product_dtype`.
+    """`F.linear` by `_multiply`, in the dtype of `product_dtype`.
 
     The gradients are neither tiled nor padded: nothing needs to equal them bit for bit.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
         wide = product_dtype(x.dtype)
         num_tile_rows = tile_rows(weight.shape[1], len(weight), wide)
-        return _multiply(F.linear, x.to(wide), weight.to(wide), num_tile_rows).to(x.dtype)
+        # Added by the product, as in one that is not padded: alone it would be rounded twice.
+        wide_bias = None if bias is None else _pad_columns(bias.to(wide))
+        product = functools.partial(F.linear, bias=wide_bias)
+        return _multiply(product, x.to(wide), weight.to(wide), num_tile_rows).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See the class."""
         x, weight = ctx.saved_tensors
         wide = product_dtype(grad.dtype)
         wide_grad = grad.to(wide)
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = (wide_grad @ weight.to(wide)).to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = (wide_grad.t() @ x.to(wide)).to(grad.dtype)
-        return grad_x, grad_weight
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
 def _multiply(
@@ -114,14 +119,21 @@ def _multiply(
 ) -> Tensor:
     """Return the contiguous product [T, out] with MIN_COLUMNS columns or more, in tiles of `num_tile_rows` if any."""
     num_columns = len(weight)
-    if num_columns < MIN_COLUMNS:
-        weight = F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns))
+    weight = _pad_columns(weight)
     if num_tile_rows:
         tiles = pad_rows(x, num_tile_rows).split(num_tile_rows)
         out = torch.cat([product(tile, weight) for tile in tiles])
     else:
         out = product(x, weight)
     return out[: len(x), :num_columns].contiguous()
+
+
+def _pad_columns(x: Tensor) -> Tensor:
+    """Append zeros to a weight [out, in], or a bias [out], up to MIN_COLUMNS columns of the product."""
+    num_missing = MIN_COLUMNS - len(x)
+    if num_missing <= 0:
+        return x
+    return torch.cat([x, x.new_zeros(num_missing, *x.shape[1:])])
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
@@ -183,44 +195,32 @@ def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = 
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
     (x,), (weight,) = cancelling_factors(1, PROBE_PERIOD, num_in, num_columns, dtype)
     product = _head_product if is_head else F.linear
+    numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
+    repeats = -(-numbers[-1] // PROBE_PERIOD)
+    rows = x.repeat(repeats, 1)
     for num_tile_rows in (0, TILE_ROWS):
-
-        def multiply(rows: Tensor, tile: int = num_tile_rows) -> Tensor:
-            return _multiply(product, rows, weight, tile)
-
-        if _is_periodic(multiply, x, weight.numel()):
+        expected = _multiply(product, rows[:MIN_ROWS], weight, num_tile_rows)[:PROBE_PERIOD].repeat(
+            repeats, 1
+        )
+        products = ((_multiply(product, rows[:n], weight, num_tile_rows), expected[:n]) for n in numbers)
+        if all(itertools.starmap(torch.equal, products)):
             return num_tile_rows
     return None
 
 
-def _is_periodic(multiply: Callable[[Tensor], Tensor], x: Tensor, work: int) -> bool:
-    """Return whether the rows x [PROBE_PERIOD, in], over and over, have the same products wherever they stand.
-
-    work: multiplications for a row.
-    """
-    numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * work <= MAX_PROBED_WORK]
-    most = numbers[-1]
-    repeated = x.repeat(-(-most // PROBE_PERIOD), 1)
-    expected = multiply(repeated[: PROBE_PERIOD + MIN_ROWS])[:PROBE_PERIOD].repeat(
-        -(-most // PROBE_PERIOD), 1
-    )
-    return all(torch.equal(multiply(repeated[:rows]), expected[:rows]) for rows in numbers)
-
-
 def _has_bits_in_slices(
-    num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool, num_slices: int
+    num_in: int, num_out: int, dtype: torch.dtype, is_head: bool, num_slices: int
 ) -> bool:
     """Return whether columns computed in slices, as `slices` does, have the bits of the whole product."""
     product = head_logits if is_head else linear
-    (x,), (weight,) = cancelling_factors(
-        1, 2 * TILE_ROWS, num_in, min(num_out, MAX_PROBED_WEIGHT // num_in), dtype
+    num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
+    (x,), (weight,) = cancelling_factors(1, 2 * TILE_ROWS, num_in, num_columns, dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
+    slices = weight.split(-(-num_columns // num_slices))
+    return all(
+        torch.equal(torch.cat([product(x[:rows], part) for part in slices], 1), product(x[:rows], weight))
+        for rows in (MIN_ROWS, 33, 2 * TILE_ROWS)
     )
-    width = -(-len(weight) // num_slices)
-    for rows in (MIN_ROWS, 33, 2 * TILE_ROWS):
-        columns = [product(x[:rows], part) for part in weight.split(width)]
-        if not torch.equal(torch.cat(columns, 1), product(x[:rows], weight)):
-            return False
-    return True
 
 
 def is_batch_invariant(
@@ -238,11 +238,13 @@ def is_batch_invariant(
     """
     if device.type != "cpu":
         return False
-    return all(
-        tile_rows(*shape, product_dtype(dtype), is_head=is_head) is not None
-        and (num_slices == 1 or _has_bits_in_slices(*shape, dtype, is_head=is_head, num_slices=num_slices))
-        for shape in set(shapes)
-    )
+    for num_in, num_out in set(shapes):
+        for width in {num_out, -(-num_out // num_slices)}:
+            if tile_rows(num_in, width, product_dtype(dtype), is_head=is_head) is None:
+                return False
+        if num_slices > 1 and not _has_bits_in_slices(num_in, num_out, dtype, is_head, num_slices):
+            return False
+    return True
 
 
 def cancelling_factors(

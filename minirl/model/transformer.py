@@ -20,6 +20,7 @@ from minirl.model.attention import Layout, attend
 from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig, is_adapter
 from minirl.model.gated_delta_net import GatedDeltaNet
 from minirl.model.layers import ACTIVATIONS, Linear, RMSNorm
+from minirl.model.logprobs import VOCAB_CHUNK
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
 from minirl.model.slices import Slices
 
@@ -259,7 +260,8 @@ def is_batch_invariant(
     """
     parameters = on_meta(config).model.layers.parameters()
     layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
-    head = [(config.hidden_size, config.vocab_size)]
+    vocab_chunks = (min(config.vocab_size, VOCAB_CHUNK), config.vocab_size % VOCAB_CHUNK)
+    head = [(config.hidden_size, width) for width in vocab_chunks if width]
     if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
         return False
     if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):

@@ -134,7 +134,8 @@ class Setup:
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
-        self._is_exact = config.threads == 1 and is_invariant
+        # Machines of other kinds may differ, and all ranks must score or none.
+        self._is_exact = all(gather_objects(config.threads == 1 and is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
