@@ -1,40 +1,61 @@
-"""The cost of saving: the wall seconds of `train_grpo.py` on two ranks with a checkpoint every N steps.
+"""Seconds in which saving a checkpoint stops training, for each GB, beside a plain write of the same bytes.
 
-    python benchmarks/compare.py --metric step_s "python benchmarks/saving.py --num-steps 100 --save-every 0" \
-        "python benchmarks/saving.py --num-steps 100 --save-every 50" \
-        "python benchmarks/saving.py --num-steps 100 --save-every 5"
+    torchrun --standalone --nproc-per-node 2 benchmarks/saving.py MODEL --folder FOLDER [--dtype bfloat16]
 
-`step_s` is the time of all steps, `blocked_s` the part of it in which saving kept training waiting.
+FOLDER is on the disk to measure; its files are deleted. The optimizer's state is there and 0.
 """
 
 import argparse
-import json
-import subprocess
-import tempfile
+import os
+import shutil
+import time
 from pathlib import Path
 
-from workload import print_result, start_script
+import torch
+from workload import print_figures
+
+from minirl.files import durable
+from minirl.model.families import read_config
+from minirl.ranks import process_group
+from minirl.ranks.process_group import barrier, rank
+from minirl.run.checkpoint import Checkpoints
+from minirl.run.run import Progress
+from minirl.training.sharded_model import ShardedModel
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--save-every", type=int, required=True)
-    parser.add_argument("--num-steps", type=int, default=300)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    flags = ["--run-name", "saving", "--num-steps", str(args.num_steps), "--save-every", str(args.save_every)]
-    with tempfile.TemporaryDirectory() as runs:
-        job = start_script("train_grpo.py", *flags, runs=runs, stdout=subprocess.DEVNULL)
-        assert job.wait() == 0
-        lines = (Path(runs) / "saving" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
-    # The last save comes after the last line: it delays no step.
-    print_result(
-        what=f"save every {args.save_every}",
-        step_s=sum(step["time/step"] for step in steps),
-        blocked_s=sum(step.get("time/save", 0.0) for step in steps),
-    )
+    device = process_group.start()
+    model = ShardedModel(read_config(args.model), args.model, dtype=getattr(torch, args.dtype), device=device)
+    optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
+    models = {"policy": (model, optimizer)}
+    checkpoints = Checkpoints(args.folder, models, sources={"policy": args.model}, keep=1)
+    for step in range(1, 4):
+        barrier()
+        began = time.monotonic()
+        checkpoints.save(vars(Progress(step=step)))
+        seconds = time.monotonic() - began
+        if rank() == 0:
+            files = (args.folder / "checkpoints").rglob("*.*")
+            gigabytes = sum(path.stat().st_size for path in files) / 1e9
+            block = memoryview(os.urandom(10**7))
+            began = time.monotonic()
+            with durable.new_file(args.folder / "plain") as file:
+                for _ in range(round(gigabytes * 100)):
+                    file.write(block)
+            plain = time.monotonic() - began
+            print_figures({"GB": gigabytes, "s_per_GB": seconds / gigabytes, "plain": plain / gigabytes})
+    barrier()
+    if rank() == 0:
+        shutil.rmtree(args.folder / "checkpoints")
+        (args.folder / "plain").unlink()
+    process_group.stop()
 
 
 if __name__ == "__main__":

@@ -132,11 +132,6 @@ strange_object = hostile(lambda episode: episode.generate(after=[object()]))
 foreign_ids = hostile(lambda episode: episode.generate(after=[10_000]))
 huge = hostile(lambda episode: episode.generate(after="a" * 10_000_000))
 
-def tells_secrets(episode):
-    print("the key is", os.environ["MY_API_KEY"], flush=True)
-    yield episode.generate(max_tokens=4)
-    raise KeyError(os.environ["MY_API_KEY"])
-
 def always_raises(episode):
     yield episode.generate(max_tokens=4)
     raise KeyError("again")
@@ -325,15 +320,6 @@ def test_row_53_a_failure_stops_the_run_or_ends_its_episode_alone(load, name):
         one_of_each_row(load(name, timeout_s=timeout_s)).collect(20)
     assert re.match(expected, str(raised.value)), str(raised.value)
     assert raised.value.exit_code == 4
-
-
-def test_row_48_secrets_are_taken_out_of_what_a_rollout_function_says(load, monkeypatch, capsys):
-    monkeypatch.setenv("MY_API_KEY", "very-secret-value!")
-    with pytest.raises(RolloutError, match=r"KeyError: '\*\*\*'") as raised:
-        rollouts_of(load("tells_secrets"))
-    shown = str(raised.value) + capsys.readouterr().out
-    assert "the key is ***" in shown
-    assert "very-secret-value!" not in shown
 
 
 def test_row_53_more_failures_than_are_forgiven_stop_the_run(load):

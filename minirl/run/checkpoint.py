@@ -15,7 +15,6 @@ Training waits for a save. Files are read with torch's `weights_only`, which run
 import functools
 import itertools
 import math
-import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -94,7 +93,7 @@ class Checkpoints:
                 f"{path}: is of adapters with another base, rank, alpha or targets; take another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
-        print0(f"resuming after step {progress['step']}, from {checkpoint}, which {num_saved} ranks saved")
+        print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
         return progress | {"records": own_records([file["records"] for file in files], decode_group)}
 
     @spent_on("save")
@@ -160,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The values of a file. Tensors are on the host, and are read when they are used. Raises InputError."""
     try:
         values: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file may raise anything
         folder = path.parent.parent
         raise InputError(
             f"{path}: cannot be read ({error}); delete {folder} to resume from the checkpoint before"
