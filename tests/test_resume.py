@@ -1,13 +1,10 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
-import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
-from support.jobs import wait_for
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy, load, remembered, resume
@@ -17,7 +14,6 @@ from support.scripts import (
     read_rollouts,
     reward_of,
     run_in_pool,
-    start_script,
     trained,
     write_rows,
 )
@@ -171,20 +167,3 @@ def test_row_13_a_script_that_remembers_more_than_the_checkpoint_begins_with_its
         for path in sorted((runs / "curriculum-new" / "checkpoints").iterdir())[1:]
     ]
     assert saved[0] == saved[1]
-
-
-@pytest.mark.slow
-def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(two_ranks, runs, tmp_path):
-    """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
-    fork = Path(changed_fork(tmp_path, "fork_replay", FORKS["replay"]))
-    flags = f"{COMMON} --num-steps 5"
-    whole = trained(two_ranks, runs / "replay-whole", str(fork), flags)
-    rng = random.Random(0)
-    killed = runs / "replay-killed"
-    step = rng.randrange(1, 5)
-    job = start_script(fork, f"{flags} --run-name {killed.name}", runs=runs)
-    wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
-    time.sleep(rng.uniform(0, 0.3))
-    job.kill()
-    run_in_pool(two_ranks, str(fork), f"{flags} --run-name {killed.name}", runs=runs)
-    assert digests(killed) == digests(whole)
