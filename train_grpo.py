@@ -14,10 +14,9 @@ Where this departs from the paper (`--algorithm grpo`): (1) the token mean over 
 replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 
 To try something else, copy this file and change `rollout`, `branch_advantages`, `token_advantages`,
-`rollout_weights`, `is_trained` or `token_loss`.
+`rollout_weights`, `can_skip` or `token_loss`.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -239,7 +238,7 @@ def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new
     )
 
 
-def is_trained(
+def can_skip(
     config: Config,
     rewards: Tensor,
     greedy_rewards: Tensor,
@@ -247,19 +246,19 @@ def is_trained(
     table: RolloutTable,
     weights: Tensor,
 ) -> Tensor:
-    """Return bool [N]: the branches that can change the weights; after the first step no rank computes the others.
+    """Return bool [N]: the branches that teach this script's loss nothing; no rank computes them.
 
-    Such a branch has a weight in the loss (weights [N], from `rollout_weights`), and an advantage or a loss term that
-    teaches without one. If you add such a term, or advantages of single tokens, add it here: the first step computes
-    all branches and refuses a gradient of one left out here. The other arguments are those of `token_advantages`.
+    They have no weight in the loss (weights [N], from `rollout_weights`), or an advantage of 0 and no term that teaches
+    without one. If you add such a term, return False for its branches, or for all. Each step computes one of the
+    branches all the same, and refuses a gradient there. The other arguments are those of `token_advantages`.
     """
     if config.whiten or config.kl_reward_coef:  # its statistics cover all tokens of the step
-        return torch.ones(len(weights), dtype=torch.bool)
+        return torch.zeros(len(weights), dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
-        return weights != 0
+        return weights == 0
     scores = weighted_scores(rewards, reward_weights)
     advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
-    return (weights != 0) & (advantages.flatten(0, 1)[table.episode, table.branch] != 0)
+    return (weights == 0) | (advantages.flatten(0, 1)[table.episode, table.branch] == 0)
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,28 +333,24 @@ def main(config: Config) -> int:
         table = groups.table
         scores = weighted_scores(groups.rewards, run.reward_weights)
         branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
-        weights = [
-            rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
-            for i in run.minibatches(table)
-        ]
-        branch_weights = torch.cat(weights)
+        weights = torch.cat(
+            [
+                rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
+                for i in run.minibatches(table)
+            ]
+        )
         rewards = (groups.branch_rewards, groups.greedy_rewards, run.reward_weights)
-        has_gradient = is_trained(config, *rewards, table, branch_weights)
-        # The first step computes all branches, to find a gradient where there should be none.
-        is_computed = has_gradient | (step == 1)
-        plan = run.plan_updates(table, is_computed)
+        is_skipped = can_skip(config, *rewards, table, weights)
+        plan = run.plan_updates(table, is_skipped)
         add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
-        minibatches = plan.of_rank(rank())
-        microbatches = list(itertools.chain(*minibatches))
         batch = exchange(groups.rewarded.rollouts, table, plan.rank_of).to(run.device)
-        batch = run.with_old_logprobs(batch, policy, microbatches)
-        for model in frozen:  # advantages may have a KL term
-            batch = model.add_to(batch, show_progress("score", microbatches))
+        minibatches = plan.of_rank(rank())
+        batch = run.score(batch, minibatches, policy, frozen)  # advantages may have a KL term
         batch = batch.to(torch.device("cpu"))
         advantages = token_advantages(config, *rewards, table, batch)
         batch = batch.replace(
             advantages=advantages.float(),
-            loss_weights=batch.spread(branch_weights[batch.table_index]).float(),
+            loss_weights=batch.spread(weights[batch.table_index]).float(),
         )
 
         metrics.begin("report")  # before the update, which may be refused
@@ -372,18 +367,16 @@ def main(config: Config) -> int:
                         policy.module,
                         micro,
                         teacher.model,
-                        temperature=config.temperature,
                         is_forward=config.teacher_kl == "forward",
                     )
                     micro = micro.replace(teacher_kl=kl)
                 else:
-                    new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
+                    new, entropy = score_batch(policy.module, micro)
                 if micro.old_logprobs is None:  # one update a step: the old policy is this one
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
                 objective = (micro.loss_weights * loss).sum()
-                if step == 1:
-                    refuse_gradient(objective, new, entropy, micro, ~has_gradient)
+                refuse_gradient(objective, new, entropy, micro, is_skipped)
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
                 metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
                 add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)

@@ -21,7 +21,6 @@ To try something else, copy this file and change `rollout`, `advantages_and_retu
 """
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -242,12 +241,9 @@ def main(config: Config) -> int:
         metrics.begin("score")
         plan = run.plan_updates(table)
         minibatches = plan.of_rank(rank())
-        microbatches = list(itertools.chain(*minibatches))
         streams = run.turn_rewards(rewarded.rollouts)
         batch = exchange(rewarded.rollouts, table, plan.rank_of, streams).to(run.device)
-        batch = run.with_old_logprobs(batch, policy, microbatches)
-        for model in frozen:
-            batch = model.add_to(batch, show_progress("score", microbatches))
+        batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.to(torch.device("cpu"))
         end_values = batch.end_values[batch.last_index]
         kl = kl_to_reference(batch)
@@ -304,7 +300,7 @@ def main(config: Config) -> int:
                 metrics.add_total("value/loss", objective.detach() / config.updates_per_step)
                 add_value_clip(metrics, micro, values, clip=config.value_clip)
                 if trains_policy:
-                    new, entropy = score_batch(policy.module, micro, temperature=config.temperature)
+                    new, entropy = score_batch(policy.module, micro)
                     if micro.old_logprobs is None:  # one update a step: the old policy is this one
                         micro = micro.replace(old_logprobs=new.detach())
                     loss, ratio = token_loss(config, micro, new, entropy)

@@ -185,7 +185,7 @@ def measure_update(
     layout, num_tokens = batch.layout(), len(batch.tokens)
 
     def forward() -> Tensor:
-        logprobs, _ = score_batch(policy.module, batch, temperature=1.0)
+        logprobs, _ = score_batch(policy.module, batch)
         return logprobs
 
     figures: dict[str, float] = {}

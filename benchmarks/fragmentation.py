@@ -257,7 +257,7 @@ class Replay:
         """Bring a reference to the device and run it over a microbatch; without one do nothing."""
         for _ in self.work.frozen:
             parked = [empty(*p.shape, dtype=p.dtype) for p in self.parameters]
-            score_batch(self.model, self._microbatch(1.0), temperature=1.0)
+            score_batch(self.model, self._microbatch(1.0))
             del parked
 
     def backward(self, part: float, *, is_last: bool) -> None:
@@ -279,7 +279,7 @@ class Replay:
         hooks = [
             p.requires_grad_(True).register_post_accumulate_grad_hook(on_gradient) for p in self.parameters
         ]
-        logprobs, entropies = score_batch(self.model, self._microbatch(part), temperature=1.0)
+        logprobs, entropies = score_batch(self.model, self._microbatch(part))
         (logprobs.sum() + 0 * entropies.sum()).backward()
         for parameter, hook in zip(self.parameters, hooks, strict=True):
             hook.remove()

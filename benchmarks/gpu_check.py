@@ -107,7 +107,7 @@ def empty_microbatch(place: Place) -> Figures:
     device = torch.device(place.device)
     model = tiny_model(device)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    logprobs, entropies = score_batch(model, Batch((), nothing, nothing.bool()), temperature=1.0)
+    logprobs, entropies = score_batch(model, Batch((), nothing, nothing.bool()))
     (logprobs.sum() + entropies.sum()).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return {
@@ -253,7 +253,7 @@ def waits(place: Place) -> Figures:
     tokens = torch.arange(96, device=device)
     batch = Batch((64, 32), tokens, loss_mask=tokens % 64 > 8)
     with counted_waits(place) as in_microbatch:
-        logprobs, _ = score_batch(model, batch, temperature=1.0)
+        logprobs, _ = score_batch(model, batch)
         logprobs.sum().backward()
     return {"of_decode_step": len(in_decode_steps) / 10, "of_microbatch": len(in_microbatch)}
 

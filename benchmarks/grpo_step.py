@@ -11,7 +11,6 @@ belong to a prompt that the same microbatch already has.
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,7 +57,7 @@ class GrpoLoop:
         if args.kl_coef:
             self.reference = FrozenModel(
                 load_replica(args.model, dtype=self.dtype),
-                partial(score_batch, temperature=1.0),
+                score_batch,
                 names=["ref_logprobs"],
                 device=self.device,
                 max_tokens=args.max_tokens_per_microbatch,
@@ -126,7 +125,7 @@ class GrpoLoop:
         config = self.config
         for i, sequences in enumerate(microbatches):
             micro = batch.select(sequences)
-            new, entropy = score_batch(self.policy.module, micro, temperature=1.0)
+            new, entropy = score_batch(self.policy.module, micro)
             micro = micro.replace(old_logprobs=new.detach())
             loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
             objective = (micro.loss_weights * loss).sum()

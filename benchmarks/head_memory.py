@@ -40,7 +40,7 @@ def full_wide(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 def minirl(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """The head as `minirl.training.scoring.score` runs it."""
-    logprobs, _ = ChunkedLogprobs.apply(hidden, head, targets, 1.0, TOKEN_CHUNK)
+    logprobs, _ = ChunkedLogprobs.apply(hidden, head, targets, torch.ones(len(targets), 1), TOKEN_CHUNK)
     return logprobs
 
 

@@ -328,7 +328,7 @@ def microbatch_counts(model: Transformer) -> Counts:
         parameter.grad = torch.empty_like(parameter)
     with counting() as counts:
         micro = batch.select(range(NUM_ROLLOUTS))
-        new, entropy = score_batch(model, micro, temperature=config.temperature)
+        new, entropy = score_batch(model, micro)
         micro = micro.replace(old_logprobs=new.detach())
         loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
         objective = (micro.loss_weights * loss).sum()

@@ -66,7 +66,7 @@ def main() -> None:
     head.requires_grad_()
 
     def train(ids: Tensor | None) -> None:
-        logprobs, _ = outputs_of_head(hidden, head, tokens, 1.0, ids)
+        logprobs, _ = outputs_of_head(hidden, head, tokens, torch.ones(len(tokens), 1), ids)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
     ratio(f"training's head, {NUM_TOKENS} tokens", lambda: train(None), lambda: train(kept_ids), repeats=5)

@@ -209,6 +209,7 @@ class Rollout:
     branch_end: str = ""
     episode: EpisodeRecord = field(default_factory=EpisodeRecord)
     earlier: tuple["Rollout", ...] = ()  # the branches before this one, in order; they have none themselves
+    temperature: float = 1.0  # that its tokens were sampled at
 
     @property
     def branches(self) -> tuple["Rollout", ...]:
@@ -248,7 +249,14 @@ def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return list(itertools.chain.from_iterable(rollout.branches for rollout in rollouts))
 
 
-def rollout_of(rollout_id: RolloutId, prompt: Tensor, completion: Completion, finish_reason: str) -> Rollout:
+def rollout_of(
+    rollout_id: RolloutId,
+    prompt: Tensor,
+    completion: Completion,
+    finish_reason: str,
+    *,
+    temperature: float = 1.0,
+) -> Rollout:
     """The rollout of a prompt, int64 [L], with this completion. Both are copied."""
     before = (len(prompt), 0)  # zeros for the prompt
     return Rollout(
@@ -260,4 +268,5 @@ def rollout_of(rollout_id: RolloutId, prompt: Tensor, completion: Completion, fi
         num_prompt_tokens=len(prompt),
         rollout_id=rollout_id,
         finish_reason=finish_reason,
+        temperature=temperature,
     )

@@ -118,7 +118,9 @@ def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processe
 ):
     shutil.copy(EXAMPLE, tmp_path / "calculator.py")
     named = {"        rollout,\n": "        calculator,\n"}
-    imported = {"import itertools\n": "import itertools\nfrom calculator import calculator\n"}
+    imported = {
+        "from dataclasses import dataclass\n": "from dataclasses import dataclass\nfrom calculator import calculator\n"
+    }
     script = changed_fork(tmp_path, "calculator_fork", named, imported)
     fork = train(two_ranks, calling / "fork", script=script)
     assert digests(fork, has_workers=True) == digests(on_two_ranks, has_workers=True)

@@ -87,7 +87,7 @@ def test_an_episode_costs_what_is_asked_of_it():
 def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
     """Training's logprobs of a rollout are the sampled ones, bit for bit."""
     with torch.no_grad():
-        logprobs = scores_of(cached_model(attention, torch.float32), [rollout], 1.0)
+        logprobs = scores_of(cached_model(attention, torch.float32), [rollout])
     assert torch.equal(logprobs, rollout.sample_logprobs)
     assert not rollout.sample_logprobs[~rollout.loss_mask].any()
 

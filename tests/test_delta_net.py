@@ -178,8 +178,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     for rollout in expected:
         sampled = rollouts[rollout.rollout_id].sample_logprobs
         assert torch.equal(sampled, rollout.sample_logprobs)
-        temperature = (1.0, 0.7)[rollout.rollout_id.prompt_ordinal % 2]
-        assert torch.equal(scores_of(model, [rollout], temperature), sampled)
+        assert torch.equal(scores_of(model, [rollout]), sampled)
 
 
 def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_run():

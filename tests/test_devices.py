@@ -20,9 +20,9 @@ from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import score_batch, value_batch
+from minirl.training.scoring import value_batch
 from support import stub_fla
-from support.engines import make_engine, make_model, mixed_requests
+from support.engines import make_engine, make_model, mixed_requests, score_at
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
@@ -128,7 +128,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
         if has_fla and place == device:
             stub_fla.install(monkeypatch)
         micro = make_batch().to(place).select(lengths)
-        new, entropy = score_batch(model, micro, temperature=0.7)
+        new, entropy = score_at(model, micro, 0.75)
         loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
         objective = (micro.loss_weights * loss).sum()
         assert objective.device == place
@@ -183,7 +183,7 @@ def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths)
         names = ["teacher_states"]
         frozen = FrozenModel(teacher, teacher_states, names=names, device=place, **options)
         micro = frozen.add_to(batch, [[2], [], [0, 1]]).select(lengths)
-        *_, kl = score_with_teacher(model, micro, teacher, temperature=0.7, is_forward=False)
+        *_, kl = score_with_teacher(model, micro, teacher, is_forward=False)
         assert kl.device == place
         assert next(teacher.parameters()).device == CPU
         kl.sum().backward()

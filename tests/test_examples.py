@@ -3,7 +3,6 @@
 import random
 import re
 import runpy
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.sorting import load_sorting
 from support.resuming import remembered, resume
-from support.scripts import ROOT, read_metrics, read_rollouts, trained, write_rows
+from support.scripts import ROOT, patched_fork, read_metrics, read_rollouts, trained, write_rows
 
 EXAMPLES = ROOT / "docs" / "examples"
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"
@@ -22,12 +21,8 @@ COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eva
 
 
 def forked(folder, name):
-    """The fork that a patch of docs/examples makes of its script; the lines that it adds and takes out."""
-    patch = EXAMPLES / f"{name}.patch"
-    script = re.search(r"^--- (train_\w+\.py)", patch.read_text(), re.MULTILINE)[1]
-    fork = folder / f"{name}.py"
-    subprocess.run(["patch", "-s", "-o", fork, ROOT / script, patch], check=True)
-    return str(fork)
+    """The fork that a patch of docs/examples makes of its script."""
+    return patched_fork(folder, EXAMPLES / f"{name}.patch", name=name)
 
 
 def train_and_resume(pool, folder, script, *flags):

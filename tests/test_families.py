@@ -62,7 +62,7 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
             assert rollout.tokens.tolist() == expected.tolist()
             continue
         if is_batch_invariant(model.config, torch.float32, CPU):
-            assert torch.equal(scores_of(model, [rollout], 1.0), rollout.sample_logprobs)
+            assert torch.equal(scores_of(model, [rollout]), rollout.sample_logprobs)
     save_folder(
         tmp_path / "saved", named_parameters(model), config=oracle.config.to_dict(), tokenizer_from=None
     )

@@ -40,12 +40,12 @@ rank = process_group.rank()
 
 
 NAN_FORK = """
-step, good_loss, good_is_trained = 0, token_loss, is_trained
+step, good_loss, good_can_skip = 0, token_loss, can_skip
 
-def is_trained(*args):  # called once in a step
+def can_skip(*args):  # called once in a step
     global step
     step += 1
-    return good_is_trained(*args)
+    return good_can_skip(*args)
 
 def token_loss(config, micro, new, entropy):
     loss, ratio = good_loss(config, micro, new, entropy)

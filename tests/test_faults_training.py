@@ -83,7 +83,7 @@ def count_scored(rank: int, is_on: bool) -> int:
 
 def training_on_all():
     """A patch under which no rollout is left out."""
-    return mock.patch.object(train_grpo, "is_trained", return_value=torch.ones(6, dtype=torch.bool))
+    return mock.patch.object(train_grpo, "can_skip", return_value=torch.zeros(6, dtype=torch.bool))
 
 
 def checkpoint_bytes(folder: Path) -> dict[str, bytes]:
@@ -106,12 +106,11 @@ def test_row_28_equal_rewards_cost_the_pass_of_one_rollout_and_leave_what_a_grad
         folder = trained(two_ranks, runs / name, "train_grpo.py", flags)
     finally:
         num_scored = two_ranks.run(count_scored, False)
-    assert sum(num_scored) == (6 + 1) * (2 if more else 1), "all in the first step, then one, in each epoch"
+    assert sum(num_scored) == 2 * (2 if more else 1), "one in each epoch of each step"
     on_all = trained(two_ranks, runs / f"{name}-all", "train_grpo.py", flags, under=training_on_all)
     assert checkpoint_bytes(folder) == checkpoint_bytes(on_all)
     lines, lines_on_all = read_metrics(folder), read_metrics(on_all)
-    assert lines[0]["perf/skipped_tokens"] == 0
-    assert 0.5 < lines[1]["perf/skipped_tokens"] < 1
+    assert all(0.5 < line["perf/skipped_tokens"] < 1 for line in lines)
     for line, other in zip(lines, lines_on_all, strict=True):
         assert line["policy/logp_gap_max"] <= 1e-5
         assert line["optim/lr"] == other["optim/lr"]

@@ -1,13 +1,16 @@
 """Forks of train_grpo.py of at most ten changed lines: the commonest wishes are small changes of the script."""
 
 import re
+import textwrap
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from minirl.run.embedded_model import TOKEN_PATTERN
 from support.marks import slow
 from support.resuming import digests, resume
-from support.scripts import changed_fork, read_metrics, read_rollouts, run_in_pool, trained
+from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, run_in_pool, trained
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
 FLAGS += " --eval-rows 1 --num-minibatches 1 --lr 1e-3"
@@ -26,7 +29,7 @@ LENGTH_PENALTY = {
         lengths = groups.table.num_loss_tokens.view(len(groups.rewards), -1, 1)
         groups = dataclasses.replace(groups, rewards=groups.rewards - 0.01 * lengths)
 """,
-    "import itertools\n": "import dataclasses\nimport itertools\n",
+    "from dataclasses import dataclass\n": "import dataclasses\nfrom dataclasses import dataclass\n",
 }
 
 
@@ -64,21 +67,51 @@ def test_a_rollout_with_appended_text_between_two_turns_and_a_length_penalty(
 HINGE = {
     "    if config.entropy_coef:\n": "    loss = loss + 0.1 * (0.5 - entropy).relu()\n    if config.entropy_coef:\n",
 }
-TRAIN_ALL = {
+SKIP_NONE = {
     "    if config.whiten or config.kl_reward_coef:": "    if True:",
+}
+BONUS_FROM_STEP_2 = {
+    "                objective = (micro.loss_weights * loss).sum()\n": """\
+                if step >= 2:
+                    loss = loss - 0.1 * entropy
+                objective = (micro.loss_weights * loss).sum()
+""",
 }
 
 
 @pytest.mark.slow
-def test_a_term_that_is_trained_does_not_know_of_is_refused_and_then_learned(one_rank, runs, tmp_path):
-    """A hinge on the entropy has a gradient on rollouts of equal rewards too."""
-    flags = f"{FLAGS} --temperature 0.5"
-    fork = changed_fork(tmp_path, "hinge", HINGE)
-    with pytest.raises(AssertionError, match="is_trained: leaves out rollouts"):
-        run_in_pool(one_rank, fork, f"{flags} --run-name hinge", runs=runs)
-    fork = changed_fork(tmp_path, "hinge_on_all", HINGE, TRAIN_ALL)
-    lines = read_metrics(trained(one_rank, runs / "hinge_on_all", fork, flags))
+@pytest.mark.parametrize("term", [HINGE, BONUS_FROM_STEP_2], ids=["hinge", "bonus"])
+def test_a_term_that_skipped_rollouts_would_miss_is_refused_when_it_begins(one_rank, runs, tmp_path, term):
+    """Both have a gradient on rollouts of equal rewards too. A fork that skips none learns them."""
+    name, flags = ("hinge" if term is HINGE else "bonus"), f"{FLAGS} --temperature 0.5"
+    fork = changed_fork(tmp_path, name, term)
+    with pytest.raises(AssertionError, match="can_skip: skips rollouts"):
+        run_in_pool(one_rank, fork, f"{flags} --run-name {name}", runs=runs)
+    assert len(read_metrics(runs / name)) == (1 if term is BONUS_FROM_STEP_2 else 0)
+    fork = changed_fork(tmp_path, f"{name}_on_all", term, SKIP_NONE)
+    lines = read_metrics(trained(one_rank, runs / f"{name}_on_all", fork, flags))
     assert {line["perf/skipped_tokens"] for line in lines} == {0.0}
+
+
+COOLING = {
+    "weight_version=progress.update)": "weight_version=progress.update, temperature=1.5 / step)",
+}
+
+
+@pytest.mark.parametrize("more", ["", slow("--max-staleness 2")], ids=["whole", "partial"])
+def test_a_temperature_by_step_is_that_of_sampling_and_of_scoring(two_ranks, one_rank, runs, tmp_path, more):
+    """The gap is 0 in each step, though rollouts in flight keep the temperature that they began at; a resume too."""
+    name = f"cooling{len(more)}"
+    fork = changed_fork(tmp_path, name, COOLING)
+    folder = trained(two_ranks, runs / name, fork, FLAGS, more)
+    lines = read_metrics(folder)
+    assert {line["policy/logp_gap_max"] for line in lines if "policy/logp_gap_max" in line} == {0.0}
+    hot = trained(
+        one_rank, runs / f"{name}-hot", "train_grpo.py", FLAGS, more, "--num-steps 1 --temperature 1.5"
+    )
+    first, as_hot = ([r["completion"] for r in read_rollouts(run, 1)] for run in (folder, hot))
+    assert first == as_hot
+    resume(two_ranks, fork, folder, FLAGS, more, last_step=2)
 
 
 RATIO = {
@@ -95,3 +128,31 @@ def test_the_old_logprobs_of_a_microbatch_are_there_with_one_update_a_step(one_r
     ratio = trained(one_rank, runs / "ratio", fork, FLAGS)
     original = trained(one_rank, runs / "original", "train_grpo.py", FLAGS)
     assert digests(ratio) == digests(original)
+
+
+LOAD = "    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)\n"
+OPTIMIZERS = re.findall(
+    r"```python\n(policy, _ = .*?)```", (ROOT / "docs" / "bring_your_own.md").read_text(), re.DOTALL
+)
+SGD = OPTIMIZERS[0].replace("AdamW(groups", "SGD(groups, momentum=0.9")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "is_trained"),
+    [
+        ("frozen", OPTIMIZERS[0], lambda name: "embed_tokens" not in name),
+        slow("sgd", SGD, lambda name: "embed_tokens" not in name),
+        ("muon", OPTIMIZERS[1], lambda name: "proj" in name),
+    ],
+)
+def test_a_fork_brings_its_optimizer_and_groups_keep_their_learning_rates(
+    two_ranks, runs, tmp_path, name, lines, is_trained
+):
+    """Three lines, of the docs: no other weight moves, all these do, and a resume has equal bits."""
+    fork = changed_fork(tmp_path, f"by_{name}", {LOAD: textwrap.indent(lines, "    ")})
+    folder = trained(two_ranks, runs / f"by_{name}", fork, FLAGS, "--num-steps 2")
+    resume(two_ranks, fork, folder, FLAGS, "--num-steps 2")
+    (model,) = runs.glob("toy-*")
+    before, after = (load_file(path / "model.safetensors") for path in (model, folder / "checkpoints/000002"))
+    moved = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert moved == set(filter(is_trained, before))

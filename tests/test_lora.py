@@ -66,7 +66,7 @@ def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
 
 def logprobs_of(model, tokens, lengths):
     is_sampled = PackedLayout(lengths, CPU).positions > 0
-    return score_batch(model, Batch(lengths, tokens, is_sampled), temperature=1.0)[0]
+    return score_batch(model, Batch(lengths, tokens, is_sampled))[0]
 
 
 @pytest.mark.parametrize("adapters", [ALL, MLP], ids=["all", "mlp"])

@@ -516,8 +516,8 @@ def test_the_script_trains_on_what_can_teach(flags, greedy, expected):
     config = train_grpo.Config(**flags)
     scores = rewards[..., 0].flatten(0, 1)[table.episode, table.branch]
     weights = train_grpo.rollout_weights(config, table, scores, 8)
-    trained = train_grpo.is_trained(config, rewards, greedy_rewards, double([1.0]), table, weights)
-    assert trained.int().tolist() == expected
+    is_skipped = train_grpo.can_skip(config, rewards, greedy_rewards, double([1.0]), table, weights)
+    assert (~is_skipped).int().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_the_script_trains_on_what_can_teach(flags, greedy, expected):
     ],
     ids=["none", "hinge", "cross-entropy"],
 )
-def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
+def test_a_gradient_on_rollouts_that_the_script_skips_is_refused(term, is_refused):
     """Wherever the term has it, as a hinge on the entropy has, only where it is low."""
     mask = torch.tensor([False, True] * 3)
     entropy = torch.tensor([0.0, 0.2, 0.0, 0.9, 0.0, 0.3], requires_grad=True)
@@ -538,7 +538,7 @@ def test_a_gradient_on_rollouts_that_are_left_out_is_refused(term, is_refused):
     table_index = torch.tensor([1, 0, 2])
     micro = Batch((2, 2, 2), torch.arange(6), mask, table_index=table_index)
     objective = (mask * (-advantages * new + term(new, entropy))).sum()
-    refusal = pytest.raises(InputError, match="is_trained: leaves out rollouts")
+    refusal = pytest.raises(InputError, match="can_skip: skips rollouts")
     with refusal if is_refused else nullcontext():
         refuse_gradient(objective, new, entropy, micro, torch.tensor([True, False, True]))
     objective.backward()  # the graph is still there

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ class FusedNorm(torch.autograd.Function):
 
 def backward(model: ShardedModel, batch: Batch, *, is_last: bool) -> None:
     """Of one microbatch."""
-    logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+    logprobs, _ = score_batch(model.module, batch)
     model.backward(logprobs.sum(), is_last=is_last)
 
 
@@ -235,7 +234,7 @@ def bytes_of_phases(rank: int, folder: Path, num_tokens: int, recompute: bool) -
         )
         for i in range(2)
     ]
-    outputs = partial(score_batch, temperature=1.0)
+    outputs = score_batch
     reference = FrozenModel(model.decoder, outputs, names=["ref_logprobs"], device=CPU)
     return {
         "always": held,
@@ -308,7 +307,7 @@ def bytes_of_shards(
 
     def score(name: str) -> None:
         with torch.no_grad():
-            score_batch(models[name].module, batch, temperature=1.0)
+            score_batch(models[name].module, batch)
         models[name].reshard()
 
     def two_microbatches() -> None:

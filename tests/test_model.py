@@ -13,8 +13,8 @@ from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import load_weights, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
-from minirl.training.scoring import score_batch, value_batch
-from support.engines import CPU, hidden_states, make_engine
+from minirl.training.scoring import value_batch
+from support.engines import CPU, hidden_states, make_engine, score_at
 from support.families import CASES, make_checkpoint
 from support.marks import slow
 
@@ -91,7 +91,7 @@ def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoi
     model, lengths = load(folder), (1, 129, 30, 300)
     assert model.config.layer_windows == CASES[name][2]
     tokens = random_tokens(model, lengths, seed=1)
-    got, _ = score_batch(model, batch_of(tokens, lengths), temperature=0.7)
+    got, _ = score_at(model, batch_of(tokens, lengths), 0.75)
     with torch.no_grad():
         packed = logits(model, tokens, lengths)
     assert packed.dtype == torch.float32
@@ -100,7 +100,7 @@ def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoi
         theirs = oracle(part[None]).logits[0]
         assert theirs.std() >= 0.8
         assert relative_error(got_logits, theirs) <= 1e-5
-        logprobs = (theirs[:-1] / 0.7).log_softmax(-1)
+        logprobs = (theirs[:-1] / 0.75).log_softmax(-1)
         expected += [torch.zeros(1), logprobs.gather(1, part[1:, None])[:, 0]]
     expected = torch.cat(expected)
     assert relative_error(got, expected) <= 1e-5
@@ -209,7 +209,7 @@ def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, len
         model = load(checkpoints(name)[1], recompute_layers=recompute)
         model.model.layers[0].mlp.register_forward_pre_hook(lambda mlp, _: calls.append(mlp))
         tokens = random_tokens(model, lengths)
-        outputs = score_batch(model, batch_of(tokens, lengths), temperature=0.7)
+        outputs = score_at(model, batch_of(tokens, lengths), 0.75)
         torch.stack(outputs).sum().backward()
         gradients.append({key: param.grad for key, param in named_parameters(model).items()})
     assert len(calls) == 1 + 2

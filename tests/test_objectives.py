@@ -3,6 +3,8 @@
 import itertools
 import math
 import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from support.resuming import resume
 from support.scripts import (
     ROOT,
     load_script,
-    objective_diff,
     objective_fork,
     objectives,
     read_metrics,
@@ -21,7 +22,9 @@ from support.scripts import (
 from support.worked import double
 
 ROWS = objectives()
-OBJECTIVES = ROOT / "docs" / "objectives"
+PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
+OF_A_STEP = ("Clip-cov", "KL-cov", "80/20", "Adaptive entropy")
+"""These measure all tokens of a step."""
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
 FLAGS += " --lr 1e-3"
 
@@ -38,7 +41,7 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
     resume(one_rank, fork, folder, *flags)
     metrics = read_metrics(folder)
     assert metrics[0]["optim/grad_norm"] > 0
-    if "@@ is_trained" in objective_diff(name):
+    if name in OF_A_STEP:
         split = trained(two_ranks, runs / f"{run_name}-split", fork, *flags, "--max-tokens-per-microbatch 64")
         lines = zip(metrics, read_metrics(split), strict=True)
         for (expected, found), metric in itertools.product(lines, ("optim/grad_norm", "policy/loss")):
@@ -155,7 +158,15 @@ def test_an_objective_gives_the_worked_numbers_of_its_row(one_rank, tmp_path, na
     assert [", ".join(numbers) for numbers in examples] == re.findall(r"`(-?\d[^`]*)`", ROWS[name])
 
 
-def test_the_page_lists_every_objective():
+def test_the_page_lists_every_objective_and_coding_agents_are_shown_it():
     listed = re.findall(r"\((objectives/\w+\.diff)\)", "".join(ROWS.values()))
-    assert sorted(listed) == sorted(f"objectives/{path.name}" for path in OBJECTIVES.glob("*"))
+    assert sorted(listed) == sorted(f"objectives/{path.name}" for path in PATCHES)
     assert ROWS.keys() == WORKED.keys()
+    assert "(docs/objectives.md)" in (ROOT / "AGENTS.md").read_text()
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+def test_an_objective_is_a_patch_that_git_applies(tmp_path, patch):
+    """After a change of the script: `git apply --3way` of each, and `git diff HEAD train_grpo.py` makes it again."""
+    shutil.copy(ROOT / "train_grpo.py", tmp_path)
+    subprocess.run(["git", "apply", "--check", patch], cwd=tmp_path, check=True)

@@ -105,7 +105,7 @@ def shared_out(rank, max_tokens, case):
     minibatch = range(len(table.num_tokens))
     if case.num_equal:
         weights = train_grpo.rollout_weights(case.config, table, table.rewards[:, 0], 64)
-        is_trained = train_grpo.is_trained(case.config, *rewards_of(table), table, weights)
+        is_trained = ~train_grpo.can_skip(case.config, *rewards_of(table), table, weights)
         assert 6 <= is_trained.sum() <= 9
         minibatch = is_trained.nonzero()[:, 0].tolist()
     split = dict(num_ranks=world_size(), max_tokens=max_tokens)
@@ -122,7 +122,7 @@ def rewards_of(table):
 def loss_of_one_sequence(model, tokens=None):
     """Of 20 tokens; if none are given, of the same ones on every rank."""
     tokens = torch.arange(20) if tokens is None else tokens
-    new, _ = score_batch(model.module, Batch((20,), tokens, torch.arange(20) > 0), temperature=1.0)
+    new, _ = score_batch(model.module, Batch((20,), tokens, torch.arange(20) > 0))
     return -new.sum()
 
 
@@ -173,7 +173,7 @@ def grpo_gradients(rank, max_tokens, folder, case):
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
-        new, entropy = score_batch(model.module, micro, temperature=1.0)
+        new, entropy = score_batch(model.module, micro)
         old = new.detach() - since_old(micro.sample_logprobs, micro.loss_mask, config.ratio_level)
         loss, _ = train_grpo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         model.backward((micro.loss_weights * loss).sum(), is_last=i == len(microbatches) - 1)
@@ -289,7 +289,7 @@ def ppo_backward(rank, max_tokens, folder, value_folder, dtype, options, value_s
         values, _ = value_batch(value.module, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
         value.backward(value_scale * (micro.loss_weights * loss).sum(), is_last=is_last)
-        new, entropy = score_batch(policy.module, micro, temperature=1.0)
+        new, entropy = score_batch(policy.module, micro)
         old = new.detach() - since_old(micro.sample_logprobs, micro.loss_mask, "token")
         loss, _ = train_ppo.token_loss(config, micro.replace(old_logprobs=old), new, entropy)
         policy.backward((micro.loss_weights * loss).sum(), is_last=is_last)
@@ -495,7 +495,7 @@ def check_refreshes(rank, folder, dtype):
     for _ in range(3):
         versions = {name: weight._version for name, weight in weights.items()}
         (rollout,) = engine.generate([request])
-        new, _ = score_batch(model.module, pack([rollout]), temperature=1.0)
+        new, _ = score_batch(model.module, pack([rollout]))
         assert float((new - rollout.sample_logprobs).abs().max()) <= tolerance
         model.backward(-new.sum(), is_last=True)
         assert versions == {name: weight._version for name, weight in weights.items()}
@@ -564,7 +564,7 @@ def clipped_step(rank, folder, names):
     model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
     before = torch.cat([master.full_tensor().flatten() for master in masters])
     gradient = torch.cat([master.grad.full_tensor().flatten() for master in masters])
-    norm = model.step(torch.optim.SGD(masters, lr=0.0), lr=1.0, max_grad_norm=0.01)
+    norm = model.step(torch.optim.SGD(masters, lr=1.0), lr=1.0, max_grad_norm=0.01)
     assert all(master.grad is None for master in model.masters.values())
     after = torch.cat([master.full_tensor().flatten() for master in masters])
     return norm, float(gradient.norm()), float((after - before).norm())

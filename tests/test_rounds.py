@@ -205,7 +205,7 @@ def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(loa
     functions = {"raises": load("raises", make=load_reward, on_error="zero")}
     options = {"functions": functions, "rollout": here, **OPTIONS}
     first = make_collector(make_prompts(), **options)
-    first._serve(20)
+    first._serve(20, 1.0)
     second = resumed(first, make_collector(make_prompts(), **options))
     assert second._runner._failures.num_total == 60
     requests = make_prompts().requests(0, 40, group_size=0, num_greedy=1)

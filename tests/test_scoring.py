@@ -19,8 +19,9 @@ from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, unparked
-from minirl.training.scoring import ChunkedLogprobs, score_batch, value_batch
+from minirl.training.scoring import ChunkedLogprobs, value_batch
 from support.cuda_rules import pad_as_on_cuda
+from support.engines import score_at
 from support.interpreter import mend_interpreter, needs_interpreter
 from support.layouts import shuffled_members
 from support.marks import slow
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 VOCAB = 37
 LENGTHS = (9, 2, 31, 140, 5)
 PROMPTS = (4, 1, 30, 100, 2)
-TEMPERATURE = 0.7
+TEMPERATURE = 0.75
 
 
 def make_model(dtype=torch.float64, *, tied=False, scalar_head=False):
@@ -88,7 +89,7 @@ def reference_values(model, batch):
     return torch.stack(values), torch.stack(after)
 
 
-score_sampled = partial(score_batch, temperature=TEMPERATURE)
+score_sampled = partial(score_at, temperature=TEMPERATURE)
 
 
 def predict_batch(model, batch):
@@ -153,10 +154,10 @@ CHUNKS_AND_TILES = [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4)
         pytest.param(FusedLogprobs, (16,), marks=needs_interpreter),
     ],
 )
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperatures", [[1.0], [0.75, 1.0, 1.5]])
 @pytest.mark.parametrize("is_truncated", [False, True])
 def test_head_gradients_equal_autograd_through_full_logits(
-    function, sizes, temperature, is_truncated, monkeypatch
+    function, sizes, temperatures, is_truncated, monkeypatch
 ):
     """Values and gradients are the full head's, for any chunk and tile, border and last rest.
 
@@ -175,8 +176,9 @@ def test_head_gradients_equal_autograd_through_full_logits(
         count = torch.arange(1, 12)[:, None]
         kept = (ids.argsort(1) < count) | (count == 11)
         kept_ids = torch.where((torch.arange(10) < count) & (count < 11), ids[:, :10], -1)
-    got = function.apply(hidden, head, targets, temperature, *sizes, kept_ids)
-    all_logprobs = (hidden @ head.T / temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    divisor = torch.tensor([temperatures[i % len(temperatures)] for i in range(11)])[:, None]
+    got = function.apply(hidden, head, targets, divisor, *sizes, kept_ids)
+    all_logprobs = (hidden @ head.T / divisor).masked_fill(~kept, -torch.inf).log_softmax(-1)
     entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(~kept, 0.0)).sum(-1)
     expected = all_logprobs.gather(1, targets[:, None])[:, 0], entropies
     pairs = list(zip(got, expected, strict=True))
@@ -206,7 +208,9 @@ def test_results_and_gradients_of_the_head_have_the_error_of_their_dtype(dtype, 
     for kind in (dtype, torch.float64):
         hidden, head = (leaf.to(kind).requires_grad_() for leaf in leaves)
         width = 1100 if kind == torch.float64 else tile
-        outputs = torch.stack(ChunkedLogprobs.apply(hidden, head, targets, 0.7, 40, width))
+        outputs = torch.stack(
+            ChunkedLogprobs.apply(hidden, head, targets, torch.full((90, 1), 0.75), 40, width)
+        )
         results.append((outputs, *torch.autograd.grad((outputs * weights).sum(), (hidden, head))))
     (outputs, *gradients), (exact, *expected) = results
     torch.testing.assert_close(outputs.double(), exact, atol=5e-5, rtol=0)
@@ -231,7 +235,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, CPU, is_head=True)
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
-        heat = torch.full((rows,), temperature)
+        heat, divisor = torch.full((rows,), temperature), torch.full((300, 1), temperature)
         truncation = columns([rules[i % len(rules)] for i in range(rows)]) if rules else ()
         tokens, sampled, kept = sample(
             hidden[:rows], head, **noise, temperature=heat, truncation=truncation, vocab_chunk=tile
@@ -240,7 +244,7 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
         kept_ids = F.pad(kept.long(), (0, 0, 0, 300 - rows), value=-1) if rules else None
         # Also where 1, 2 or 3 rows are left for the last chunk.
         for chunk in (1000, 299, 298, 297, 37, 7, 1) if rows == 300 else (1000, 37):
-            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, temperature, chunk, tile, kept_ids)
+            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, divisor, chunk, tile, kept_ids)
             assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
@@ -252,7 +256,7 @@ def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weigh
     hidden, head = (torch.randn(n, width).to(dtype).requires_grad_() for n in (rows, vocab))
 
     def train():
-        outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), 1.0, 64, 128)
+        outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), torch.ones(rows, 1), 64, 128)
         (outputs[0].sum() + entropy_weight * outputs[1].sum()).backward()
 
     peak, _ = allocated_bytes(train)
@@ -266,7 +270,7 @@ def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_
     head = torch.zeros(5, 3)
     head[4, 1] = torch.nan
     hidden = torch.ones(2, 3, requires_grad=True)
-    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0, 4]), 1.0, 8, tile)
+    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0, 4]), torch.ones(2, 1), 8, tile)
     (logprobs.sum() + entropy_weight * entropies.sum()).backward()
     assert torch.cat([logprobs, hidden.grad.flatten()]).isnan().all()
 
@@ -287,7 +291,7 @@ def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(function, s
         mend_interpreter(monkeypatch)
     head = torch.tensor([[0.0], [0.0], [-2000.0], [-torch.inf]], requires_grad=True)
     hidden = torch.ones(1, 1, requires_grad=True)
-    logprobs, entropies = function.apply(hidden, head, torch.tensor([0]), 1.0, *sizes)
+    logprobs, entropies = function.apply(hidden, head, torch.tensor([0]), torch.ones(1, 1), *sizes)
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert entropies.item() == pytest.approx(math.log(2))
     (grad,) = torch.autograd.grad(logprobs.sum() + 3 * entropies.sum(), head)

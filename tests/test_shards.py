@@ -29,8 +29,17 @@ from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
-from minirl.training.scoring import score_batch, value_batch
-from support.engines import CPU, cached_model, make_engine, make_model, make_prompt, make_request, next_turn
+from minirl.training.scoring import value_batch
+from support.engines import (
+    CPU,
+    cached_model,
+    make_engine,
+    make_model,
+    make_prompt,
+    make_request,
+    next_turn,
+    score_at,
+)
 from support.families import make_checkpoint, twin
 from support.jobs import ROOT
 from support.marks import slow
@@ -275,8 +284,8 @@ def updates(rank, folder, shard_weights, options):
             batch = Batch((length,), tokens, loss_mask=torch.arange(length) >= 3)
             if not model.module.config.scalar_head:
                 with torch.no_grad():
-                    found.append(score_batch(model.scorer, batch, temperature=0.9)[0])
-                new, entropy = score_batch(model.module, batch, temperature=0.9)
+                    found.append(score_at(model.scorer, batch, 0.9)[0])
+                new, entropy = score_at(model.module, batch, 0.9)
                 loss = (new * new).sum() + 0.1 * entropy.sum()
             else:
                 loss = torch.stack(value_batch(model.module, batch)).square().sum()

@@ -23,9 +23,8 @@ from minirl.training import distillation
 from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.scoring import score_batch
 from support.collecting import make_collector
-from support.engines import CPU, make_model
+from support.engines import CPU, make_model, score_at
 from support.marks import slow
 from support.memory import allocated_bytes
 from support.resuming import resume
@@ -140,7 +139,7 @@ LOGITS = torch.tensor([[2.0, 1, 0, -1]]).double(), torch.tensor([[1.5, 1.5, -0.5
 def divergence(policy, teacher, *, is_forward):
     """Of logits: the head's weights are the unit matrix."""
     unit = torch.eye(policy.shape[1], dtype=policy.dtype)
-    return Divergence.apply(policy, unit, teacher, unit, 1.0, is_forward)
+    return Divergence.apply(policy, unit, teacher, unit, torch.ones(1, 1), is_forward)
 
 
 def test_the_divergence_has_the_values_of_worked_examples():
@@ -177,8 +176,8 @@ def test_the_divergence_in_tiles_is_that_of_full_logits(monkeypatch, is_forward,
     sizes = [(11, 6), (19, 6), (11, 5), (19, 5)]
     tensors = [torch.randn(size, generator=generator).double().requires_grad_() for size in sizes]
     weights = torch.randn(11, generator=generator).double()
-    got = Divergence.apply(*tensors, 0.7, is_forward)
-    p, q = ((states @ head.t() / 0.7).log_softmax(-1) for states, head in (tensors[:2], tensors[2:]))
+    got = Divergence.apply(*tensors, torch.full((len(tensors[0]), 1), 0.75), is_forward)
+    p, q = ((states @ head.t() / 0.75).log_softmax(-1) for states, head in (tensors[:2], tensors[2:]))
     expected = functional.kl_div(p, q, log_target=True, reduction="none").sum(-1)
     if not is_forward:
         expected = functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
@@ -198,7 +197,7 @@ def test_no_logits_of_all_tokens_exist(monkeypatch):
     monkeypatch.setattr(distillation, "TILE_LOGITS", tile_logits)
 
     def update():
-        Divergence.apply(states, head, *others, 1.0, False).sum().backward()
+        Divergence.apply(states, head, *others, torch.ones(len(states), 1), False).sum().backward()
 
     peak, _ = allocated_bytes(update)
     assert peak <= 4 * (6 * tile_logits + 4 * (states.numel() + head.numel()))
@@ -211,7 +210,7 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
     prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
     model = make_model("mixed", torch.float32, seed=5)
     batch = pack([branch for rollout in rollouts for branch in rollout.branches])
-    outputs = partial(score_batch, temperature=0.7)
+    outputs = partial(score_at, temperature=0.75)
     options = {"prompt_ids": prompts.__getitem__, "max_tokens": 90}
     frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU, **options)
     streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
@@ -222,7 +221,7 @@ def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
         prompt = branch.tokens[:start] if number else torch.tensor(prompts[ordinal])
         alone = pack([branch]).with_prompts(lambda ordinal: prompts[ordinal])
         assert torch.equal(alone.tokens, torch.cat([prompt, branch.tokens[start:]]))
-        expected, _ = score_batch(model, alone, temperature=0.7)
+        expected, _ = score_at(model, alone, 0.75)
         assert torch.equal(stream[branch.loss_mask], expected[alone.loss_mask])
         assert not stream[~branch.loss_mask].any()
 

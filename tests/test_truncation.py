@@ -180,7 +180,7 @@ def test_a_turn_has_its_own_truncation():
         is_truncated[start : start + 8] = True
     assert torch.equal(rollout.kept.counts > 0, is_truncated)
     assert int(rollout.kept.counts.max()) <= MIXED.top_k
-    assert torch.equal(scores_of(model, [rollout], 1.0), rollout.sample_logprobs)
+    assert torch.equal(scores_of(model, [rollout]), rollout.sample_logprobs)
     for leaves_after, preempted_in in (((0, 1, 2), None), ((1,), 0), ((), 1), ((2,), 2)):
         _, other = in_turns(leaves_after, preempted_in)
         assert all_of(other) == all_of(rollout), (leaves_after, preempted_in)
@@ -279,4 +279,4 @@ def test_a_divergence_over_the_vocabulary_is_refused_with_truncation():
     with pytest.raises(
         InputError, match="--teacher-kl: compares whole vocabularies, and a turn was sampled with"
     ):
-        score_with_teacher(None, batch, None, temperature=1.0, is_forward=False)
+        score_with_teacher(None, batch, None, is_forward=False)

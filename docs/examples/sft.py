@@ -76,7 +76,7 @@ def main(config: Config) -> int:
         )[rank()]
         for i, members in enumerate(microbatches):
             micro = pack([rollouts[member] for member in members]).to(run.device)
-            logprobs, _ = score_batch(policy.module, micro, temperature=1.0)
+            logprobs, _ = score_batch(policy.module, micro)
             loss = sft_loss(logprobs).sum() / num_tokens  # logprobs are 0 in the prompts
             policy.backward(loss, is_last=i == len(microbatches) - 1)
             metrics.add_total("policy/loss", loss.detach())

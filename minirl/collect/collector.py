@@ -123,14 +123,19 @@ class Collector:
         self._num_steps = 0
         self._begun_in: dict[int, int] = {}
 
-    def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
+    def collect(
+        self, num_groups: int, *, weight_version: int = 0, temperature: float | None = None
+    ) -> Groups:
         """The groups of the next step (collective).
 
-        weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
+        weight_version: the version of the present weights. temperature: of the sampled rollouts that this step begins;
+        None: the collector's. Raises RewardError or RolloutError naming function and row.
         """
+        if temperature is None:
+            temperature = self._temperature
         self._num_steps += 1
         self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
-        selection = self._select_step(num_groups, weight_version)
+        selection = self._select_step(num_groups, weight_version, temperature)
         self._leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
@@ -231,11 +236,9 @@ class Collector:
             self._add_if_whole(ordinal)
 
     def _paused_episode(self, record: Mapping[str, Any]) -> PausedEpisode:
-        rollout_id = id_of(record)
-        is_greedy = rollout_id.sample >= self._group_size
-        temperature = 0.0 if is_greedy else self._temperature
         prompt_ids = tuple(record["prompt"].tolist())
-        return paused_episode(record, self._prompts.request(rollout_id, prompt_ids, temperature))
+        request = self._prompts.request(id_of(record), prompt_ids, record["temperature"])
+        return paused_episode(record, request)
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.
@@ -255,7 +258,7 @@ class Collector:
         )
         return set(ordinals[:num_due])
 
-    def _select_step(self, num_groups: int, weight_version: int) -> Selection:
+    def _select_step(self, num_groups: int, weight_version: int, temperature: float) -> Selection:
         """Decode round by round until a step's groups are complete, and select them (collective)."""
         due = self._prompts_due(num_groups)
         num_equal = num_refills = 0
@@ -272,7 +275,7 @@ class Collector:
             num_open = len(self._begun_in) - len(ready)
             # No more than steps can take before they are too old.
             num_allowed = num_groups * (1 + self._max_staleness) - (len(self._begun_in) - num_equal)
-            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)))
+            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)), temperature)
             self._run_round(weight_version)
 
     def _ready(self) -> set[int]:
@@ -299,14 +302,14 @@ class Collector:
             replaces_equal=self._max_refills is not None,
         )
 
-    def _serve(self, num_prompts: int) -> None:
+    def _serve(self, num_prompts: int, temperature: float) -> None:
         """Begin this rank's share of this number of new prompts."""
         requests = self._prompts.requests(
             self.num_served,
             num_prompts,
             group_size=self._group_size,
             num_greedy=self._num_greedy,
-            temperature=self._temperature,
+            temperature=temperature,
         )
         for ordinal in range(self.num_served, self.num_served + num_prompts):
             self._begun_in[ordinal] = self._num_steps

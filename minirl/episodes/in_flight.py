@@ -29,7 +29,13 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
     branches = []
     for branch in running.branches.values():
         prompt = token_tensor(branch.request.prompt_ids)
-        rollout = rollout_of(branch.request.rollout_id, prompt, branch.completion(present), "")
+        rollout = rollout_of(
+            branch.request.rollout_id,
+            prompt,
+            branch.completion(present),
+            finish_reason="",
+            temperature=request.temperature,
+        )
         branches.append(_record(rollout))
     return {
         "rollout_id": list(request.rollout_id),
@@ -38,6 +44,7 @@ def paused_record(running: RunningEpisode) -> dict[str, Any]:
         "turns": [asdict(plain_facts(turn)) for turn in running.episode.all_turns],
         "asked": [turn.asked for turn in running.episode.all_turns + ([present] if present else [])],
         "finish_reason": None,
+        "temperature": request.temperature,
     }
 
 

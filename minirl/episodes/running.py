@@ -124,7 +124,13 @@ class RunningBranch:
             return rollout
         prompt = rollout.tokens[: rollout.num_prompt_tokens]
         completion = rollout.after_prompt[: self.branch.num_tokens]
-        return rollout_of(rollout.rollout_id, prompt, completion, rollout.finish_reason)
+        return rollout_of(
+            rollout.rollout_id,
+            prompt,
+            completion,
+            rollout.finish_reason,
+            temperature=rollout.temperature,
+        )
 
 
 @dataclass

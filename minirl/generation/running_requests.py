@@ -167,7 +167,13 @@ class RunningRequests:
         """The finished rollout."""
         request = self.requests[row]
         prompt = token_tensor(request.prompt_ids)
-        return rollout_of(request.rollout_id, prompt, self._completion(row), finish_reason)
+        return rollout_of(
+            request.rollout_id,
+            prompt,
+            self._completion(row),
+            finish_reason,
+            temperature=request.temperature,
+        )
 
     def _stopped_by_string(self, rows: Sequence[int]) -> list[int]:
         """Return the rows whose stop strings end their turn. Asks the test of the same strings once."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minirl.model import device_kernels
 from minirl.model.batch_invariance import head_logits
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax, mask_left_out
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax, mask_left_out
 from minirl.truncation import MAX_KEPT
 
 PURPOSES = {"train": 1, "eval": 2}
@@ -151,13 +151,13 @@ def sample(
     if is_fused:
         logits = head_logits(hidden, head)
     else:
-        divisor = _divisor(temperature)
+        divisor = divisor_of(temperature)
         logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
     if gather is not None:
         logits = gather(logits).contiguous()
     if truncation:
         if is_fused:
-            logits.div_(_divisor(temperature))
+            logits.div_(divisor_of(temperature))
         kept_ids = truncate(logits, temperature, *truncation)
         # The logits are divided; 0 still takes the likeliest token.
         temperature = (temperature > 0).float()
@@ -178,11 +178,6 @@ def sample(
         tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])
     return tokens, token_logprobs[:, 0], kept_ids
-
-
-def _divisor(temperature: Tensor) -> Tensor:
-    """The divisor of logits [B, V], [B, 1]: 1 where the temperature is 0."""
-    return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

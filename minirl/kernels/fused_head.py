@@ -30,14 +30,14 @@ class FusedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         targets: Tensor,
-        temperature: float,
+        divisor: Tensor,
         width: int = 0,
         kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
         width = width or chunk_width(len(hidden), len(head))
         head_chunks = head.split(width)
-        divisor = hidden.new_full((1,), temperature, dtype=at_least_fp32(hidden.dtype))
+        divisor = divisor[:, 0].to(at_least_fp32(hidden.dtype))
         totals = divisor.new_empty(len(hidden), len(head_chunks))
         chunk_entropies = torch.empty_like(totals)
         target_logits = divisor.new_empty(len(hidden), 1)
@@ -119,7 +119,7 @@ def statistics_kernel(  # type: ignore[no-untyped-def]
 ):
     """The kernel of forward: a program makes logsumexp and entropy of a row, and finds its target's logit."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(divisor)
+    temperature = tl.load(divisor + row)
     # Online, as each tile is read: the greatest logit z, the sum of e = exp(z - greatest), and that of
     # e (z - greatest). When the greatest logit rises by d, the sums become exp(-d) sum and
     # exp(-d) (moment - d sum).
@@ -165,7 +165,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_logit = column < width
-    z = tl.load(logits + row * width + column, mask=is_logit, other=0.0) / tl.load(divisor)
+    z = tl.load(logits + row * width + column, mask=is_logit, other=0.0) / tl.load(divisor + row)
     logprob = z - tl.load(totals + row)
     by_target = tl.load(by_logprob + row)
     # The probability is 0 where the bound acts, and without it 0 times -inf would be NaN.

@@ -22,12 +22,17 @@ def chunk_width(num_tokens: int, vocab_size: int) -> int:
     return min(vocab_size, max(1, widest // MIN_WIDTH) * MIN_WIDTH)
 
 
-def chunk_logits(hidden: Tensor, head: Tensor, temperature: Tensor) -> Tensor:
+def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:
     """Return fp32 logits [T, W] of hidden [T, D] and a vocabulary chunk of the head's weight [W, D].
 
-    They are divided by `temperature` [T, 1] or [1, 1].
+    They are divided by `divisor` [T, 1], see `divisor_of`.
     """
-    return batch_invariance.head_logits(hidden, head).div_(temperature)
+    return batch_invariance.head_logits(hidden, head).div_(divisor)
+
+
+def divisor_of(temperature: Tensor) -> Tensor:
+    """Return the divisors [T, 1] of logits at temperatures [T]; 1 where the temperature is 0 (the likeliest token)."""
+    return torch.where(temperature == 0, 1.0, temperature)[:, None]
 
 
 def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:

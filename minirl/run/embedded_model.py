@@ -144,7 +144,7 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
         lengths.append(len(prompt_ids) + len(answer_ids))
     batch = Batch(tuple(lengths), torch.tensor(tokens), loss_mask=torch.tensor(is_answer))
-    logprobs, _ = score_batch(model, batch, temperature=1.0)
+    logprobs, _ = score_batch(model, batch)
     return sft_loss(logprobs).sum() / sum(is_answer)
 
 

@@ -6,6 +6,7 @@ Nothing here calls back into the script: a fork that needs something else writes
 
 import gc
 import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,9 @@ from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, Models, check_remember
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
 from minirl.training.batch import Batch, RolloutTable, gather_to_table
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.learning_rate import learning_rate
+from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 
@@ -172,18 +175,17 @@ class Run:
         """The table indices of the branches of each optimizer step of an epoch. Not collective."""
         return plan_minibatches(table.episode.tolist(), self._config.minibatches_per_epoch)
 
-    def plan_updates(self, table: RolloutTable, is_trained: Tensor | None = None) -> UpdatePlan:
+    def plan_updates(self, table: RolloutTable, is_skipped: Tensor | None = None) -> UpdatePlan:
         """Plan which rank trains on which branches in which microbatch; the same on every rank. Not collective.
 
-        is_trained bool [N]: the branches in microbatches; None: all. If it names none, a microbatch has the first
-        branch, to measure the gap of sampled logprobs in every step.
+        is_skipped bool [N]: the branches that the loss learns nothing from; None: no branch. One of them is computed
+        all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
         """
         minibatches = self.minibatches(table)
-        if is_trained is not None:
-            if not is_trained.any():
-                is_trained = torch.arange(len(is_trained)) == 0
-            is_kept = is_trained.tolist()
-            minibatches = [[i for i in minibatch if is_kept[i]] for minibatch in minibatches]
+        if is_skipped is not None and is_skipped.any():
+            skipped = is_skipped.nonzero()[:, 0].tolist()
+            left_out = set(skipped) - {random.Random(self.progress.step).choice(skipped)}
+            minibatches = [[i for i in minibatch if i not in left_out] for minibatch in minibatches]
         plan = plan_updates(
             minibatches,
             table.num_tokens.tolist(),
@@ -195,16 +197,25 @@ class Run:
         self._microbatches = [table.select(indices) for indices in own]
         return plan
 
-    def with_old_logprobs(
-        self, batch: Batch, policy: ShardedModel, microbatches: Sequence[list[int]]
+    def score(
+        self,
+        batch: Batch,
+        minibatches: Sequence[Sequence[list[int]]],
+        policy: ShardedModel,
+        frozen: Sequence[FrozenModel],
     ) -> Batch:
-        """The batch with its old logprobs, or unchanged if one update per step makes them equal to the new ones."""
+        """The batch with its old logprobs and the streams of frozen models (collective if weights are sharded).
+
+        There are no old logprobs if one update a step makes them equal to the new ones.
+        """
+        microbatches = list(itertools.chain(*minibatches))
+        models = list(frozen)
         if self._setup.old_logprobs == "sampled":
-            return batch.replace(old_logprobs=batch.sample_logprobs)
-        if self._setup.old_logprobs == "scored":
-            shown = show_progress("score", microbatches)
-            old_policy = self._setup.frozen(policy, self._setup.sampled_logprobs, ["old_logprobs"])
-            return old_policy.add_to(batch, shown)
+            batch = batch.replace(old_logprobs=batch.sample_logprobs)
+        elif self._setup.old_logprobs == "scored":
+            models.insert(0, self._setup.frozen(policy, score_batch, ["old_logprobs"]))
+        for model in models:
+            batch = model.add_to(batch, show_progress("score", microbatches))
         return batch
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:

@@ -59,7 +59,6 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import given_sizes, named_folder, plan
 from minirl.run.run_folder import open_run_folder, runs_root
-from minirl.training.batch import Batch
 from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
@@ -184,8 +183,8 @@ class Setup:
         if folder is None and self.config.adapters:
             assert self._models, "load the policy before its reference"
             policy = next(iter(self._models.values()))
-            return self.frozen(policy, under_adapters(self.sampled_logprobs), ["ref_logprobs"])
-        return self.frozen(folder or self._original_model(), self.sampled_logprobs, ["ref_logprobs"])
+            return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
+        return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
@@ -199,11 +198,7 @@ class Setup:
             return self.frozen(
                 folder, teacher_states, ["teacher_states"], keeps_head=True, prompt_ids=prompt_ids
             )
-        return self.frozen(folder, self.sampled_logprobs, ["teacher_logprobs"], prompt_ids=prompt_ids)
-
-    def sampled_logprobs(self, model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-        """A frozen model's logprobs [T] of the sampled tokens, and entropies, by `score_batch`."""
-        return score_batch(model, batch, temperature=self.config.temperature)
+        return self.frozen(folder, score_batch, ["teacher_logprobs"], prompt_ids=prompt_ids)
 
     def frozen(
         self,

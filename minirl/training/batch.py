@@ -115,6 +115,7 @@ class Batch:
     loss_mask: Tensor  # bool: the policy sampled this token
     sample_logprobs: Tensor = NOT_MADE  # fp32, as are the streams below except the next
     weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
+    temperature: Tensor = NOT_MADE  # that this token was sampled at; None: 1 for all
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE
     old_logprobs: Tensor = NOT_MADE
@@ -298,12 +299,15 @@ def _gather(values: Tensor, places: Tensor, size: int) -> Tensor:
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host. Not collective."""
     prefixes = [_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches]
+    lengths = tuple(len(branch.tokens) for branch in branches)
+    temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     return batch_type(
-        lengths=tuple(len(branch.tokens) for branch in branches),
+        lengths=lengths,
         tokens=_join(branches, "tokens", torch.int64),
         loss_mask=_join(branches, "loss_mask", torch.bool),
         sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
         weight_version=_join(branches, "weight_version", torch.int32),
+        temperature=over_tokens(temperatures, lengths),
         prefixes=tuple(prefixes),
         kept=KeptIds.join([KeptIds.none(0), *(branch.kept for branch in branches)]),
     )

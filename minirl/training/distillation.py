@@ -14,7 +14,7 @@ from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import MAX_LOGITS, chunk_logits
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
-from minirl.training.scoring import outputs_of_head, states_before
+from minirl.training.scoring import divisor_of_batch, outputs_of_head, states_before
 
 # Up to four tensors of a tile's size exist at the same time.
 TILE_LOGITS = MAX_LOGITS // 4
@@ -26,7 +26,7 @@ def teacher_states(model: Transformer, batch: Batch) -> tuple[Tensor]:
 
 
 def score_with_teacher(
-    model: Transformer, batch: Batch, teacher: Transformer, *, temperature: float, is_forward: bool
+    model: Transformer, batch: Batch, teacher: Transformer, *, is_forward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs and entropies [T] by `score_batch`, and the KL divergence [T], all in fp32; 0 elsewhere.
 
@@ -41,10 +41,11 @@ def score_with_teacher(
     index = batch.loss_index
     states = states_before(model, batch)
     head = model.lm_head.weight
-    logprobs, entropies = outputs_of_head(states, head, batch.tokens[index], temperature)
+    divisor = divisor_of_batch(batch)
+    logprobs, entropies = outputs_of_head(states, head, batch.tokens[index], divisor)
     teacher_head = teacher.lm_head.weight.to(states.device, non_blocking=True)
     divergence = Divergence.apply(
-        states, head, batch.teacher_states[index], teacher_head, temperature, is_forward
+        states, head, batch.teacher_states[index], teacher_head, divisor, is_forward
     )
     return batch.scatter(logprobs), batch.scatter(entropies), batch.scatter(divergence)
 
@@ -52,8 +53,8 @@ def score_with_teacher(
 class Divergence(torch.autograd.Function):
     """KL(p || q) [M] of a policy p and a teacher q, or KL(q || p) with `is_forward`, from states and heads of both.
 
-    States [M, D] and head [V, D] of the policy, [M, D'] and [V, D'] of the teacher. With logits z and temperature T,
-    p = softmax(z / T), and q likewise, the gradients are
+    States [M, D] and head [V, D] of the policy, [M, D'] and [V, D'] of the teacher. With logits z and temperature T
+    (divisor [M, 1]), p = softmax(z / T), and q likewise, the gradients are
 
         d KL(p || q) / dz_j = p_j (log p_j - log q_j - KL(p || q)) / T
         d KL(q || p) / dz_j = (p_j - q_j) / T
@@ -66,16 +67,17 @@ class Divergence(torch.autograd.Function):
         head: Tensor,
         teacher_states: Tensor,
         teacher_head: Tensor,
-        temperature: float,
+        divisor: Tensor,
         is_forward: bool,
     ) -> Tensor:
         """See the class."""
-        divisor = states.new_full((1, 1), temperature, dtype=at_least_fp32(states.dtype))
+        divisor = divisor.to(at_least_fp32(states.dtype))
         num_tokens = max(1, TILE_LOGITS // len(head))
         results = []
-        for own, other in zip(states.split(num_tokens), teacher_states.split(num_tokens), strict=True):
-            p, p_total = _logprobs(own, head, divisor)
-            q, q_total = _logprobs(other, teacher_head, divisor)
+        tiles = (tensor.split(num_tokens) for tensor in (states, teacher_states, divisor))
+        for own, other, temperature in zip(*tiles, strict=True):
+            p, p_total = _logprobs(own, head, temperature)
+            q, q_total = _logprobs(other, teacher_head, temperature)
             if is_forward:
                 p, q = q, p
             results.append(((p.exp() * (p - q)).sum(-1), p_total, q_total))
@@ -111,7 +113,7 @@ class Divergence(torch.autograd.Function):
 
 
 def _logprobs(states: Tensor, head: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs [M, V], and the logsumexp [M] of their logits. divisor [1, 1]: the temperature."""
+    """Logprobs [M, V], and the logsumexp [M] of their logits. divisor [M, 1]: the temperatures."""
     logits = chunk_logits(states, head, divisor)
     totals = logits.logsumexp(-1)
     return logits.sub_(totals[:, None]), totals

@@ -7,7 +7,6 @@ Only selected tokens (those that the policy sampled) go through the language mod
 exist as a whole, with gradient or without: only those of one token chunk and one vocabulary chunk do.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from minirl.model.logprobs import (
     VOCAB_CHUNK,
     chunk_logits,
     chunked_entropies,
+    divisor_of,
     index_in_chunk,
     log_softmax,
     mask_left_out,
@@ -36,18 +36,19 @@ TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
 LOWEST = -1e4
 
 
-def score_batch(model: Transformer, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
-    For a token sampled from a truncated distribution, the model's distribution is truncated to the same tokens.
-    Differentiable in the parameters. Not collective.
+    Each token is scored at the temperature that it was sampled at; for one sampled from a truncated distribution, the
+    model's distribution is truncated to the same tokens. Differentiable in the parameters. Not collective.
     """
     index = batch.loss_index
     states = states_before(model, batch)
     kept_ids = None
     if batch.kept is not None and len(batch.kept.ids):
         kept_ids = upload(batch.kept.rows(), states.device)[index].long()
-    outputs = outputs_of_head(states, model.lm_head.weight, batch.tokens[index], temperature, kept_ids)
+    divisor = divisor_of_batch(batch)
+    outputs = outputs_of_head(states, model.lm_head.weight, batch.tokens[index], divisor, kept_ids)
     logprobs, entropies = map(batch.scatter, outputs)
     return logprobs, entropies
 
@@ -89,39 +90,49 @@ def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     return hidden.index_select(0, layout.hidden_index[places])
 
 
+def divisor_of_batch(batch: Batch) -> Tensor:
+    """The `divisor_of` the temperatures of a batch's sampled tokens, [M, 1]."""
+    if batch.temperature is None:
+        return torch.ones(len(batch.loss_index), 1, device=batch.tokens.device)
+    return divisor_of(batch.temperature[batch.loss_index])
+
+
 def outputs_of_head(
-    states: Tensor, head: Tensor, targets: Tensor, temperature: float, kept_ids: Tensor | None = None
+    states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor, kept_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
 
-    kept_ids int64 [M, K]: the tokens that truncated distributions keep, see `mask_left_out`.
+    divisor [M, 1]: of the logits, see `divisor_of`. kept_ids int64 [M, K]: the tokens that truncated distributions
+    keep, see `mask_left_out`.
     """
     if device_kernels.are_used(states.device):
         from minirl.kernels.fused_head import FusedLogprobs
 
-        logprobs, entropies = FusedLogprobs.apply(states, head, targets, temperature, 0, kept_ids)
+        logprobs, entropies = FusedLogprobs.apply(states, head, targets, divisor, 0, kept_ids)
     else:
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
-        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, temperature, *chunks, kept_ids)
+        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, divisor, *chunks, kept_ids)
     return logprobs, entropies
 
 
 def refuse_gradient(
-    objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_left_out: Tensor
+    objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor
 ) -> None:
-    """Refuse a microbatch's objective that has a gradient for branches that the script leaves out.
+    """Refuse a microbatch's objective that has a gradient for branches that the script skips.
 
-    new, entropy: the results of `score_batch` that `objective` was computed from. is_left_out bool [N] covers all
+    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [N] covers all
     branches of the step, by table index. Raises InputError. Not collective.
     """
+    of_micro = is_skipped[micro.table_index]
+    if not of_micro.any():
+        return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     is_moved = torch.stack([gradient.abs() > 0 for gradient in gradients]).any(0)
-    of_branches = micro.spread(is_left_out[micro.table_index])
     refuse(
-        bool((is_moved & of_branches).any()),
-        "is_trained: leaves out rollouts which token_loss or token_advantages of this script teach something in the "
-        "first step. Make their advantages in branch_advantages, or let is_trained return True for them: "
-        "torch.ones(len(weights), dtype=torch.bool) for all",
+        bool((is_moved & micro.spread(of_micro)).any()),
+        "can_skip: skips rollouts which token_loss or token_advantages of this script teach something. Make their "
+        "advantages in branch_advantages, or let can_skip return False for them: "
+        "torch.zeros(len(weights), dtype=torch.bool) for all",
     )
 
 
@@ -131,7 +142,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     Only the logits of `token_chunk` targets and `vocab_chunk` tokens of the vocabulary exist at the same time.
     Backward computes them again; it also holds one vocabulary chunk of the head's gradient in fp32.
 
-    With logits z, temperature T, p = softmax(z / T), target y and entropy H, the gradients are
+    With logits z, temperature T (divisor [M, 1]), p = softmax(z / T), target y and entropy H, the gradients are
 
         d logprob / dz_j = (1[j = y] - p_j) / T
         d H / dz_j = -p_j (log p_j + H) / T
@@ -143,21 +154,20 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         targets: Tensor,
-        temperature: float,
+        divisor: Tensor,
         token_chunk: int,
         vocab_chunk: int = VOCAB_CHUNK,
         kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        wide = at_least_fp32(hidden.dtype)
-        divisor = hidden.new_full((1, 1), temperature, dtype=wide)
+        divisor = divisor.to(at_least_fp32(hidden.dtype))
         head_chunks = head.split(vocab_chunk)
-        hidden_chunks = hidden.split(token_chunk)
-        target_chunks = targets[:, None].split(token_chunk)
-        kept_chunks = itertools.repeat(None) if kept_ids is None else kept_ids.split(token_chunk)
         results = []
-        for states, wanted, kept in zip(hidden_chunks, target_chunks, kept_chunks, strict=False):
-            results.append(_score_token_chunk(states, head_chunks, wanted, divisor, kept))
+        for start in range(0, max(1, len(hidden)), token_chunk):
+            chunk = slice(start, start + token_chunk)
+            kept = None if kept_ids is None else kept_ids[chunk]
+            wanted = targets[chunk, None]
+            results.append(_score_token_chunk(hidden[chunk], head_chunks, wanted, divisor[chunk], kept))
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
         # A loss without the entropies does not pay for their gradient.
         ctx.set_materialize_grads(False)
@@ -186,7 +196,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_head_chunk = torch.zeros_like(head_chunk, dtype=divisor.dtype)
             for start in range(0, len(hidden), ctx.token_chunk):
                 chunk = slice(start, start + ctx.token_chunk)
-                logits = chunk_logits(hidden[chunk], head_chunk, divisor)
+                logits = chunk_logits(hidden[chunk], head_chunk, divisor[chunk])
                 mask_left_out(logits, None if kept_ids is None else kept_ids[chunk], first)
                 logprobs = log_softmax(logits, totals[chunk] if ctx.has_totals else None)
                 grad = _logit_gradient(
@@ -213,7 +223,7 @@ def _score_token_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs [n] and entropies [n] of the targets [n, 1] of one token chunk, and the totals [n, chunks].
 
-    hidden [n, D]; divisor [1, 1]: the temperature; kept_ids [n, K]: see `mask_left_out`. A total is the logsumexp of
+    hidden [n, D]; divisor [n, 1]: the temperatures; kept_ids [n, K]: see `mask_left_out`. A total is the logsumexp of
     the logits of one vocabulary chunk. With a single vocabulary chunk the totals are not needed, and an empty tensor is
     returned.
     """

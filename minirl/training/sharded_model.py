@@ -240,7 +240,7 @@ class ShardedModel:
     def make_optimizer(
         self, *, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float
     ) -> torch.optim.AdamW:
-        """Make an AdamW over the masters, with its state. Each `step` sets the learning rate.
+        """Make an AdamW over the masters, with its state, for `step`, which sets the learning rate.
 
         Only matrices decay: norms and biases do not.
 
@@ -253,7 +253,7 @@ class ShardedModel:
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=eps, fused=True)
         for master in self.masters.values():
             if master.requires_grad:
                 num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -263,6 +263,8 @@ class ShardedModel:
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
         """Clip the gradient, update the masters and refresh the compute weights; returns the gradient norm.
+
+        lr: the learning rate of this update. A group with another lr than the optimizer's default keeps their ratio.
 
         The norm, before clipping, covers the optimizer's parameters on all ranks; other parameters' gradients are
         dropped. max_grad_norm 0: do not clip. A gradient of exactly 0, for example without any `backward`, makes no
@@ -287,7 +289,8 @@ class ShardedModel:
             # One kernel for all local shards, not one each.
             torch._foreach_mul_([_local(gradient) for gradient in gradients], max_grad_norm / norm)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            own_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = lr * (own_lr / optimizer.defaults["lr"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         weight_norm = self._total_norm(self.masters.values())

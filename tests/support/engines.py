@@ -14,7 +14,7 @@ from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Rollout, RolloutId, appended
-from minirl.training.batch import pack
+from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 from support.models import RAW_CONFIG
 
@@ -142,7 +142,12 @@ def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
     return model(torch.cat(sequences), layout.positions, layout)
 
 
-def scores_of(model: Transformer, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+def scores_of(model: Transformer, rollouts: Sequence[Rollout]) -> Tensor:
     """The scoring path's logprobs of rollouts that are packed end to end."""
-    batch = replace(pack(rollouts), prefixes=())
-    return score_batch(model, batch, temperature=temperature)[0]
+    return score_batch(model, replace(pack(rollouts), prefixes=()))[0]
+
+
+def score_at(model: Transformer, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """`score_batch` of tokens that were all sampled at this temperature."""
+    temperatures = torch.full(batch.tokens.shape, temperature, device=batch.tokens.device)
+    return score_batch(model, batch.replace(temperature=temperatures))

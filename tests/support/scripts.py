@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,15 +65,15 @@ def branching_fork(folder: Path, script: str) -> Path:
     return extended_fork(folder, script, BRANCHES, name="branching")
 
 
-def changed_fork(folder: Path, name: str, *changes: dict[str, str], most: int = 10) -> str:
-    """A copy of train_grpo.py with these lines replaced; at most this many are new and not blank."""
+def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
+    """A copy of train_grpo.py with these lines replaced; at most 10 are new and not blank."""
     original = (ROOT / "train_grpo.py").read_text()
     changed = original
     for old, new in itertools.chain(*(change.items() for change in changes)):
         assert changed.count(old) == 1, old
         changed = changed.replace(old, new)
     lines = list(difflib.ndiff(original.splitlines(), changed.splitlines()))
-    assert sum(line.startswith("+ ") and line.strip() != "+" for line in lines) <= most
+    assert sum(line.startswith("+ ") and line.strip() != "+" for line in lines) <= 10
     fork = folder / f"{name}.py"
     fork.write_text(changed)
     return str(fork)
@@ -84,21 +85,22 @@ def objectives() -> dict[str, str]:
     return {name: row for row, name in re.findall(r"^(\| \[(.*?)\].*)$", page, re.MULTILINE)}
 
 
-def objective_diff(name: str) -> str:
-    """The diff that a row of docs/objectives.md links."""
-    (path,) = re.findall(r"\]\((objectives/\w+\.diff)\)", objectives()[name])
-    return (ROOT / "docs" / path).read_text()
-
-
 def objective_fork(folder: Path, name: str) -> str:
-    """A copy of train_grpo.py with this diff of docs/objectives.md; at most 15 lines are new."""
-    diff = objective_diff(name)
-    changes = {}
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE)[1:]:
-        old, new = (re.sub(rf"^\{left}.*\n", "", hunk, flags=re.MULTILINE) for left in "+-")
-        changes[re.sub("^.", "", old, flags=re.MULTILINE)] = re.sub("^.", "", new, flags=re.MULTILINE)
-    stem = re.sub(r"\W+", "_", name.lower())
-    return changed_fork(folder, f"objective_{stem}", changes, most=15)
+    """The script that a row of docs/objectives.md makes with its patch; at most 15 lines are new."""
+    (path,) = re.findall(r"\]\((objectives/\w+\.diff)\)", objectives()[name])
+    patch = ROOT / "docs" / path
+    added = re.findall(r"^\+(?!\+\+ ) *\S", patch.read_text(), re.MULTILINE)
+    assert len(added) <= 15
+    return patched_fork(folder, patch, name=f"objective_{patch.stem}")
+
+
+def patched_fork(folder: Path, patch: Path, *, name: str) -> str:
+    """The script that a patch changes, patched, under this name."""
+    script = re.search(r"^--- (?:a/)?(train_\w+\.py)", patch.read_text(), re.MULTILINE)
+    assert script is not None, f"{patch} changes no script"
+    fork = folder / f"{name}.py"
+    subprocess.run(["patch", "-s", "-o", fork, ROOT / script[1], patch], check=True)
+    return str(fork)
 
 
 def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
