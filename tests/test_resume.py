@@ -167,3 +167,14 @@ def test_row_13_a_script_that_remembers_more_than_the_checkpoint_begins_with_its
         for path in sorted((runs / "curriculum-new" / "checkpoints").iterdir())[1:]
     ]
     assert saved[0] == saved[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--group-size 2", "--seed 1", "--max-staleness 0"])
+def test_row_13_rollouts_in_flight_are_not_taken_for_others(two_ranks, runs, flag):
+    """Their groups, rows or ages would be wrong."""
+    script, flags = CASES["partial"]
+    folder = trained(two_ranks, runs / "partial-2", script, COMMON, flags)
+    copy = interrupted_copy(folder, f"partial{flag.replace(' ', '')}", 1)
+    with pytest.raises(AssertionError, match=r"in flight"):
+        run_in_pool(two_ranks, script, COMMON, flags, flag, f"--run-name {copy.name}", runs=runs)

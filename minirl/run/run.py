@@ -123,6 +123,12 @@ class Run:
         if checkpoint is not None:
             saved = self._checkpoints.restore(checkpoint, decode_group=setup.sizes.decode_group)
             self.progress = Progress(**saved)
+            fixed = {name: getattr(config, name) for name in ("task", "data", "seed", "group_size")}
+            changed = ", ".join(setup.folder.changed_flags(fixed))
+            refuse(
+                IN_FLIGHT in self.progress.extra and changed,
+                f"rollouts in flight were begun with other flags: {changed}; take another --run-name",
+            )
             if self.progress.step >= config.num_steps:
                 print0("already finished; a greater --num-steps continues it")
         self.progress.extra = extra | self.progress.extra
