@@ -302,7 +302,10 @@ def test_row_07_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, monkeypa
         open_run_folder("b")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "0-of-1.pt", "progress.pt"])
+BYTES_LEFT = {"model.safetensors": 10, "0-of-1.pt": 30_000, "progress.pt": 10}
+
+
+@pytest.mark.parametrize("name", BYTES_LEFT)
 def test_row_06_a_full_disk_ends_the_run_with_path_and_cause_and_loses_no_checkpoint(monkeypatch, name):
     """The system refuses to write more bytes of one file; the next start finds the old checkpoint, and saves."""
     new_file = durable.new_file
@@ -310,7 +313,7 @@ def test_row_06_a_full_disk_ends_the_run_with_path_and_cause_and_loses_no_checkp
 
     @contextmanager
     def full_in(path):
-        limit = 10 if path.name == name else before[0]
+        limit = BYTES_LEFT[name] if path.name == name else before[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
             with new_file(path) as file:

@@ -95,7 +95,7 @@ class Run:
         `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
         `records` are lists of this rank; a resume on another number of ranks deals them out again.
 
-        Raises InputError naming a value that cannot be saved, or one that the checkpoint lacks.
+        Raises InputError for a checkpoint that this run cannot go on from.
         """
         self._setup = setup
         self._config = config = setup.config
