@@ -5,9 +5,9 @@
     .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state, and its `records`
     .../000050/resume/progress.pt    the fields of `Progress`, with the script's `extra`
 
-Every rank writes its files into .half-000050-TOKEN and syncs them to the disk. When all have done so, rank 0 renames the
-folder to 000050: that makes it a checkpoint. So a kill at any moment, or a full disk, leaves whole checkpoints, and a
-run resumes from the newest. An old checkpoint is deleted only after the rename, and gets a name with a dot first.
+Every rank writes its files into .half-000050-TOKEN and syncs them to the disk. When all have done so, rank 0 renames
+the folder to 000050: that makes it a checkpoint. So a kill at any moment, or a full disk, leaves whole checkpoints, and
+a run resumes from the newest. An old checkpoint is deleted only after the rename, and gets a name with a dot first.
 
 Training waits for a save. Files are read with torch's `weights_only`, which runs no code from them.
 """
@@ -235,6 +235,6 @@ def prune(run_folder: Path, *, keep: int) -> None:
         path: _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf) for path in checkpoints
     }
     best = max(reversed(checkpoints), key=scores.__getitem__)
-    for path in checkpoints[:-keep] if keep else []:
+    for path in checkpoints[:-keep]:
         if path != best:
             durable.remove_folder(path)
