@@ -45,10 +45,9 @@ from minirl.objective.losses import (
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
 from minirl.report.progress_bar import show_progress
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.config import RunConfig, check_shared, named_folder
 from minirl.run.dry_run import dry_run
 from minirl.run.flags import check_needed, check_numbers, run_script
-from minirl.run.planning import named_folder
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches

@@ -24,9 +24,9 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
-from minirl.plan import formulas
 from minirl.ranks import process_group
 from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.run.budget import Sizes, Workload, budget, num_parameters
 from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -211,10 +211,24 @@ def measure_update(
 
 
 def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
-    """The memory plan of an update before the optimizer has its state: weights, masters, gradients, activations."""
+    """The memory budget of an update before the optimizer has its moments."""
     config = policy.decoder.config
-    held = (2 + 4 + 4) * formulas.num_parameters(config)
-    return held + formulas.activation_bytes(config, torch.bfloat16, tokens=num_tokens, recompute_layers=True)
+    work = Workload(
+        device_type="cuda",
+        free=0.0,
+        num_ranks=1,
+        num_shards=1,
+        dtype=torch.bfloat16,
+        trained=[config],
+        frozen={},
+        longest=num_tokens,
+        enough_tokens=num_tokens,
+        step_tokens=num_tokens,
+        requests=1,
+    )
+    sizes = Sizes(1, num_tokens, num_tokens, recompute_layers=True, shard_gradients=False)
+    weights_and_masters = (2 + 4) * num_parameters(config)
+    return weights_and_masters + sum(budget(work, sizes).training.values())
 
 
 def parse_args() -> argparse.Namespace:

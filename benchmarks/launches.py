@@ -28,7 +28,7 @@ import train_grpo  # found by workload
 from minirl.generation import decode_step
 from minirl.kernels import fused_gate, fused_head, fused_rotation, fused_sampling, paged_attention
 from minirl.model import attention
-from minirl.model.attention import Cached, CachePool, DecodeLayout, DecodeRead
+from minirl.model.attention import PAGED_BLOCK, Cached, CachePool, DecodeLayout, DecodeRead
 from minirl.model.config import Adapters, ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.rotation import rope_table
@@ -300,7 +300,7 @@ def decode_counts(model: Transformer) -> Counts:
 
 
 def _decode_layout(config: ModelConfig) -> DecodeLayout:
-    block = paged_attention.BLOCK
+    block = PAGED_BLOCK
     blocks_per_request = CONTEXT // block
     num_blocks = NUM_REQUESTS * blocks_per_request
     heads = (config.num_hidden_layers, num_blocks, config.num_key_value_heads)

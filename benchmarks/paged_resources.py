@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from minirl.kernels import paged_attention
+from minirl.model.attention import PAGED_BLOCK
 
 # Compute capability x 10: bytes of shared memory that a program can have.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -30,7 +31,7 @@ def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tup
     from triton.compiler import ASTSource
 
     data = f"*{TRITON_TYPES[dtype]}"
-    constants = paged_attention.constants(NUM_KV, groups, dim, dtype)
+    constants = paged_attention.constants(NUM_KV, groups, dim, PAGED_BLOCK, dtype)
     types = {"q": data, "keys": data, "values": data, "blocks": "*i32", "lengths": "*i32"}
     types |= {"means": data, "log_weights": "*fp32"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}  # torch's tensors are

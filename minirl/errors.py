@@ -1,4 +1,4 @@
-"""The errors that end a run on purpose, each with the exit code of every rank.
+"""The errors that end a run on purpose, each with an exit code.
 
 Their message is for the user and is printed without a traceback. Any other exception is a bug: traceback,
 exit code 1. A run that is asked to stop saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C)
@@ -28,12 +28,6 @@ class RolloutError(RuntimeError):
     """A rollout function made an impossible request or gave an invalid reward; or its process raised, hung or died."""
 
     exit_code = 4
-
-
-class HangError(RuntimeError):
-    """A rank has made no progress for too long."""
-
-    exit_code = 5
 
 
 class SaveError(RuntimeError):

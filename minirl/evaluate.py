@@ -2,7 +2,8 @@
 
     python -m minirl.evaluate --model DIR --task gsm8k --data test.jsonl --samples 8 --temperature 0.8
 
-Prompts, rollouts and rewards are those of a training run with these flags. The result is one JSON object, on stdout and
+Prompts, rollouts and rewards are those of a training run with these flags; for `--model RUN` the run's own are the
+defaults. The result is one JSON object, on stdout and
 in evaluation.json in the folder of --run-name; all other output goes to stderr. Each rank writes the rollouts of a
 prompt as soon as they have their rewards, so the same command goes on with the prompts that a killed one left.
 """
@@ -21,20 +22,23 @@ from typing import Any
 from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.files import durable
-from minirl.files.json_files import json_lines, read_json_lines
+from minirl.files.json_files import json_lines, read_json_lines, read_json_object
 from minirl.model.weights import load_replica
 from minirl.objective.advantages import weighted_scores
-from minirl.ranks import process_group
+from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
-from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
-from minirl.run.flags import check_needed, run_script
-from minirl.run.run_folder import newest_checkpoint
+from minirl.run.config import EVALUATION_FLAGS, ModelAndDataFlags, RewardFlags, RunConfig, check_shared
+from minirl.run.flags import check_needed, early_value, parse
+from minirl.run.run_folder import newest_checkpoint, run_of
 from minirl.run.setup import Setup
 from minirl.show import is_rollout
 
 JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
+# The flags of a run that its evaluation repeats.
+OF_RUN = {*ModelAndDataFlags.__dataclass_fields__, *RewardFlags.__dataclass_fields__} - {"model", "data"}
+OF_RUN |= {"max_new_tokens", "rollout", "tools", "environment"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,27 @@ class Config(RunConfig):
     def trains(self) -> bool:
         """Nothing is trained."""
         return False
+
+
+def parsed(arguments: Sequence[str] | None = None) -> Config:
+    """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
+    model = early_value("model", arguments)
+    run = run_of(model) if model else None
+    args = read_json_object(run / "args.json") if run else {}
+    defaults = {name: value for name, value in args.get("flags", {}).items() if name in OF_RUN}
+    if args:
+        defaults["task"] = args["task"]
+    if early_value("data", arguments):
+        defaults.pop("eval_data", None)
+    return parse(
+        Config,
+        description=__doc__ or "",
+        defaults={
+            name: tuple(value) if isinstance(value, list) else value for name, value in defaults.items()
+        },
+        arguments=arguments,
+        groups=EVALUATION_FLAGS,
+    )
 
 
 def checked(config: Config) -> Config:
@@ -157,4 +182,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main, Config, description=__doc__ or "", groups=EVALUATION_FLAGS)
+    launch.run(lambda: main(parsed()))

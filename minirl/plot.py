@@ -48,26 +48,23 @@ def running_mean(values: list[float], width: int) -> list[float]:
     return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_lines(axes: Any, runs: Runs, metric: str) -> bool:
-    """Draw a metric of all runs; returns whether any has it."""
-    is_there = False
+def draw_lines(axes: Any, runs: Runs, title: str, metric: str) -> None:
+    """Draw a metric of all runs that have it."""
+    axes.set_title(title, loc="left", fontsize=11)
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
-        if not steps:
-            continue
-        is_there = True
-        color = f"C{i}"  # of matplotlib's cycle
-        if len(values) > SMOOTHED_STEPS:
-            axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-            values = running_mean(values, SMOOTHED_STEPS)
-        axes.plot(steps, values, color=color, linewidth=1.8, label=name)
-    return is_there
+        axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
+        axes.plot(steps, running_mean(values, SMOOTHED_STEPS), color=f"C{i}", linewidth=1.8, label=name)
+    if not any(series(lines, metric)[0] for _, lines in runs):
+        axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
 
 
 def draw_held_out(axes: Any, runs: Runs) -> None:
-    """Mark each evaluation on the held-out rows."""
+    """Mark each evaluation on the held-out rows, at step 0 the one before training."""
     for i, (_, lines) in enumerate(runs):
         steps, values = series(lines, "eval/reward")
+        _, before = series(lines, "eval/before")
+        steps, values = [0] * len(before) + steps, before + values
         label = "held out" if i == 0 and steps else None
         axes.plot(steps, values, "o", color=f"C{i}", markersize=5, markeredgecolor="white", label=label)
 
@@ -85,54 +82,48 @@ def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
 
 def draw_time(axes: Any, name: str, lines: Lines) -> None:
     """The seconds of a run's steps by cause, one upon the other."""
-    from matplotlib import color_sequences
+    from matplotlib.colors import hsv_to_rgb
 
-    axes.set_prop_cycle(color=color_sequences["tab20"])
-    axes.set_title(f"where the time of {name} went (s a step)", loc="left", fontsize=11)
-    axes.set_xlabel("step")
+    axes.set_title(f"seconds of a step\n{name}", loc="left", fontsize=9)
     stack = stack_of_causes(lines)
     if not stack:
-        axes.text(0.5, 0.5, "no time", ha="center", transform=axes.transAxes)
         return
+    # A hue each; neighbours also differ in brightness.
+    colors = [hsv_to_rgb((i / len(stack), 0.65, 0.6 + 0.3 * (i % 2))) for i in range(len(stack))]
     steps = [line["step"] for line in lines]
-    axes.stackplot(steps, *stack.values(), labels=list(stack), linewidth=0)
+    axes.stackplot(steps, *stack.values(), labels=list(stack), colors=colors, linewidth=0)
     axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
 
 
-def draw(runs: Runs, output: Path) -> None:
-    """Draw the picture into a file."""
-    import matplotlib
+def draw(runs: Runs) -> Any:
+    """The picture, a figure of matplotlib."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    has_reference = any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs)
+    kl = ("reference", "ref") if has_reference else ("policy before the update", "old")
     panels = [
         ("reward", "reward/mean"),
         ("entropy (nats per token)", "policy/entropy"),
-        ("KL to the reference (k3)", "policy/kl_ref_k3"),
+        (f"KL to the {kl[0]} (k3)", f"policy/kl_{kl[1]}_k3"),
         ("completion tokens", "len/mean"),
-        ("gradient norm", "optim/grad_norm"),
+        ("greatest gap of sampled to training logprobs", "policy/logp_gap_max"),
     ]
-    if not any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs):
-        panels[2] = ("KL to the policy before the update (k3)", "policy/kl_old_k3")
     num_axes = len(panels) + len(runs)
     num_rows = math.ceil(num_axes / 3)
-    figure = pyplot.figure(figsize=(13, 3.5 * num_rows), layout="constrained")
+    figure = Figure(figsize=(13, 3.5 * num_rows), layout="constrained")
     grid = [figure.add_subplot(num_rows, 3, number) for number in range(1, num_axes + 1)]
     for axes, (title, metric) in zip(grid, panels, strict=False):
-        if not draw_lines(axes, runs, metric):
-            axes.text(0.5, 0.5, f"no {metric}", ha="center", transform=axes.transAxes)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("step")
+        draw_lines(axes, runs, title, metric)
     draw_held_out(grid[0], runs)
     grid[0].legend(fontsize=8, frameon=False, loc="lower right")
     for axes, (name, lines) in zip(grid[len(panels) :], runs, strict=True):
         draw_time(axes, name, lines)
     for axes in grid:
+        axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    figure.savefig(output, dpi=80)
+    return figure
 
 
 def main() -> int:
@@ -147,7 +138,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         runs = [read_run(name) for name in arguments.runs]
-        draw(runs, arguments.output)
+        draw(runs).savefig(arguments.output, dpi=80)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

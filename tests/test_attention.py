@@ -307,7 +307,7 @@ class Decoding:
         shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
         self.cache = KVCache(
             dict(enumerate(windows)),
-            num_tokens=60 * BLOCK,
+            num_tokens=240 * BLOCK,
             max_sequences=30,
             dtype=dtype,
             device=CPU,

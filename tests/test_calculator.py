@@ -65,7 +65,7 @@ def test_an_evaluation_calls_the_calculator(one_rank, two_ranks, calling):
     flags = f"--task calculator {TOOL} --samples 16 --eval-rows 6 --run-name"
     result = evaluated(one_rank, f"{flags} evaluated", runs=calling)
     rollouts = read_rollouts(calling / "evaluated", 0)
-    assert rollouts == show.read_rollouts(show.step_file(str(calling / "evaluated"), None))
+    assert len(show.texts_of(show.step_file(str(calling / "evaluated"), None))) == len(rollouts)
     called = [any(segment["kind"] == "environment" for segment in r.get("segments", [])) for r in rollouts]
     assert result["scores"]["eval/calls"]["mean"] >= sum(called) / len(called) > 0
     assert evaluated(two_ranks, f"{flags} evaluated-2", runs=calling) == result

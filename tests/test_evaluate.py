@@ -1,8 +1,7 @@
 """Evaluations: their numbers, the same on any number of ranks and after a kill, and as transformers' texts say."""
 
-import dataclasses
 import itertools
-import re
+import json
 import shutil
 import sys
 from statistics import fmean
@@ -13,19 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.task import Task
 from minirl.errors import InputError
-from minirl.evaluate import Config, finished_records, main
-from minirl.model.families import config_from_dict
-from minirl.plan.choice import can_keep_cache, choose_sizes, too_large
-from minirl.plan.needs import always_bytes, phase_bytes
-from minirl.plan.workload import Sizes
+from minirl.evaluate import finished_records, main, parsed
 from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
-from minirl.run.config import EVALUATION_FLAGS, StepFlags
-from minirl.run.flags import flag_of, parse
+from minirl.run.config import StepFlags
+from minirl.run.flags import flag_of
 from support.collecting import Prompts, facts, make_collector
 from support.collecting import evaluated as evaluated_here
 from support.jobs import started, wait_for
-from support.memory import make_workload
-from support.models import QWEN_7B
 from support.scripts import (
     evaluated,
     read_metrics,
@@ -53,7 +46,7 @@ def slow(prompts, completions, answer):
 def refused(*flags):
     """The refusal of a command line, before anything is loaded."""
     with pytest.raises(InputError) as error:
-        main(parse(Config, description="", arguments=words(flags), groups=EVALUATION_FLAGS))
+        main(parsed(words(flags)))
     return str(error.value)
 
 
@@ -97,16 +90,19 @@ def record(ordinal, sample, reward, completion, *, row="a.jsonl:1", end="stop", 
     }
 
 
+TASK = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
+
+
 def test_the_numbers_of_an_evaluation_are_means_over_prompts():
-    """A completion to which no reward applies has none; each reward and each file has its mean."""
+    """A completion without a reward does not count; each reward has its mean, and each file in the order given."""
     records = [
-        record(0, 0, 1.0, "7", exact=1.0, short=None),
-        record(0, 1, 0.6, "8", exact=0.6, short=None, end="length", num_tokens=6),
-        record(1, 0, 0.0, "7", row="b.jsonl:1", exact=0.0, short=-1.0),
-        record(1, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
+        record(0, 0, 0.0, "7", row="b.jsonl:1", exact=0.0, short=-1.0),
+        record(0, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
+        record(1, 0, 1.0, "7", exact=1.0, short=None),
+        record(1, 1, 0.6, "8", exact=1.0, short=-2.0, end="length", num_tokens=6),
     ]
-    task = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
-    values = values_by_prompt(records, task, weights={"exact": 0.6 + 1e-12, "short": 9.0})
+    values = values_by_prompt(records, TASK, weights={"exact": 1.0, "short": 0.0})
+    assert list(values)[:3] == ["eval/reward", "eval/a/reward", "eval/b/reward"]
     assert {name: fmean(of_prompts) for name, of_prompts in values.items()} == {
         "eval/reward": 0.4,
         "eval/pass@1": 0.5,
@@ -114,12 +110,20 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
         "eval/majority": 1.0,
         "eval/a/reward": 0.8,
         "eval/b/reward": 0.0,
-        "eval/exact": 0.4,
-        "eval/short": -1.0,
+        "eval/exact": 0.5,
+        "eval/short": -1.5,
         "eval/len_mean": 3.0,
         "eval/truncated": 0.25,
     }
-    assert len(values["eval/pass@2"]) == len(values["eval/majority"]) == len(values["eval/short"]) == 1
+    assert len(values["eval/pass@2"]) == len(values["eval/majority"]) == 1
+
+
+def test_pass_at_k_and_the_majority_are_of_rewards_of_0_and_1_alone():
+    """A single other value of a reward with a weight, and they are left out."""
+    for reward, expected in ((1.0, {"eval/pass@1", "eval/pass@2", "eval/majority"}), (0.5, set())):
+        records = [record(0, 0, 0.0, "7", exact=0.0), record(0, 1, reward, "7", exact=reward)]
+        values = values_by_prompt(records, TASK, weights={"exact": 2.0})
+        assert values.keys() - {"eval/reward", "eval/a/reward", "eval/len_mean", "eval/truncated"} == expected
 
 
 def facts_by_id(parts):
@@ -142,25 +146,51 @@ def test_rollouts_come_prompt_by_prompt_and_are_those_of_one_batch():
 
 
 def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, runs):
-    """Those of the run's last evaluation, for its newest checkpoint; the same JSON and rollouts on two ranks."""
+    """Of its last evaluation, for its newest checkpoint and its task; the same JSON and rollouts on two ranks."""
     flags = "--eval-samples 4 --eval-rows 8 --temperature 0.9"
     folder = trained(one_rank, runs / "trained", "train_grpo.py", f"--num-steps 2 {flags}")
     expected = {name: value for name, value in read_metrics(folder)[-1].items() if "eval/" in name}
-    one = evaluated(one_rank, f"--model trained --task sorting --run-name one {flags}", runs=runs)
+    one = evaluated(one_rank, f"--model trained --run-name one {flags}", runs=runs)
     assert {name: score["mean"] for name, score in one["scores"].items()} == expected
     assert expected.keys() == {
         *("eval/reward", "eval/majority", "eval/len_mean", "eval/truncated"),
         *(f"eval/pass@{k}" for k in range(1, 5)),
     }
     assert one["model"].endswith("trained/checkpoints/000002")
-    two = evaluated(two_ranks, f"--model {runs}/trained --task sorting --run-name two {flags}", runs=runs)
-    assert two == one
+    two = evaluated(two_ranks, f"--model {one['model']} --run-name two {flags}", runs=runs)
+    assert json.dumps(two) == json.dumps(one)
     rollouts = read_rollouts(runs / "two", 0)
     assert rollouts == read_rollouts(runs / "one", 0)
     assert sorted(path.name for path in (runs / "two").iterdir()) == [
         *("args.json", "evaluation.json", "lock", "rollouts")
     ]
     assert [r["id"] for r in rollouts] == [[i, j] for i in range(8) for j in range(4)]
+
+
+def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(tmp_path):
+    """Those on the command line win: --data replaces the run's --eval-data too. Its seed is not repeated."""
+    flags = {
+        "eval_data": ["a.jsonl", "b.jsonl"],
+        "data": "train.jsonl",
+        "chat": True,
+        "task": "auto",
+        "seed": 3,
+    }
+    flags |= {
+        "reward": ["mine.py:f"],
+        "reward_weights": [2.0],
+        "max_new_tokens": 9,
+        "temperature": 0.5,
+        "gone": 1,
+    }
+    (tmp_path / "args.json").write_text(json.dumps({"flags": flags, "task": "jsonl"}))
+    config = parsed(["--model", str(tmp_path)])
+    assert (config.eval_data, config.data, config.task) == (("a.jsonl", "b.jsonl"), None, "jsonl")
+    assert (config.chat, config.reward, config.reward_weights) == (True, ("mine.py:f",), (2.0,))
+    assert (config.max_new_tokens, config.temperature, config.seed) == (9, 1.0, 0)
+    config = parsed(words([f"--model {tmp_path} --no-chat --data c.jsonl --reward episode"]))
+    assert (config.chat, config.eval_data, config.data) == (False, (), "c.jsonl")
+    assert (config.reward, config.reward_weights) == (("episode",), (2.0,))
 
 
 def texts_of_transformers(folder, prompts, max_new_tokens):
@@ -313,38 +343,9 @@ def test_a_run_without_a_checkpoint_is_refused(one_rank, runs):
         evaluated(one_rank, "--model unsaved --task sorting", runs=runs)
 
 
-def test_an_evaluation_needs_the_weights_once_and_room_for_the_reward_model_beside_the_cache():
-    """Of a model of 7B on a card of 80 GB, which its training would not fit on."""
-    policy = config_from_dict(QWEN_7B)
-    work = make_workload(
-        policy,
-        frozen={"reward model": dataclasses.replace(policy, scalar_head=True)},
-        dtype=torch.bfloat16,
-        device_type="cuda",
-        longest=4608,
-        requests=10_000,
-        trains=False,
-    )
-    given = dict.fromkeys(Sizes.__dataclass_fields__, "auto")
-    sizes = choose_sizes(work, 80e9, given)
-    assert too_large(work, sizes, 80e9) is None
-    assert can_keep_cache(work, sizes, 80e9)
-    assert phase_bytes(work, sizes).keys() == {"generate", "score (reward model)"}
-    assert sum(always_bytes(work).values()) < 16e9
-    trained = dataclasses.replace(work, trains=True)
-    assert too_large(trained, choose_sizes(trained, 80e9, given), 80e9)
-    # An evaluation has flags for its advice.
-    shown = {flag_of(name) for group in EVALUATION_FLAGS for name in group.__dataclass_fields__}
-    for free in (10e9, 17.5e9, 20e9):
-        sizes = choose_sizes(work, free, given)
-        assert {
-            *re.findall(r"--[\w-]+", f"{too_large(work, sizes, free)} {sizes.flags(trains=False)}")
-        } <= shown
-
-
 def test_an_evaluation_has_no_flags_of_training(capsys):
     with pytest.raises(SystemExit):
-        parse(Config, description="", arguments=["--help"], groups=EVALUATION_FLAGS)
+        parsed(["--help"])
     shown = capsys.readouterr().out
     assert "--samples" in shown
     for name in ("lr", "resume", "clip-low", "offload-optimizer", *StepFlags.__dataclass_fields__):

@@ -20,8 +20,10 @@ from minirl.model.families import FAMILIES, config_from_dict
 from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
-from minirl.plan.formulas import num_parameters, num_trained_parameters
 from minirl.rollouts import RolloutId
+from minirl.run.budget import num_parameters
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine, scores_of
 from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
 from support.marks import slow
@@ -121,9 +123,25 @@ def test_the_page_lists_every_family_with_the_error_of_its_logits():
         assert error <= 2 * listed[family]
 
 
+def test_the_embedding_of_the_padding_token_learns_here_and_not_in_transformers():
+    """As the page says."""
+    oracle = make_checkpoint("llama", pad_token_id=5, tie_word_embeddings=False)
+    embeddings = oracle.model.embed_tokens.weight
+    tokens = torch.tensor([5, 6, 5, 7])
+    oracle(tokens[None]).logits.square().sum().backward()
+    assert not embeddings.grad[5].any()
+    embeddings.grad = None
+    model = twin(oracle)
+    logprobs, _ = score_batch(model, Batch((4,), tokens, loss_mask=tokens > 5))
+    logprobs.sum().backward()
+    assert named_parameters(model)["model.embed_tokens.weight"].grad[5].any()
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
+        ("Ministral3", "model_type 'ministral3' is not supported"),
+        ("Mistral3", "model_type 'mistral3' is not supported"),
         ("Gemma2", "gemma2.*minirl lacks .*logits with a soft cap (final_logit_softcapping)"),
         ("Gemma4Text", "embeddings of each layer"),
         ("Qwen3Moe", "a mixture of experts (moe_intermediate_size, num_experts_per_tok)"),
@@ -163,7 +181,7 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
     adapted = dataclasses.replace(config, adapters=Adapters(16, 16.0, LINEAR_LAYERS))
     modules = on_meta(config).model.layers.modules()
     trained = sum(16 * (m.in_features + m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
-    assert num_trained_parameters(adapted) == trained
+    assert num_parameters(adapted, trained=True) == trained
     assert num_parameters(adapted) == num_parameters(config) + trained
     value = dataclasses.replace(adapted, scalar_head=True)
-    assert num_trained_parameters(value) == trained + config.hidden_size
+    assert num_parameters(value, trained=True) == trained + config.hidden_size

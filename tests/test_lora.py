@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.merge import merge
 from minirl.model.adapters import WEIGHTS_FILE
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import is_batch_invariant
@@ -220,39 +219,32 @@ def trained_logprobs(checkpoint, embedded_model, tokens):
     return logprobs_of(model, tokens, (len(tokens),))
 
 
-def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, peft_folder, embedded_model, tmp_path):
-    """And written as one, with the base's config and tokenizer; its logprobs are those of training to rounding."""
+def test_a_folder_of_adapters_is_read_as_its_merged_model(checkpoint, embedded_model):
+    """Its logprobs are those of training to rounding, and not the base's."""
     tokens = torch.arange(40) % 14
     trained = trained_logprobs(checkpoint, embedded_model, tokens)
     replica = load_replica(checkpoint, dtype=torch.float32)
     torch.testing.assert_close(logprobs_of(replica, tokens, (40,)), trained, atol=1e-5, rtol=0)
     base = load_replica(embedded_model, dtype=torch.float32)
     assert (logprobs_of(base, tokens, (40,)) - trained).abs().max() > 0.01
-    merge(peft_folder, tmp_path / "merged", torch.float32)
-    merged = load_replica(tmp_path / "merged", dtype=torch.float32)
-    for name, weight in named_parameters(merged).items():
-        assert torch.equal(weight, named_parameters(replica)[name])
-    for name in ("tokenizer.json", "generation_config.json"):
-        assert (tmp_path / "merged" / name).read_bytes() == (embedded_model / name).read_bytes()
-    with pytest.raises(InputError, match=r"merged: exists"):
-        merge(peft_folder, tmp_path / "merged", torch.float32)
-    with pytest.raises(InputError, match=r"no adapter_config\.json there"):
-        merge(embedded_model, tmp_path / "other", torch.float32)
 
 
 @pytest.mark.slow
-def test_peft_reads_the_adapters(checkpoint, embedded_model):
-    """With the logprobs of training."""
+def test_peft_reads_and_merges_the_adapters(checkpoint, embedded_model, tmp_path):
+    """With the logprobs of training; merged, it has the bits of the model that minirl reads."""
     peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
+    adapted_model = peft.AutoPeftModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokens = torch.arange(40) % 14
     with torch.no_grad():
-        logits = peft.PeftModel.from_pretrained(base, checkpoint)(tokens[None]).logits[0]
+        logits = adapted_model(tokens[None]).logits[0]
     theirs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     trained = trained_logprobs(checkpoint, embedded_model, tokens)[1:]
     torch.testing.assert_close(theirs, trained, atol=5e-6, rtol=0)
+    adapted_model.merge_and_unload().save_pretrained(tmp_path)
+    merged, replica = (
+        named_parameters(load_replica(folder, dtype=torch.float32)) for folder in (tmp_path, checkpoint)
+    )
+    assert all(torch.equal(weight, replica[name]) for name, weight in merged.items())
 
 
 def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, peft_folder, data):
@@ -262,7 +254,7 @@ def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, 
     folder = trained(one_rank, runs / "lora-base", "train_grpo.py", flags)
     (line,) = read_metrics(folder)
     assert line["policy/kl_ref_k1"] == 0
-    with pytest.raises(AssertionError, match=r"has adapters; .* python -m minirl.merge"):
+    with pytest.raises(AssertionError, match=r"has adapters; .* merge them first"):
         run_in_pool(one_rank, "train_grpo.py", flags, "--lora-rank 2 --run-name lora-twice", runs=runs)
 
 

@@ -1,7 +1,6 @@
 """Step metrics over simulated ranks, signs of trouble, the files of a log, and the learning rate."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -19,7 +18,6 @@ import minirl.report.logger
 from minirl.data.task import Row
 from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
-from minirl.model.families import config_from_dict
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
 from minirl.report.logger import Logger, console_line, duration, rollout_records, troubles
@@ -35,10 +33,9 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.report.mfu import peak_flops, training_flops
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.training.batch import Batch, RolloutTable
+from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
 from support.worked import OLD, SAMPLED
@@ -271,47 +268,8 @@ def test_rates_are_per_second_of_what_makes_the_tokens():
     }
     assert derived(reduced) == {**reduced, **rates}
     assert derived({**reduced, "perf/skipped_tokens": 0.25})["perf/tok_s_train"] == 0.75 * 25
-    assert derived({**reduced, "perf/mfu_train": 1.0})["perf/mfu_train"] == 0.25
     counts = {"time/step": 1.0, "count/tokens": 100.0, "count/sampled_tokens": 0.0}
     assert derived(counts) == {**counts, "perf/idle_frac": 0, "perf/tok_s_rank": 100}
-
-
-def test_flops_of_an_update_are_counted_by_hand():
-    """Two sequences of 6 and 4 tokens with one prompt of 3, which counts once; 4 of their tokens have a loss.
-
-    2 layers of 4 x 4 (Q and O), 2 x 4 (K and V) and 3 x 8 x 4 weights, and two norms of 4; the first layer sees all,
-    the other 2 tokens. In the first, 6 and 4 tokens see 21 + 10 - 6, in the second 11 + 7 - 5.
-    """
-    config = config_from_dict(
-        {
-            "model_type": "llama",
-            "vocab_size": 10,
-            "hidden_size": 4,
-            "intermediate_size": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rms_norm_eps": 1e-6,
-        }
-    )
-    config = dataclasses.replace(config, layer_windows=(None, 2))
-    layers = 2 * (2 * 16 + 2 * 8 + 96 + 8)
-    forward = 2 * 7 * layers + 2 * 4 * 4 * 10 + 4 * 4 * (25 + 13)
-    ids = [[5, 5], [0, 1], [0, 0]]
-    columns = map(torch.tensor, (*ids, [3, 3], [6, 4], [3, 1], [False, False], [[0.0]] * 2, [[0.0]] * 2))
-    micro = RolloutTable(*columns)
-    assert training_flops(config, micro) == 3 * forward
-    values = dataclasses.replace(config, scalar_head=True)
-    assert training_flops(values, micro) == 3 * (forward - 2 * 4 * 4 * 9)
-
-
-def test_peaks_are_of_known_devices_by_their_whole_name():
-    """H20 is not H200, L4 not L40S; an unknown device has no peak, so no MFU."""
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H20", "NVIDIA L4")
-    assert [peak_flops(name) for name in names] == [989e12, 756e12, 989e12, 148e12, 121e12]
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    unknown = ("NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4")
-    assert [peak_flops(name) for name in unknown] == [None, None, None]
 
 
 def test_occupancy_is_of_the_largest_decode_step_and_dropped_requests_are_counted(reduce_over_ranks):
@@ -566,34 +524,50 @@ def test_the_logger_tells_each_trouble_once(make_logger, capsys):
 @pytest.mark.parametrize(("step", "num_steps"), [(1, 150), (99999, 100000)])
 def test_a_console_line_fits_the_console(metrics, step, num_steps):
     """One line of at most 120 characters that begins with the step, whatever the numbers."""
-    line = console_line(step, num_steps, metrics, elapsed_s=86399.4, left_s=1e6)
+    line = console_line(step, num_steps, metrics, measured=metrics, left_s=1e6)
     assert line.startswith("step ")
     assert f"{step}/{num_steps}" in line
     assert "\n" not in line
     assert len(line) <= 120, f"{len(line)} characters: {line}"
 
 
-def test_console_lines_say_what_was_measured():
-    """Reward, KL, both sides' clip, gap and evaluation to their digits; some only where they were made.
+def test_console_lines_say_what_was_measured_and_their_columns_do_not_shift():
+    """The gap is on every line. A metric of other steps leaves a blank, one of no step has no column."""
+    lines = {}
+    for name in ("", "reward/mean", "policy/logp_gap_max", "eval/reward"):
+        metrics = {key: value for key, value in ORDINARY.items() if key != name}
+        lines[name] = console_line(7, 150, metrics, measured=ORDINARY, left_s=216.0)
+    assert lines[""].startswith(
+        "step   7/150    3:36 left reward  0.512 gap 1e-07 kl 0.012 ent 0.31 ev  0.61 "
+    )
+    assert lines[""].endswith(" eval 0.456")
+    assert lines["eval/reward"].endswith(" gnorm  0.45 tok/s  12,346")
+    assert lines["reward/mean"].startswith("step   7/150    3:36 left reward      - gap 1e-07 kl 0.012 ")
+    assert lines["policy/logp_gap_max"].startswith(
+        "step   7/150    3:36 left reward  0.512 gap     - kl 0.012 "
+    )
+    few = {"policy/logp_gap_max": 0.0, "teacher/kl": 0.07}
+    line = console_line(7, 150, few, measured=few, left_s=3723)
+    assert line == "step   7/150 1:02:03 left gap 0e+00 kl 0.070"
 
-    A line that is too long keeps score and time.
-    """
-    line = console_line(7, 150, ORDINARY, elapsed_s=9.2, left_s=216.0)
-    assert "step   7/150 0:09 (3:36 left) reward 0.512" in line
-    for part in ("kl 0.012", "eval 0.456", "gen 12.3s upd 10.2s idle 7%"):
-        assert part in line
-    assert "ev 0.61" not in line
-    optional = ("policy/kl_ref_k3", "eval/reward", "value/explained_var")
-    few = {k: v for k, v in ORDINARY.items() if k not in optional}
-    without = console_line(7, 150, few, elapsed_s=0, left_s=0)
-    assert not any(part in without for part in ("kl ", "eval ", "ev "))
-    for part in ("clip 12%", "gnorm 0.45", "gen 12.3s upd 10.2s idle 7%"):
-        assert part in without
-    short = {"policy/logp_gap_max": 1.2e-7, "perf/tok_s_gen": 12345.6}
-    line = console_line(7, 150, short, elapsed_s=9.2, left_s=216.0)
-    assert "gap 1e-07" in line
-    assert line.endswith("idle 0% 12.3k tok/s")
-    assert "kl 0.070" in console_line(7, 150, {"teacher/kl": 0.07}, elapsed_s=9.2, left_s=216.0)
+
+def test_console_lines_say_which_wait_takes_over_a_tenth_of_a_step():
+    times = {"time/step": 2.0, "time/wait_rewards": 0.46, "time/wait_replies": 0.19}
+    assert console_line(7, 150, times, measured={}, left_s=1).endswith(" left wait rewards 23%")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "advice"), [(2.0, "takes 30% of the time: raise --reward-workers"), (0.1, "")]
+)
+def test_a_slow_run_is_told_once_which_flag_would_help(make_logger, monkeypatch, capsys, seconds, advice):
+    """After 20 steps, by the cause that takes most; a fast run is not."""
+    monkeypatch.setattr(minirl.report.logger.time, "monotonic", itertools.count(step=seconds).__next__)
+    logger = make_logger()
+    times = {"time/step": seconds, "time/wait_rewards": 0.3 * seconds, "time/eval": 0.25 * seconds}
+    for step in range(1, 42):
+        logger.log(step, times, num_steps=50)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes == ([f"note: wait_rewards {advice}"] if advice else [])
 
 
 @pytest.mark.parametrize(
@@ -613,8 +587,8 @@ def test_the_time_left_is_by_the_steps_of_this_start(make_logger, monkeypatch, c
     logger.log(11, {}, num_steps=20)
     logger.log(12, {}, num_steps=20)
     first, second = capsys.readouterr().out.splitlines()
-    assert "step 11/20 0:10 (1:30 left)" in first
-    assert "step 12/20 0:20 (1:20 left)" in second
+    assert "step 11/20    1:30 left" in first
+    assert "step 12/20    1:20 left" in second
 
 
 def test_metrics_and_arguments_are_json(make_logger, set_wandb, capsys, tmp_path):

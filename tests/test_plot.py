@@ -1,12 +1,13 @@
 """The picture of runs: its input, its messages when there is nothing to draw, and the drawing."""
 
+import itertools
 import json
 import sys
 
 import pytest
 
 from minirl.errors import InputError
-from minirl.plot import draw, main, read_run, series, stack_of_causes
+from minirl.plot import CAUSES, draw, main, read_run, series, stack_of_causes
 
 LINES = [
     {
@@ -80,8 +81,26 @@ def test_runs_are_drawn_also_with_hardly_any_metrics(run, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4, tmp_path / "short.png")
-    assert (tmp_path / "short.png").read_bytes().startswith(b"\x89PNG")
+    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4).savefig(tmp_path / "short.png")
+
+
+@pytest.mark.slow
+def test_a_picture_has_whole_titles_the_gap_the_score_before_training_and_a_hue_for_each_cause():
+    matplotlib = pytest.importorskip("matplotlib")
+    lines = [{"step": step, "policy/logp_gap_max": 0.0, "eval/reward": 0.5} for step in (1, 2)]
+    lines[0] |= {"eval/before": 0.25, **{f"time/{cause}": 1.0 for cause in (*CAUSES, "a", "b")}}
+    figure = draw([("a-fork-with-a-name-20261124-103148-ab12", lines)])
+    figure.draw_without_rendering()
+    titles = [axes._left_title for axes in figure.axes]
+    assert {
+        title.get_window_extent().x1 <= axes.bbox.x1 for title, axes in zip(titles, figure.axes, strict=True)
+    } == {True}
+    (gap,) = (axes for axes in figure.axes if "gap" in axes.get_title(loc="left"))
+    assert len(gap.lines) == 2
+    assert [*map(list, figure.axes[0].lines[-1].get_data())] == [[0, 1, 2], [0.25, 0.5, 0.5]]
+    colors = [area.get_facecolor()[0][:3] for area in figure.axes[-1].collections]
+    hues = sorted(matplotlib.colors.rgb_to_hsv(color)[0] for color in colors)
+    assert min(b - a for a, b in itertools.pairwise([*hues, hues[0] + 1])) > 0.03
 
 
 def test_without_matplotlib_the_command_says_how_to_get_it(run, monkeypatch, capsys):

@@ -13,7 +13,6 @@ from minirl.episodes.program import Failed, Reply
 from minirl.episodes.remote import opening, read_reply, take_facts, turns_message
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, RolloutError
-from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.workers import pool as workers
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, WorkerError, wait_for_any
@@ -132,10 +131,7 @@ class RolloutWorkers:
     @spent_on("wait_replies")
     def _wait(self, timeout_s: float) -> None:
         """Wait until a worker that owes a reply has sent something, or has exceeded its time."""
-        # This wait is limited by the deadlines, not by --hang-timeout.
-        watchdog.heartbeat(self.pool.what)
         wait_for_any([self.pool], timeout_s)
-        watchdog.heartbeat("")
 
 
 def _taken(received: workers.Reply, episode: Episode) -> Reply:

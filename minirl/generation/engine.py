@@ -35,7 +35,6 @@ from minirl.generation.running_requests import PendingTokens, RunningRequests
 from minirl.model import padding
 from minirl.model.attention import FLASH_BLOCK, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
-from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, token_tensor
 
@@ -202,7 +201,6 @@ class Engine:
 
         Returns the rollouts found to be finished. Not collective.
         """
-        watchdog.heartbeat()
         if not self.is_decoding:
             return []
         # Waiting requests would fill the free blocks anyway, so blocks move only if none waits.

@@ -27,6 +27,7 @@ from minirl.generation.packed_upload import upload_together
 from minirl.model import padding
 from minirl.model.attention import (
     FLASH_BLOCK,
+    PAGED_BLOCK,
     Cached,
     CachePool,
     DecodeLayout,
@@ -165,7 +166,7 @@ class KVCache:
         delta_net: that of the other layers. Their states have room for `max_sequences` sequences and a stem.
         """
         self.kernel = decode_kernel_for(device, dtype)
-        self.block_size = FLASH_BLOCK if self.kernel == "flash" else BLOCK
+        self.block_size = {"flash": FLASH_BLOCK, "paged": PAGED_BLOCK, "portable": BLOCK}[self.kernel]
         self.num_kv_heads = num_kv_heads
         self.num_query_groups = num_query_groups
         self.device = device

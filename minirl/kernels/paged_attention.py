@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from minirl.model.padding import next_power_of_two
-from minirl.model.portable_attention import BLOCK
 
 # Most bytes of the keys of one product: of a channel, and of all channels (of values, too). So a program's shared
 # memory fits into the 99 KiB that the smallest devices give it, and no register is spilled
@@ -59,7 +58,7 @@ def decode(
         max_blocks,
         window or 0,
         dim**-0.5,
-        **constants(num_kv, groups, dim, keys.dtype),
+        **constants(num_kv, groups, dim, keys.shape[-1], keys.dtype),
         **OPTIONS,
     )
     if num_splits == 1:
@@ -69,8 +68,8 @@ def decode(
     return mean.to(q.dtype).view(num_padded, num_heads, dim)
 
 
-def constants(num_kv: int, groups: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """The kernel's compile-time constants by name: key heads, query heads of each, and head dimension, in `dtype`."""
+def constants(num_kv: int, groups: int, dim: int, block: int, dtype: torch.dtype) -> dict[str, int]:
+    """The kernel's compile-time constants by name: key heads, query heads of each, head dimension, a block's tokens."""
     padded_dim = _padded_size(dim)
     return {
         "NUM_KV": num_kv,
@@ -78,8 +77,8 @@ def constants(num_kv: int, groups: int, dim: int, dtype: torch.dtype) -> dict[st
         "DIM": dim,
         "PADDED_GROUPS": _padded_size(groups),
         "PADDED_DIM": padded_dim,
-        "BLOCK": BLOCK,
-        "TILE": min(MAX_CHANNEL_BYTES, MAX_TILE_BYTES // padded_dim) // dtype.itemsize,
+        "BLOCK": block,
+        "TILE": min(block, min(MAX_CHANNEL_BYTES, MAX_TILE_BYTES // padded_dim) // dtype.itemsize),
     }
 
 

@@ -30,8 +30,9 @@ from torch import Tensor
 from minirl.model import device_kernels, portable_attention
 from minirl.model.delta_rule import CHUNK, DeltaStates, RoundIndex, index_rounds
 
-# Tokens of a cache block for flash-attn.
+# Tokens of a cache block for flash-attn, and for `paged_attention`; on the CPU it is `portable_attention.BLOCK`.
 FLASH_BLOCK = 256
+PAGED_BLOCK = 128
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:

@@ -2,11 +2,11 @@
 
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape, so five rules hold on the CPU: no product has fewer than `padding.MIN_ROWS` rows, no linear layer is
-computed with fewer than `MIN_COLUMNS` columns, long bf16 reductions run in tiles of `TILE_ROWS` rows, bf16 is
-multiplied in fp32 where the CPU has no bf16 instructions (`product_dtype`), and a rank computes on one thread
-(`ranks.process_group.start`). `is_batch_invariant` checks whether these rules suffice on this machine for linear
-layers and the head, `portable_attention.min_queries` for attention.
+shape. So on the CPU a rank computes on one thread (`ranks.process_group.start`), no product has fewer than
+`padding.MIN_ROWS` rows or MIN_COLUMNS columns, and bf16 is multiplied in fp32 where the CPU has no bf16 instructions
+(`product_dtype`). The rest is measured on the machine, once for each shape and dtype: `tile_rows` says whether all
+rows may be one product, or must be computed in tiles of a fixed number of rows. `is_batch_invariant` says whether
+that suffices for linear layers and the head, `portable_attention.min_queries` for attention.
 
 On CUDA none of this is done, and the bits may differ. The gap between the logprobs is measured at every step
 instead.
@@ -20,19 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.padding import pad_rows
+from minirl.model.padding import MIN_ROWS, pad_rows
 
 TILE_ROWS = 64
-# With fewer columns a product may be computed as one of a matrix and vectors; with fewer than twice as many its bits
-# may depend on the number of rows, unless the sums have a multiple of 4 terms.
-MIN_COLUMNS = 8
-# Longest bf16 reduction that is not tiled. oneDNN splits longer ones by a rule that depends on the number of
-# rows.
-MAX_UNTILED_BF16 = 512
+# With fewer columns, kernels of matrix and vector compute a product, or such that give each place its own bits.
+MIN_COLUMNS = 64
 # Most elements of a bf16 factor for which, at few rows, MKL's fp32 product is the fastest.
 MAX_PLAIN_BF16 = 1 << 15
-# Most columns of a product that `is_batch_invariant` tries.
-MAX_PROBED = 4096
+# Numbers of rows that `tile_rows` tries: all up to 64, those around a kernel's blocks, and for small shapes, whose
+# kernels change at a number of multiplications, more.
+PROBED_ROWS = (*range(MIN_ROWS, 66), 80, 96, 100, 127, 128, 129, 192, 256, 300, 513, 1025, 2049, 4097)
+# Most multiplications in a product of `tile_rows` with more than 513 rows, and most elements of its weight.
+MAX_PROBED_WORK = 1 << 25
+MAX_PROBED_WEIGHT = 1 << 22
+PROBE_PERIOD = 11  # different rows of a product of `tile_rows`; no divisor or multiple of a kernel's
 # A vectorised function and its scalar tail differ in the last bit. Multiples of this width have no tail.
 VECTOR_WIDTH = 32
 
@@ -71,32 +72,28 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [T, in]; on the CPU batch-invariant for T >= MIN_ROWS."""
     num_columns, num_terms = weight.shape
-    least = MIN_COLUMNS if num_terms % 4 == 0 else 2 * MIN_COLUMNS
-    if num_columns < least and x.device.type == "cpu":
-        product = linear(x, F.pad(weight, (0, 0, 0, least - num_columns)))[:, :num_columns]
-        return product if bias is None else product + bias
-    is_tiled = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.shape[1] > MAX_UNTILED_BF16
-    if not is_tiled and not _is_widened(x):
+    is_plain = x.device.type != "cpu" or not (
+        num_columns < MIN_COLUMNS or _is_widened(x) or tile_rows(num_terms, num_columns, x.dtype)
+    )
+    if is_plain:
         return F.linear(x, weight, bias)
-    product = _Bf16Product.apply(x, weight)
+    product = _Product.apply(x, weight)
     return product if bias is None else product + bias
 
 
-class _Bf16Product(torch.autograd.Function):
-    """x [T, in] @ weight.T, in fp32 on a CPU without bf16 instructions, else in tiles of TILE_ROWS rows.
+class _Product(torch.autograd.Function):
+    """x [T, in] @ weight.T by `_multiply`, in the dtype of `product_dtype`.
 
-    The gradients are not tiled: nothing needs to equal them bit for bit.
+    The gradients are neither tiled nor padded: nothing needs to equal them bit for bit.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
-        if _is_widened(x):
-            return F.linear(x.float(), weight.float()).to(x.dtype)
-        tiles = pad_rows(x, TILE_ROWS).split(TILE_ROWS)
-        products = [F.linear(tile, weight) for tile in tiles]
-        return torch.cat(products)[: len(x)]
+        wide = product_dtype(x.dtype)
+        num_tile_rows = tile_rows(weight.shape[1], len(weight), wide)
+        return _multiply(F.linear, x.to(wide), weight.to(wide), num_tile_rows).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -110,6 +107,21 @@ class _Bf16Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = (wide_grad.t() @ x.to(wide)).to(grad.dtype)
         return grad_x, grad_weight
+
+
+def _multiply(
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, num_tile_rows: int | None
+) -> Tensor:
+    """Return the contiguous product [T, out] with MIN_COLUMNS columns or more, in tiles of `num_tile_rows` if any."""
+    num_columns = len(weight)
+    if num_columns < MIN_COLUMNS:
+        weight = F.pad(weight, (0, 0, 0, MIN_COLUMNS - num_columns))
+    if num_tile_rows:
+        tiles = pad_rows(x, num_tile_rows).split(num_tile_rows)
+        out = torch.cat([product(tile, weight) for tile in tiles])
+    else:
+        out = product(x, weight)
+    return out[: len(x), :num_columns].contiguous()
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
@@ -147,8 +159,68 @@ def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
-    logits = wide_mm(pad_rows(hidden), pad_rows(weight).t(), hidden.dtype)
-    return logits[: len(hidden), : len(weight)].contiguous()
+    padded = pad_rows(hidden)
+    if hidden.device.type != "cpu":
+        return _head_product(padded, weight)[: len(hidden)]
+    num_tile_rows = tile_rows(weight.shape[1], len(weight), product_dtype(hidden.dtype), is_head=True)
+    return _multiply(_head_product, padded, weight, num_tile_rows)[: len(hidden)]
+
+
+def _head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The wide product [T, V] of hidden [T, D] and weight [V, D]."""
+    return wide_mm(hidden, weight.t(), hidden.dtype)
+
+
+@functools.cache
+def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> int | None:
+    """Measure in tiles of how many rows products x [T, in] @ W [in, out] give each row the same bits at every T.
+
+    0: they need no tiles. TILE_ROWS: in these, which take longer. None: not even in tiles. is_head: of `head_logits`.
+    With several threads 0, without measuring: they promise nothing.
+    """
+    if torch.get_num_threads() > 1:
+        return 0
+    num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
+    (x,), (weight,) = cancelling_factors(1, PROBE_PERIOD, num_in, num_columns, dtype)
+    product = _head_product if is_head else F.linear
+    for num_tile_rows in (0, TILE_ROWS):
+
+        def multiply(rows: Tensor, tile: int = num_tile_rows) -> Tensor:
+            return _multiply(product, rows, weight, tile)
+
+        if _is_periodic(multiply, x, weight.numel()):
+            return num_tile_rows
+    return None
+
+
+def _is_periodic(multiply: Callable[[Tensor], Tensor], x: Tensor, work: int) -> bool:
+    """Return whether the rows x [PROBE_PERIOD, in], over and over, have the same products wherever they stand.
+
+    work: multiplications for a row.
+    """
+    numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * work <= MAX_PROBED_WORK]
+    most = numbers[-1]
+    repeated = x.repeat(-(-most // PROBE_PERIOD), 1)
+    expected = multiply(repeated[: PROBE_PERIOD + MIN_ROWS])[:PROBE_PERIOD].repeat(
+        -(-most // PROBE_PERIOD), 1
+    )
+    return all(torch.equal(multiply(repeated[:rows]), expected[:rows]) for rows in numbers)
+
+
+def _has_bits_in_slices(
+    num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool, num_slices: int
+) -> bool:
+    """Return whether columns computed in slices, as `slices` does, have the bits of the whole product."""
+    product = head_logits if is_head else linear
+    (x,), (weight,) = cancelling_factors(
+        1, 2 * TILE_ROWS, num_in, min(num_out, MAX_PROBED_WEIGHT // num_in), dtype
+    )
+    width = -(-len(weight) // num_slices)
+    for rows in (MIN_ROWS, 33, 2 * TILE_ROWS):
+        columns = [product(x[:rows], part) for part in weight.split(width)]
+        if not torch.equal(torch.cat(columns, 1), product(x[:rows], weight)):
+            return False
+    return True
 
 
 def is_batch_invariant(
@@ -159,29 +231,18 @@ def is_batch_invariant(
     is_head: bool = False,
     num_slices: int = 1,
 ) -> bool:
-    """Return whether products x [T, in] @ W [in, out] give each row the same bits at every T tried.
+    """Return whether products x [T, in] @ W [in, out] of all these (in, out) give each row the same bits at every T.
 
-    shapes: all (in, out) to try, with at most MAX_PROBED columns each. Measures `linear`, or `head_logits` if
-    `is_head`, at the numbers of rows at which known CPU libraries change kernels, and with the columns computed in
-    `num_slices` parts, as `slices` does. False on CUDA, without measuring.
+    Measures `linear`, or `head_logits` if `is_head`: by `tile_rows`, and whether columns that are computed in
+    `num_slices` parts, as `slices` does, have the bits of the whole. False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
-    product = head_logits if is_head else linear
-    distinct_shapes = {(num_in, min(num_out, MAX_PROBED)) for num_in, num_out in shapes}
-    for num_in, num_out in sorted(distinct_shapes):
-        (x,), (weight,) = cancelling_factors(1, 600, num_in, num_out, dtype)
-        expected = product(x, weight)
-        width = -(-num_out // num_slices)
-        slices = [weight] if num_slices == 1 else [pad_rows(part) for part in weight.split(width)]
-        for num_rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 64, 100, 128, 129, 256, 513):
-            for start in (0, 5):
-                rows = slice(start, start + num_rows)
-                padded = pad_rows(x[rows])
-                columns = [product(padded, part)[:num_rows, :width] for part in slices]
-                if not torch.equal(torch.cat(columns, 1)[:, :num_out], expected[rows]):
-                    return False
-    return True
+    return all(
+        tile_rows(*shape, product_dtype(dtype), is_head=is_head) is not None
+        and (num_slices == 1 or _has_bits_in_slices(*shape, dtype, is_head=is_head, num_slices=num_slices))
+        for shape in set(shapes)
+    )
 
 
 def cancelling_factors(
@@ -190,14 +251,18 @@ def cancelling_factors(
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
 
     Another order of the sum changes most elements. Arbitrary factors would hide that: of products rounded to bf16 one
-    in 30,000 shows it. The factors have the dtype in which products in `dtype` are computed.
+    in 30,000 shows it. The terms differ in size, since few terms of one size have an exact sum in any order. The
+    factors have the dtype in which products in `dtype` are computed.
     """
     generator = torch.Generator().manual_seed(0)
     half = num_in // 2
     order = torch.randperm(half, generator=generator)
-    x = torch.randn(n, num_rows, half, generator=generator)
+    sizes = torch.exp2(torch.randint(-9, 10, (half,), generator=generator).float())
+    x = torch.randn(n, num_rows, half, generator=generator) * sizes
     y = torch.randn(n, num_out, half, generator=generator)
-    odd = (0, num_in % 2)
-    x = F.pad(torch.cat([x, -x[..., order]], -1), odd)
-    y = F.pad(torch.cat([y, y[..., order]], -1), odd)
+    # An odd term is lost unless it is added last.
+    odd_x = torch.randn(n, num_rows, num_in % 2, generator=generator) / 4096
+    odd_y = torch.randn(n, num_out, num_in % 2, generator=generator)
+    x = torch.cat([x, -x[..., order], odd_x], -1)
+    y = torch.cat([y, y[..., order], odd_y], -1)
     return x.to(product_dtype(dtype)), y.to(product_dtype(dtype))

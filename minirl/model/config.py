@@ -95,10 +95,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
-    # Of queries, beside 1 / sqrt(head_dim). At position p it is 1 + growth log(1 + p // period) times as much.
-    query_multiplier: float = 1.0
-    query_growth: float = 0.0
-    query_period: int = 1
+    query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim)
     # In a folder: the prefix of the decoder's tensors, and tensors outside the model that are saved with it.
     weight_prefix: str = "model."
     kept_weights: tuple[str, ...] = ()

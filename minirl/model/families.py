@@ -126,7 +126,6 @@ FAMILIES = {
         "mamba_d_state mamba_d_conv mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
     ),
     "ministral": Family("sliding_window layer_types"),
-    "ministral3": Family("sliding_window"),
     "olmo2": Family("attention_bias", _OLMO),
     "olmo3": Family("sliding_window layer_types attention_bias", _OLMO, has_rope_of_kind=True),
     "phi3": Family(
@@ -263,8 +262,6 @@ _ROPE_KEYS = {
     "truncate",
     "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
 }
-# The rope keys of families whose queries grow with the position.
-_GROWTH_KEYS = {"ministral3": {"llama_4_scaling_beta", "max_position_embeddings"}}
 # Features that the keys of other families ask for, by a part of the key.
 _MISSING_FEATURES = {
     "expert": "a mixture of experts",
@@ -593,16 +590,7 @@ def _ropes_of_layers(
         for kind, has_rope in zip(kinds, listed, strict=False)
     ]
     distinct = list(dict.fromkeys(of_layers))
-    fields = {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
-    if config.model_type in _GROWTH_KEYS:
-        growth = config.rope_parameters.get("llama_4_scaling_beta")
-        period = config.rope_parameters.get("original_max_position_embeddings")
-        refuse(
-            growth is None or period is None,
-            "config.json: rope_parameters lacks llama_4_scaling_beta or original_max_position_embeddings",
-        )
-        fields |= {"query_growth": growth, "query_period": period}
-    return fields
+    return {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
 
 
 def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
@@ -649,10 +637,9 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         keys.pop(ignored, None)
     part = keys.pop("partial_rotary_factor", 1.0) if "partial_rotary_factor" in family.keys else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
-    of_type = _ROPE_KEYS.get(str(type_name), "").split()
-    known = _GROWTH_KEYS.get(config.model_type, set()).union(of_type)
+    of_type = set(_ROPE_KEYS.get(str(type_name), "").split())
     refuse(
-        str(type_name) not in _ROPE_KEYS or keys.keys() - known,
+        str(type_name) not in _ROPE_KEYS or keys.keys() - of_type,
         f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
     )
     for key, value in keys.items():

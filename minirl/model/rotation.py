@@ -40,10 +40,8 @@ def rope_table(config: ModelConfig, device: torch.device) -> tuple[Rotation, ...
     """
     position = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     query_scale = None
-    if config.query_multiplier != 1 or config.query_growth:
-        steps = torch.floor(position / config.query_period)
-        query_scale = config.query_multiplier * (1 + config.query_growth * torch.log(1 + steps))
-        query_scale = query_scale[:, None, None].to(device)
+    if config.query_multiplier != 1:
+        query_scale = torch.full((len(position), 1, 1), config.query_multiplier, device=device)
     tables = []
     for rope in config.ropes:
         cos, sin = _cos_and_signed_sin(rope, position)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from minirl.model.layers import Linear
-from minirl.model.padding import num_padded
 from minirl.model.slices import Slices
 from minirl.model.transformer import MLP, Attention, Transformer
 
@@ -62,15 +61,12 @@ def slice_model(model: Transformer, slices: Slices) -> set[str]:
 
 
 def _slice_rows(module: nn.Module, path: str, slices: Slices, total: int) -> set[str]:
-    """Give a module's parameters this rank's number of `total` rows, padded with zeros to a full product's.
-
-    With few columns the CPU computes other bits (1 to 11 of them, in all of 960 cases). Returns the parameters' names.
-    """
+    """Give a module's parameters this rank's number of `total` rows, at least one. Returns the parameters' names."""
     sliced = set()
     for name in OF_ROWS:
         parameter = getattr(module, name, None)
         if parameter is not None:
-            num_rows = num_padded(slices.num_own(total), torch.device("cpu"))
+            num_rows = max(1, slices.num_own(total))
             own = parameter.new_empty(num_rows, *parameter.shape[1:])
             setattr(module, name, nn.Parameter(own, requires_grad=False))
             sliced.add(f"{path}.{name}")

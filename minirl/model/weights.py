@@ -54,7 +54,7 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
     """
     refuse(
         config.adapters and has_adapters(folder),
-        f"{folder}: has adapters; for further ones make a model of it first: python -m minirl.merge {folder} FOLDER",
+        f"{folder}: has adapters; for further ones merge them first, see docs/adapters.md",
     )
     _find_tensors(on_meta(config), folder)
 

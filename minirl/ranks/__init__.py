@@ -1,1 +1,1 @@
-"""The processes of a run: the process group, and the watchdog that ends them together."""
+"""The processes of a run: how each begins and ends, and the process group."""

@@ -7,7 +7,6 @@ rank runs the same script.
 import functools
 import os
 import sys
-import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -15,13 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.errors import InputError, refuse
-from minirl.ranks import watchdog
+from minirl.errors import refuse
+from minirl.ranks import launch
 from minirl.ranks.time_account import spent_on
 
-# In seconds.
-JOIN_S = 1800.0  # from the first rank to join the process group to the last: all have read the data by then
-GONE_S = 20.0  # without a sign of life, after which the others stop waiting for a rank that has not joined
 # Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
 # torch's varlen kernel runs there.
 OLDEST_CAPABILITY = (8, 0)
@@ -29,21 +25,19 @@ OLDEST_CAPABILITY = (8, 0)
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None = None) -> torch.device:
+def start(*, device: str = "auto", threads: int = 1, hang_timeout: float = 1800.0) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
     device: see `device_type`. threads: CPU threads of one operation on this rank; with more than one, CPU matrix
     products are not batch-invariant (`minirl.model.batch_invariance`).
 
-    hang_timeout: seconds without progress on any rank after which the watchdog ends the run; 0: never. None:
-    the run has no watchdog (`watchdog.run`), and collectives have torch's own timeout. With a watchdog, which
-    knows a hang from a slow rank, collectives wait up to a day.
+    hang_timeout: seconds after which a collective fails that some rank has not come to.
 
     CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
 
-    Raises InputError for an unusable device and for ranks on unlike devices, and torch's DistStoreError if another rank
-    dies before it joins (with a watchdog), or does not join within JOIN_S.
+    Raises InputError for an unusable device and for ranks on unlike devices, and torch's DistError if another rank does
+    not come.
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
@@ -54,13 +48,15 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
         torch.cuda.set_device(local_rank())
         # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    watchdog.this_process.hang_timeout = hang_timeout or 0.0
+    timeout = timedelta(seconds=hang_timeout)
+    launch.this_process.timeout = timeout
     if not dist.is_initialized():
-        store = watchdog.rendezvous()
-        _wait_for_all(store, kind)
+        store = launch.rendezvous()
+        store.set_timeout(timeout)
+        _refuse_unlike_devices(store, kind)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-            timeout=None if hang_timeout is None else timedelta(days=1),
+            timeout=timeout,
             store=store,
             rank=rank(),
             world_size=world_size(),
@@ -70,62 +66,38 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float | None 
     return torch.device("cpu")
 
 
-def _wait_for_all(store: Any, kind: str) -> None:
-    """Wait until all ranks have joined, with their kinds of device (collective). Raises InputError if these differ."""
-    # init_process_group would wait for a rank that has died as long as collectives do.
-    store.set(f"joins/{rank()}", kind)
-    names = [f"joins/{other}" for other in range(world_size())]
-    began = time.monotonic()
-    while not store.check(names):  # store.wait prints a warning whenever it has waited in vain
-        waited = time.monotonic() - began
-        if waited > JOIN_S or watchdog.is_a_rank_gone(GONE_S):
-            raise dist.DistStoreError(f"not all {world_size()} ranks have joined in {waited:.0f} s")
-        time.sleep(min(1.0, 0.01 + waited / 10))
-    kinds = [store.get(name).decode() for name in names]
-    if len(set(kinds)) > 1:
-        places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in ("cpu", "cuda"))
-        raise InputError(f"--device: all ranks need the same, but {places}; use --device cpu, or other nodes")
+def _refuse_unlike_devices(store: Any, kind: str) -> None:
+    """Raise InputError if the ranks' kinds of device differ (collective)."""
+    store.set(f"device/{rank()}", kind)
+    kinds = [store.get(f"device/{other}").decode() for other in range(world_size())]
+    places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in sorted(set(kinds)))
+    refuse(
+        len(set(kinds)) > 1,
+        f"--device: all ranks need the same, but {places}; use --device cpu, or other nodes",
+    )
 
 
 def device_type(device: str) -> str:
-    """ "cpu" or "cuda", for "cpu", "cuda" or "auto": cuda where each rank of this node has a device for itself.
+    """ "cpu" or "cuda", for "cpu", "cuda" or "auto": cuda where torch sees a device.
 
-    Rank 0 prints why, if there are devices and "auto" leaves them unused. Not collective. Raises InputError for
-    "cuda" where it cannot be used.
+    Not collective. Raises InputError for cuda if this node's ranks cannot each use a device.
     """
-    refuse(device not in ("auto", "cpu", "cuda"), f"--device {device}: choose auto, cpu or cuda")
-    if device == "cpu":
-        return "cpu"
-    if not torch.cuda.is_available():
-        refuse(device == "cuda", "--device cuda: torch sees no CUDA device; use --device cpu or auto")
-        return "cpu"
-    fault = _fault_of_cuda_devices()
-    if not fault:
-        return "cuda"
-    refuse(device == "cuda", f"--device cuda: {fault}")
-    print0(f"note: --device auto takes the CPU: {fault}")
-    return "cpu"
-
-
-def _fault_of_cuda_devices() -> str:
-    """Why this node's ranks cannot each use a CUDA device, and what to do; "" if they can. Not collective."""
     num_devices = torch.cuda.device_count()
-    num_ranks = max(local_world_size(), local_rank() + 1)
-    if num_devices < num_ranks:
-        return (
-            f"{num_ranks} ranks on this node, and torch sees {num_devices} CUDA device(s); "
-            f"for those use --nproc-per-node {num_devices}"
-        )
-    for index in range(num_ranks):
-        capability = torch.cuda.get_device_capability(index)
-        if capability < OLDEST_CAPABILITY:
-            name = f"CUDA device {index}, {torch.cuda.get_device_name(index)}"
-            found, needed = (".".join(map(str, numbers)) for numbers in (capability, OLDEST_CAPABILITY))
-            return (
-                f"{name}, has compute capability {found}, and at least {needed} (Ampere) is needed; "
-                "leave it out by CUDA_VISIBLE_DEVICES"
-            )
-    return ""
+    refuse(device == "cuda" and not num_devices, "--device cuda: torch sees no CUDA device; use --device cpu")
+    if device == "cpu" or not num_devices:
+        return "cpu"
+    refuse(
+        local_world_size() > num_devices,
+        f"{local_world_size()} ranks on this node, and torch sees {num_devices} CUDA device(s): use "
+        f"--nproc-per-node {num_devices}, or --device cpu",
+    )
+    found = torch.cuda.get_device_capability(local_rank())
+    refuse(
+        found < OLDEST_CAPABILITY,
+        f"CUDA device {local_rank()} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
+        "needed: leave it out by CUDA_VISIBLE_DEVICES, or use --device cpu",
+    )
+    return "cuda"
 
 
 def local_rank() -> int:
@@ -141,10 +113,10 @@ def local_world_size() -> int:
 def stop() -> NoReturn:
     """Wait for all ranks and end the process with exit code 0 (collective).
 
-    For scripts that do not use `watchdog.run`.
+    For scripts that do not use `launch.run`.
     """
     dist.barrier()
-    watchdog.leave_now(0)
+    launch.leave_now(0)
 
 
 @spent_on("wait_ranks")
@@ -153,7 +125,7 @@ def stop_requested() -> int:
 
     All ranks get the same number, so that they stop after the same step.
     """
-    number = torch.tensor(watchdog.this_process.stop_signal)
+    number = torch.tensor(launch.this_process.stop_signal)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 
@@ -238,7 +210,7 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> 
 def host_group(size: int) -> dist.ProcessGroup:
     """This rank's group of `size` consecutive ranks, for tensors on the host; made once (collective)."""
     groups = [
-        dist.new_group(list(range(first, first + size)), backend="gloo")
+        dist.new_group(list(range(first, first + size)), launch.this_process.timeout, backend="gloo")
         for first in range(0, world_size(), size)
     ]
     return groups[rank() // size]

@@ -15,7 +15,6 @@ from minirl.rollouts import CUT_OFF
 
 NUM_RESAMPLES = 1000
 Record = Mapping[str, Any]  # of a completion, with `reward`, see `logger.rollout_records`
-ROUNDING = 1e-9  # by which a sum of weighted rewards may miss the score of a correct completion
 
 
 @functools.cache
@@ -38,18 +37,23 @@ def values_by_prompt(
 ) -> dict[str, list[float]]:
     """For each metric its values, one for each prompt that has one. Not collective.
 
-    records: all ranks' completions. weights: those of the rewards in `reward`. of_samples: include `sample_numbers`.
+    records: all ranks' completions. weights: those of the rewards in `reward`. of_samples: include `sample_numbers`,
+    whose judges are the rewards with positive weights, if these are all 0 or 1.
     """
-    values: dict[str, list[float]] = defaultdict(list)
+    files = [f"{Path(path).stem}/reward" for path in task.eval_sets] if len(task.eval_sets) > 1 else []
+    values: dict[str, list[float]] = {f"eval/{name}": [] for name in ("reward", *files)}
     in_order = sorted(records, key=lambda record: record["id"])
+    judges = [name for name, weight in weights.items() if weight > 0]
+    if any(record["rewards"][name] not in (0, 1, None) for record in in_order for name in judges):
+        judges = []
     for _, group in itertools.groupby(in_order, key=lambda record: record["id"][0]):
         samples = list(group)
         numbers = mean_rewards(samples, task)
         if of_samples:
-            numbers |= sample_numbers(samples, task, weights)
+            numbers |= sample_numbers(samples, task, judges)
         for name, value in numbers.items():
-            values[f"eval/{name}"].append(value)
-    return dict(values)
+            values.setdefault(f"eval/{name}", []).append(value)
+    return {name: of_prompts for name, of_prompts in values.items() if of_prompts}
 
 
 def mean_rewards(samples: Sequence[Record], task: Task) -> dict[str, float]:
@@ -68,28 +72,23 @@ def mean_rewards(samples: Sequence[Record], task: Task) -> dict[str, float]:
     return {name: fmean(of_samples) for name, of_samples in given.items()}
 
 
-def sample_numbers(samples: Sequence[Record], task: Task, weights: Mapping[str, float]) -> dict[str, float]:
-    """The mean length, share cut off, pass@k and majority vote of a prompt's samples.
+def sample_numbers(samples: Sequence[Record], task: Task, judges: Sequence[str]) -> dict[str, float]:
+    """The mean length and share cut off of a prompt's samples; with judges also pass@k and the majority vote.
 
-    A completion is correct if its reward is at least that of 1 from each reward that applies and has a positive weight.
+    judges: rewards of 0 and 1. A completion is correct if all that apply are 1.
     """
     numbers = {
         "len_mean": fmean([sample["num_tokens"] for sample in samples]),
         "truncated": fmean([sample["finish_reason"] in CUT_OFF for sample in samples]),
     }
-    scored = [sample for sample in samples if sample["reward"] is not None]
-    is_correct = [_is_correct(sample, weights) for sample in scored]
+    scored = [sample for sample in samples if judges and sample["reward"] is not None]
+    is_correct = [all(sample["rewards"][name] in (1, None) for name in judges) for sample in scored]
     for k in range(1, len(scored) + 1):
         numbers[f"pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
     if task.answer_of is not None and len(scored) > 1:
         answers = [task.answer_of(sample["completion"]) for sample in scored]
         numbers["majority"] = majority(answers, is_correct)
     return numbers
-
-
-def _is_correct(sample: Record, weights: Mapping[str, float]) -> bool:
-    needed = [max(0.0, weights[name]) for name, reward in sample["rewards"].items() if reward is not None]
-    return bool(sample["reward"] >= sum(needed) - ROUNDING)
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:

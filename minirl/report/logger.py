@@ -11,8 +11,8 @@ import math
 import secrets
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,31 @@ from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_lines
 from minirl.ranks.process_group import print0, rank, world_size
-from minirl.ranks.time_account import OF_GENERATION, spent_on
+from minirl.ranks.time_account import spent_on
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import CUT_OFF
 
-GIVE_WAY = ("speed", "gap", "gnorm", "clip", "ev")  # parts of a console line that is too long, in this order
+# Of a console line: titles, metrics and formats.
+COLUMNS = (
+    ("reward", "reward/mean", "6.3f"),
+    ("gap", "policy/logp_gap_max", ".0e"),
+    ("kl", "policy/kl_ref_k3", "5.3f"),
+    ("kl", "teacher/kl_k1", "5.3f"),
+    ("kl", "teacher/kl", "5.3f"),
+    ("ent", "policy/entropy", "4.2f"),
+    ("ev", "value/explained_var", "5.2f"),
+    ("len", "len/mean", "4.0f"),
+    ("cut", "len/truncated", "4.0%"),
+    ("gnorm", "optim/grad_norm", "5.2f"),
+    ("tok/s", "perf/tok_s_gen", "7,.0f"),
+)
+# What makes a run faster that spends much of its time on a cause.
+REMEDIES = {
+    "wait_rewards": "raise --reward-workers",
+    "wait_replies": "raise --rollout-workers",
+    "eval": "raise --eval-every or lower --eval-rows",
+    "save": "raise --save-every",
+}
 
 
 def troubles(
@@ -103,6 +123,8 @@ class Logger:
         # The first value of each metric.
         self._first: Mapping[str, float] = {}
         self._printed_troubles: set[str] = set()
+        # By cause, of the steps so far.
+        self._seconds: Counter[str] = Counter()
         self._after_step = after_step
         self._old_logprobs = args.get("old_logprobs", "auto")
         self._began = time.monotonic()
@@ -133,10 +155,16 @@ class Logger:
         self._write_metrics()
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
-        elapsed_s = time.monotonic() - self._began
-        seconds_per_step = elapsed_s / max(1, step - self._after_step)
+        num_logged = step - self._after_step
+        seconds_per_step = (time.monotonic() - self._began) / max(1, num_logged)
         left_s = seconds_per_step * (num_steps - step)
-        print0(console_line(step, num_steps, metrics, elapsed_s=elapsed_s, left_s=left_s))
+        print0(console_line(step, num_steps, metrics, measured=self._first, left_s=left_s))
+        self._seconds.update({name: metrics.get(f"time/{name}", 0.0) for name in ("step", *REMEDIES)})
+        if num_logged == 20 and seconds_per_step > 1:
+            cause = max(REMEDIES, key=self._seconds.__getitem__)
+            share = self._seconds[cause] / self._seconds["step"]
+            if share > 0.2:
+                print0(f"note: {cause} takes {share:.0%} of the time: {REMEDIES[cause]}")
 
     def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
@@ -267,44 +295,26 @@ def duration(seconds: float) -> str:
 
 
 def console_line(
-    step: int, num_steps: int, metrics: Mapping[str, float], *, elapsed_s: float, left_s: float
+    step: int, num_steps: int, metrics: Mapping[str, float], *, measured: Container[str], left_s: float
 ) -> str:
-    """One line about a step. Metrics that were not measured are 0 or left out.
+    """One line about a step: the columns of the metrics that any step `measured`, then what only some steps have.
 
-    At most 120 characters: if it would be longer, the parts of GIVE_WAY are left out one by one, then the last ones.
+    A line that would be longer than 120 characters lacks the last columns.
     """
-    m = defaultdict(float, metrics)
-    width = len(str(num_steps))
-    parts = {
-        "step": f"step {step:>{width}}/{num_steps}",
-        "elapsed": f"{duration(elapsed_s)} ({duration(left_s)} left)",
-        "reward": f"reward {m['reward/mean']:.3f}",
-    }
-    if "eval/reward" in metrics:
-        parts["eval"] = f"eval {m['eval/reward']:.3f}"
-    for name in ("policy/kl_ref_k3", "teacher/kl_k1", "teacher/kl"):
-        if name in metrics:
-            parts["kl"] = f"kl {m[name]:.3f}"
-    if "policy/entropy" in metrics:
-        parts["ent"] = f"ent {m['policy/entropy']:.2f}"
-    if "value/explained_var" in metrics:
-        parts["ev"] = f"ev {m['value/explained_var']:.2f}"
-    if "policy/clip_frac_low" in metrics:
-        clip_frac = m["policy/clip_frac_low"] + m["policy/clip_frac_high"]
-        parts["clip"] = f"clip {clip_frac:.0%}"
-    if "policy/logp_gap_max" in metrics:
-        parts["gap"] = f"gap {m['policy/logp_gap_max']:.0e}"
-    parts["len"] = f"len {m['len/mean']:.0f} cut {m['len/truncated']:.0%}"
-    if "optim/grad_norm" in metrics:
-        parts["gnorm"] = f"gnorm {m['optim/grad_norm']:.2f}"
-    generation_s = sum(m[f"time/{cause}"] for cause in OF_GENERATION)
-    update_s = m["time/update"] + m["time/update_comm"] + m["time/refresh"]
-    parts["time"] = f"gen {generation_s:.1f}s upd {update_s:.1f}s idle {m['perf/idle_frac']:.0%}"
-    parts["speed"] = f"{m['perf/tok_s_gen'] / 1000:.1f}k tok/s"
-    for name in (*GIVE_WAY, *reversed(parts)):
-        if len(" ".join(parts.values())) > 120:
-            parts.pop(name, None)
-    return " ".join(parts.values())
+    columns = [f"step {step:>{len(str(num_steps))}}/{num_steps} {duration(left_s):>7} left"]
+    for title, metric, spec in COLUMNS:
+        if metric in measured:
+            value = metrics.get(metric)
+            text = "-" if value is None else format(value, spec)
+            columns.append(f"{title} {text:>{len(format(0, spec))}}")
+    of_some = [f"eval {metrics['eval/reward']:.3f}"] if "eval/reward" in metrics else []
+    for cause in ("rewards", "replies"):
+        share = metrics.get(f"time/wait_{cause}", 0.0) / metrics.get("time/step", math.inf)
+        if share > 0.1:
+            of_some.append(f"wait {cause} {share:.0%}")
+    while len(" ".join(columns + of_some)) > 120:
+        columns.pop()
+    return " ".join(columns + of_some)
 
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:

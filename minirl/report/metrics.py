@@ -13,7 +13,7 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.objective.advantages import are_equal
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import is_clipped, is_value_clipped
-from minirl.ranks import time_account, watchdog
+from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
 from minirl.training.batch import Batch
@@ -79,11 +79,11 @@ class StepMetrics:
         """Begin a phase; the one before ends when the device has finished it.
 
         From now on the account of time counts seconds under this name (for "generate" under "host"), except in blocks
-        of `time_account.spent_on`. The watchdog reports the phase if the rank hangs.
+        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.begin_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
-        watchdog.heartbeat(phase=f"step {self._step}, phase {phase}")
+        launch.begin_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
         """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.
@@ -334,8 +334,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
     and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares; that of
     turns by their mean, or by nothing where each rollout is one answer; ages of weights by nothing where all are the
-    present ones; the seconds of the MFU by their share of the update's; and the moments of the importance weights rho
-    by chi2 = E[rho^2] - 1 and by the effective share of the sample, ESS = E[rho]^2 / E[rho^2].
+    present ones; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the
+    sample, ESS = E[rho]^2 / E[rho^2].
     """
     all_metrics = dict(metrics)
     for name in metrics:
@@ -359,8 +359,6 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         "perf/tok_s_train": (num_trained, update_s),
         "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
-    if "perf/mfu_train" in metrics:
-        rates["perf/mfu_train"] = (metrics["perf/mfu_train"], update_s)
     for name, (num_tokens, spent) in rates.items():
         if spent > 0:
             all_metrics[name] = num_tokens / spent

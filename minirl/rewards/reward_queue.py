@@ -10,7 +10,6 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Row
-from minirl.ranks import watchdog
 from minirl.rewards.functions import (
     OverlongPenalty,
     asked_of_episodes,
@@ -122,10 +121,7 @@ class RewardQueue:
         for name, function in self._functions.items():
             if name not in self._calls:
                 self.poll()
-                # A hang report names the user's function while it runs.
-                watchdog.heartbeat(f"reward {name}")
                 answers[name] = _computed_here(function, groups)
-                watchdog.heartbeat("")
         complete(self._calls.values(), [call for group in groups for call in group.calls.values()])
         for name in self._calls:
             answers[name] = [answer for group in groups for answer in group.calls[name].rewards]

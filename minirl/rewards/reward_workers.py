@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minirl.errors import RewardError, escaped
-from minirl.ranks import watchdog
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.reward_adapter import ADAPTER
 from minirl.rewards.values import validate_number
 from minirl.workers.failures import Failures
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, Reply, WorkerError, wait_for_any
 
-# A rank waiting for its workers sends a heartbeat at least this often.
-POLL_S = 0.5
+POLL_S = 0.5  # the longest wait for an event
 REWARD = Kind(
     flag="--reward", called="reward", adapter=ADAPTER, too_long="and was killed; see --reward-timeout"
 )
@@ -225,8 +223,6 @@ def poll(all_calls: Collection[FunctionCalls], timeout_s: float) -> None:
     Raises like `FunctionCalls.advance`.
     """
     if timeout_s > 0:
-        # The deadlines limit this wait, not --hang-timeout.
-        watchdog.heartbeat()
         with spent_on("wait_rewards"):
             wait_for_any([calls.function.pool for calls in all_calls], min(timeout_s, POLL_S))
     for calls in all_calls:
@@ -237,12 +233,7 @@ def poll(all_calls: Collection[FunctionCalls], timeout_s: float) -> None:
 def complete(all_calls: Collection[FunctionCalls], awaited: Sequence[Call]) -> None:
     """Wait for these calls of several functions. Raises like `poll`."""
     while not all(call.is_complete for call in awaited):
-        # For this rank's line in a hang report.
-        busy = [calls.function.__name__ for calls in all_calls if calls.is_busy]
-        assert busy, "a call that has failed is never complete"
-        watchdog.heartbeat(f"reward {', '.join(busy)}")
         poll(all_calls, POLL_S)
-    watchdog.heartbeat("")
     for calls in all_calls:
         calls.say_forgiven()
 

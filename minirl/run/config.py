@@ -6,6 +6,7 @@ adds the flags of its objective; it declares a field again to change the default
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -14,6 +15,7 @@ from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import world_size
 from minirl.rewards.functions import EPISODE
 from minirl.run.flags import check_needed, check_numbers, check_texts, flag_of
@@ -178,8 +180,7 @@ class MachineFlags:
     threads: int = 1
     """CPU threads per rank; with more than 1, sampled and training logprobs may differ by a rounding"""
     park_frozen: bool = True  # keep reference and reward models in host memory while idle
-    hang_timeout: float = 600
-    """seconds without progress on any rank before all exit with a report; 0: never"""
+    hang_timeout: float = 1800  # seconds for which a rank waits for another before the run ends
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,7 @@ POSITIVE = (
     "lr",
     "lora_alpha",
     "adam_eps",
+    "hang_timeout",
     "num_epochs",
     "num_minibatches",
     "max_tokens_per_microbatch",
@@ -363,6 +365,12 @@ def ranks_and_bytes(gpus: str) -> tuple[int, float]:
     if not found:
         raise InputError(f"--gpus {gpus}: give the number of ranks and GB of each, as 8x80")
     return int(found[1]), float(found[2]) * 1e9
+
+
+def named_folder(config: RunConfig, name: str) -> Path | None:
+    """The folder of the model in this field, which only some scripts have; None without a model. Raises InputError."""
+    model = getattr(config, name, None)
+    return resolve_folder(model, flag=flag_of(name), with_weights=not config.dry_run) if model else None
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from minirl.errors import refuse
-from minirl.ranks import watchdog
+from minirl.ranks import launch
 from minirl.ranks.process_group import rank
 
 C = TypeVar("C")
@@ -42,14 +42,12 @@ def run_script(
     *,
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
-    groups: Collection[type] | None = None,
 ) -> typing.NoReturn:
     """Read the command line into a `config_class` and run `main` on it; the process ends with its exit code.
 
-    presets: the values that `--algorithm NAME` sets; flags on the command line win. groups: the classes whose fields
-    are flags; None: all. Every rank calls it.
+    presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls it.
     """
-    watchdog.run(lambda: main(parse(config_class, description=description, presets=presets, groups=groups)))
+    launch.run(lambda: main(parse(config_class, description=description, presets=presets)))
 
 
 def parse(
@@ -57,23 +55,27 @@ def parse(
     *,
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
     arguments: Sequence[str] | None = None,
     groups: Collection[type] | None = None,
 ) -> C:
-    """The config of the command line (or of `arguments`), with the values of its preset as defaults.
+    """The config of the command line (or of `arguments`), with the values of its preset as defaults, or `defaults`.
+
+    groups: the classes whose fields are flags; None: all.
 
     tyro reads types and comments from the classes of `config_class`. It exits with 2 on a wrong flag. Raises InputError
     for a flag that has another name here.
     """
     _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
-    preset = _chosen_preset(presets, arguments) if presets else {}
+    if presets:
+        defaults = presets.get(early_value("algorithm", arguments) or next(iter(presets)), {})
     try:
         parsed = tyro.cli(
             dict,
             args=arguments,
             default=_boxes(config_class, groups),
             description=description,
-            registry=_rule_for_boxes(config_class(**preset)),
+            registry=_rule_for_boxes(config_class(**defaults or {})),
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=rank() == 0,
         )
@@ -82,11 +84,12 @@ def parse(
     return config_class(**{name: value for box in parsed.values() for name, value in box.items()})
 
 
-def _chosen_preset(presets: Mapping[str, dict[str, Any]], arguments: Sequence[str] | None) -> dict[str, Any]:
-    """The preset that the command line (or `arguments`) names; without --algorithm, the first."""
+def early_value(name: str, arguments: Sequence[str] | None) -> str | None:
+    """The value of a flag on which defaults depend, on the command line or in `arguments`; None: it is not given."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--algorithm", default=next(iter(presets)))
-    return presets.get(early.parse_known_args(arguments)[0].algorithm, {})
+    early.add_argument(f"--{name}")
+    value: str | None = getattr(early.parse_known_args(arguments)[0], name)
+    return value
 
 
 class _Box(dict[str, type]):

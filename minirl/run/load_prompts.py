@@ -13,9 +13,8 @@ from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.plan.workload import enough_tokens
-from minirl.run.config import RunConfig, check_limits
-from minirl.run.planning import named_folder
+from minirl.run.budget import enough_tokens
+from minirl.run.config import RunConfig, check_limits, named_folder
 
 
 def load_prompts(

@@ -16,7 +16,10 @@ from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
 # Names of metrics under reward/ that a reward function must not have.
-RESERVED = {"reward", "mean", "std", "errors", "frac_equal_groups", "kl_coef", "reward_model", "overlong"}
+RESERVED = {
+    *("reward", "before", "mean", "std", "errors", "frac_equal_groups"),
+    *("kl_coef", "reward_model", "overlong"),
+}
 
 
 def rollout_workers(config: RunConfig) -> RolloutWorkers | None:

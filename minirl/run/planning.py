@@ -1,10 +1,11 @@
-"""The memory plan's inputs from a run: its workload, and the sizes that flags give."""
+"""What the memory budget needs to know of a run: its machine, models and lengths, and which ranks decode together."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,39 +14,131 @@ from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
-from minirl.plan.choice import choose_sizes, too_large
-from minirl.plan.workload import Sizes, Workload, enough_tokens
-from minirl.run.config import RunConfig
-from minirl.run.flags import flag_of
-
-_SWITCHES = ("recompute_layers", "shard_gradients")
-_ROUNDING = ("max_tokens_per_microbatch", "shard_gradients")  # sums round depending on them
+from minirl.ranks.process_group import gather_objects, local_world_size, world_size
+from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes, enough_tokens
+from minirl.run.config import RunConfig, named_folder
 
 
-def workload(
+class Machine(NamedTuple):
+    """The ranks of a run. free: bytes of each."""
+
+    device_type: str
+    num_ranks: int
+    ranks_of_node: int
+    free: float
+
+
+def this_machine(device: torch.device) -> Machine:
+    """The ranks of this run, with the free bytes of the tightest (collective; before `start` of this rank alone)."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        free = 1024 * int(available) // local_world_size()
+    free_bytes, ranks_of_nodes = zip(*gather_objects((free, local_world_size())), strict=True)
+    return Machine(device.type, world_size(), math.gcd(*ranks_of_nodes), min(free_bytes))
+
+
+def plan(
     config: RunConfig,
     policy: ModelConfig,
+    machine: Machine,
     *,
-    value_folder: Path | None,
     streams: Sequence[PromptStream],
     dtype: torch.dtype,
-    device_type: str,
-    num_ranks: int,
-    num_shards: int,
-    decode_group: int = 1,
-) -> Workload:
-    """The workload of a run that trains this policy. Of its other models it reads config.json only.
+    recorded: Mapping[str, Any],
+    value_folder: Path | None = None,
+) -> tuple[Sizes, Budget]:
+    """The sizes of a run and its budget, with the first decode group that fits.
 
-    num_shards: the number of ranks that decode together, if several do. value_folder: in a resumed run; None:
-    --value-model, or the policy's. streams: training prompts, and held-out ones. Raises InputError for models that
-    cannot be used.
+    streams: training prompts, and held-out ones. recorded: the sizes that a resumed run began with, as sums go on
+    rounding alike; value_folder: its value model's. Of other models it reads config.json only. Raises InputError for
+    models that cannot be used, groups that cannot be made, and a run that does not fit, unless all sizes are given.
     """
+    work = _workload(config, policy, machine, streams=streams, dtype=dtype, value_folder=value_folder)
+    given = _given_sizes(config, recorded)
+    for group in decode_groups(config, policy.num_key_value_heads, machine.ranks_of_node, recorded):
+        if group > 1:
+            work = dataclasses.replace(
+                work, decode_group=group, num_shards=group, requests=group * work.requests
+            )
+            given["shard_gradients"] = True
+        sizes = choose_sizes(work, given)
+        needed = budget(work, sizes)
+        if needed.fits():
+            break
+    advice = "a smaller --model, or lower --max-new-tokens or --cache-tokens"
+    if config.trains:
+        advice += (
+            "; more ranks (--nproc-per-node), --offload-optimizer on GPUs, --shard-decode on, a lower "
+            "--max-tokens-per-microbatch; with all sizes given it starts anyway"
+        )
+    refuse(
+        not needed.fits() and "auto" in given.values(),
+        f"a rank with {machine.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take {advice}",
+    )
+    return sizes, needed
+
+
+def lines(sizes: Sizes, needed: Budget) -> list[str]:
+    """Sizes and their budget as text."""
+    text = [", ".join(f"{name} {value}" for name, value in dataclasses.asdict(sizes).items())]
+    for name in ("always", "training", "decoding"):
+        parts: dict[str, float] = getattr(needed, name)
+        listed = ", ".join(f"{part} {num_bytes / 1e9:.3g}" for part, num_bytes in parts.items())
+        text.append(f"{name} {sum(parts.values()) / 1e9:.3g} GB: {listed}")
+    is_kept = needed.fits(keeps_cache=True)
+    kept = "beside each other: the cache stays" if is_kept else "in turns: the cache is made again each time"
+    return [*text, f"{needed.room / 1e9:.3g} GB are left for training and decoding, {kept}"]
+
+
+def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """`Sizes` by name as the flags give them, "auto" where they leave one open. recorded: see `plan`."""
+    names = [field.name for field in dataclasses.fields(Sizes) if field.name != "decode_group"]
+    given = {name: getattr(config, name) for name in names}
+    for name in ("max_tokens_per_microbatch", "shard_gradients"):  # sums round depending on them
+        if given[name] == "auto":
+            given[name] = recorded.get(name, "auto")
+    return {name: {"on": True, "off": False}.get(value, value) for name, value in given.items()}
+
+
+def decode_groups(
+    config: RunConfig, num_heads: int, ranks_of_node: int, recorded: Mapping[str, Any]
+) -> list[int]:
+    """The numbers of ranks that may decode together, the preferred one first.
+
+    num_heads: key/value heads, which they split. recorded: see `plan`. Raises InputError for an impossible number.
+    """
+    if "off" in (config.shard_decode, config.shard_gradients) or not config.trains:
+        return [1]
+    is_on = config.shard_decode == "on"
+    group = config.decode_group or math.gcd(ranks_of_node, num_heads)
+    refuse(
+        num_heads % group or (is_on and group == 1),
+        f"--decode-group {group}: {num_heads} key/value heads cannot be split so; take a divisor of {num_heads}, which "
+        "may be more than the ranks of a node, or --shard-decode off",
+    )
+    if is_on:
+        return [group]
+    known = recorded.get("decode_group")
+    return [known] if known in (1, group) else [1, group]
+
+
+def _workload(
+    config: RunConfig,
+    policy: ModelConfig,
+    machine: Machine,
+    *,
+    streams: Sequence[PromptStream],
+    dtype: torch.dtype,
+    value_folder: Path | None,
+) -> Workload:
     trained = [policy]
     if config.num_value_models:
         value_folder = value_folder or named_folder(config, "value_model")
-        value_config = read_config(value_folder) if value_folder else policy
-        value = dataclasses.replace(value_config, scalar_head=True, adapters=config.adapters)
-        trained += [value] * config.num_value_models
+        value_model = read_config(value_folder) if value_folder else policy
+        value_model = dataclasses.replace(value_model, scalar_head=True, adapters=config.adapters)
+        trained += [value_model] * config.num_value_models
     frozen = {}
     if config.has_reference and not config.adapters:  # with adapters it is the policy without them
         frozen["reference"] = policy
@@ -53,124 +146,31 @@ def workload(
     if teacher is not None:
         frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
-        reward_folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
-        frozen[name.replace("_", " ")] = read_config(reward_folder, scalar_head=True)
+        folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
+        frozen[name] = read_config(folder, scalar_head=True)
     prompts, held_out = streams
-    longest_prompt = max(stream.longest_prompt for stream in streams)
-    longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
-    num_rollouts = config.prompts_per_step * config.group_size
-    # With --max-staleness the prompts of two steps are open.
-    num_prompts = config.prompts_per_step * (2 if config.max_staleness else 1)
-    # An engine samples whole groups, perhaps with a greedy completion for each.
-    num_engines = num_ranks // decode_group
-    requests_in_training = math.ceil(num_prompts / num_engines) * (config.group_size + 1)
-    rollouts_per_update = math.ceil(num_rollouts / config.minibatches_per_epoch / num_ranks)
+    longest = min(
+        max(stream.longest_prompt for stream in streams) + prompts.max_new_tokens, prompts.max_tokens
+    )
+    num_prompts = math.ceil(config.prompts_per_step / machine.num_ranks)
+    # Whole groups, perhaps with a greedy completion for each. With --max-staleness those of two steps are open.
+    requests = num_prompts * (config.group_size + 1) * (2 if config.max_staleness else 1)
+    num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
+    is_cuda = machine.device_type == "cuda"
     return Workload(
-        trained=tuple(trained),
-        frozen=frozen,
+        device_type=machine.device_type,
+        free=machine.free,
+        num_ranks=machine.num_ranks,
+        num_shards=machine.ranks_of_node if config.shard_over == "node" else machine.num_ranks,
         dtype=dtype,
-        device_type=device_type,
-        num_ranks=num_ranks,
-        num_shards=num_shards if decode_group == 1 else decode_group,
-        parks_frozen=config.park_frozen,
-        offloads_optimizer=config.offload_optimizer and device_type == "cuda",
-        longest_prompt=longest_prompt,
+        trained=trained,
+        frozen=frozen,
         longest=longest,
-        requests=max(
-            requests_in_training, math.ceil(held_out.num_prompts / num_engines) * (config.eval_samples or 1)
-        ),
-        in_flight=requests_in_training if config.max_staleness else 0,
-        update_tokens=rollouts_per_update * longest,
-        taught_tokens=rollouts_per_update * config.minibatches_per_epoch * longest
-        if config.has_kl_loss
-        else 0,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
+        step_tokens=num_prompts * config.group_size * longest,
+        requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=config.adapters is not None and value_folder is None,
-        decode_group=decode_group,
+        parks_frozen=config.park_frozen and config.trains and is_cuda,
+        offloads_optimizer=config.offload_optimizer and is_cuda,
     )
-
-
-def plan(
-    config: RunConfig,
-    policy: ModelConfig,
-    *,
-    num_ranks: int,
-    of_node: int,
-    recorded: Mapping[str, Any],
-    free: float,
-    **options: Any,
-) -> tuple[Workload, Sizes, list[int], list[str]]:
-    """The workload of a run with the first decode group that fits, or the last; its sizes; the groups; reasons.
-
-    The groups: `possible_decode_groups`, which describes of_node. The reasons: a sentence of `too_large` for each group
-    that does not fit. recorded: see `given_sizes`. free: bytes of a rank. options: see `workload`. Raises InputError if
-    the flags ask for an impossible group.
-    """
-    groups = possible_decode_groups(config, policy, num_ranks=num_ranks, of_node=of_node, recorded=recorded)
-    given = given_sizes(config, recorded=recorded)
-    refusals = []
-    for group in groups:
-        work = workload(config, policy, num_ranks=num_ranks, **options, decode_group=group)
-        forced = {"shard_gradients": True} if work.shards_weights else {}
-        sizes = choose_sizes(work, free, {**given, **forced, "decode_group": group})
-        refusal = too_large(work, sizes, free)
-        if refusal is None:
-            break
-        refusals.append(refusal)
-    return work, sizes, groups, refusals
-
-
-def possible_decode_groups(
-    config: RunConfig, policy: ModelConfig, *, num_ranks: int, of_node: int, recorded: Mapping[str, Any]
-) -> list[int]:
-    """The numbers of ranks that may decode together, the preferred one first.
-
-    of_node: the ranks of a node. recorded: see `given_sizes`. Raises InputError if the flags ask for an impossible
-    number.
-    """
-    if config.shard_decode == "off" or not config.trains:
-        return [1]
-    heads = policy.num_key_value_heads
-    group = config.decode_group or math.gcd(of_node, heads)
-    is_on = config.shard_decode == "on"
-    refuse(
-        is_on and group == 1,
-        f"--shard-decode on: the model's {heads} key/value heads cannot be split among the ranks of a node, {of_node}; "
-        "--decode-group may be more ranks than those of a node",
-    )
-    possible = [f"--decode-group {n}" for n in range(2, heads + 1) if heads % n == 0 == num_ranks % n]
-    refuse(
-        heads % group,
-        f"--decode-group {group}: the model's {heads} key/value heads cannot be split among {group} ranks; take "
-        f"{' or '.join([*possible, '--shard-decode off'])}",
-    )
-    if is_on:
-        return [group]
-    known = recorded.get("decode_group")
-    if known in (1, group):
-        return [known]
-    return [1, group] if group > 1 and config.shard_gradients != "off" else [1]
-
-
-def named_folder(config: RunConfig, name: str) -> Path | None:
-    """The folder of the model in this field, which only some scripts have; None without a model. Raises InputError."""
-    model = getattr(config, name, None)
-    return resolve_folder(model, flag=flag_of(name), with_weights=not config.dry_run) if model else None
-
-
-def given_sizes(config: RunConfig, *, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """`Sizes` by name as the flags give them, "auto" where they leave one open.
-
-    recorded: the sizes that a resumed run began with; {} in a new one. Those that change how sums round stay. `plan`
-    decides how many ranks decode together.
-    """
-    names = {field.name for field in dataclasses.fields(Sizes)} - {"decode_group"}
-    given = {name: getattr(config, name) for name in names}
-    for name in _SWITCHES:
-        if given[name] != "auto":
-            given[name] = given[name] == "on"
-    for name in _ROUNDING:
-        if given[name] == "auto":
-            given[name] = recorded.get(name, "auto")
-    return given

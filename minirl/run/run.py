@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.collect.collector import Collector
@@ -33,7 +32,6 @@ from minirl.report.metrics import (
     add_staleness,
     derived,
 )
-from minirl.report.mfu import peak_flops, training_flops
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
@@ -103,9 +101,6 @@ class Run:
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self._has_finished_step = False
-        self._model_configs = [model.module.config for model, _ in models.values()]
-        # This rank's microbatches of the update that the script planned.
-        self._microbatches: list[RolloutTable] = []
         self.device = setup.device
         self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
@@ -192,16 +187,13 @@ class Run:
             skipped = is_skipped.nonzero()[:, 0].tolist()
             left_out = set(skipped) - {random.Random(self.progress.step).choice(skipped)}
             minibatches = [[i for i in minibatch if i not in left_out] for minibatch in minibatches]
-        plan = plan_updates(
+        return plan_updates(
             minibatches,
             table.num_tokens.tolist(),
             table.prefixes,
             num_ranks=world_size(),
             max_tokens=self._setup.sizes.max_tokens_per_microbatch,
         )
-        own = itertools.chain.from_iterable(by_rank[rank()] for by_rank in plan.microbatches)
-        self._microbatches = [table.select(indices) for indices in own]
-        return plan
 
     def score(
         self,
@@ -288,11 +280,12 @@ class Run:
             self.progress.num_served = self._collector.num_served
         if self._collector and groups is not None and scores is not None:
             self._add_metrics(metrics, self._collector, groups, scores)
-        self._add_mfu(metrics)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
         numbers = derived(metrics.reduce()) | self.progress.evaluated
+        if step == 1 and "eval/reward" in self.progress.before:
+            numbers["eval/before"] = self.progress.before["eval/reward"]
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
@@ -315,10 +308,8 @@ class Run:
         saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
-        loaded_by = "transformers' `from_pretrained` loads it"
-        if self._config.adapters:
-            loaded_by = f"PEFT loads it; python -m minirl.merge {saved} FOLDER makes a model of it"
-        print0(f"checkpoint {saved} ({loaded_by})")
+        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
+        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(
@@ -347,18 +338,6 @@ class Run:
         for name in counts:
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
-
-    def _add_mfu(self, metrics: StepMetrics) -> None:
-        """Add the least seconds of the updates that `plan_updates` planned, if the device's peak is known."""
-        microbatches, self._microbatches = self._microbatches, []
-        peak = None
-        if self._setup.dtype == torch.bfloat16 and self.device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(self.device))
-        if peak is None or not microbatches:
-            return
-        pairs = itertools.product(self._model_configs, microbatches)
-        flops = self._config.num_epochs * sum(itertools.starmap(training_flops, pairs))
-        metrics.add_total("perf/mfu_train", flops / peak / world_size())
 
     def _save(self) -> None:
         """Save a checkpoint (collective)."""

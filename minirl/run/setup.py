@@ -5,7 +5,6 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
-import math
 import os
 import secrets
 import sys
@@ -33,9 +32,6 @@ from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import check_weights, load_replica, resize_vocabulary
-from minirl.plan.choice import can_keep_cache, host_too_small, too_large
-from minirl.plan.free_memory import free_bytes, free_host_bytes, gb
-from minirl.plan.needs import peak_bytes
 from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -53,11 +49,11 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
-from minirl.run.config import RunConfig
+from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
-from minirl.run.planning import given_sizes, named_folder, plan
+from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
@@ -133,7 +129,8 @@ class Setup:
         self.task = task
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         if self.sizes.decode_group > 1:
-            self._lead_or_follow(self.sizes.decode_group)
+            self._num_shards = self.sizes.decode_group
+            self._lead_or_follow(self._num_shards)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
@@ -334,7 +331,8 @@ class Setup:
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         print0(f"task {self.task.name}: {counts}")
-        print0(f"sizes {self._memory_note}")
+        for line in self._budget:
+            print0(f"memory {line}")
         of_prompts = self.held_out.notes()
         if self.config.trains:
             of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
@@ -356,38 +354,18 @@ class Setup:
         return resolve_folder(self.config.model)
 
     def _fit_memory(self) -> None:
-        """Choose the sizes that flags leave open, and what can stay in memory beside the cache (collective).
-
-        Raises InputError if nothing fits.
-        """
-        recorded = self.folder.args
-        free = min(gather_objects(free_bytes(self.device)))
-        work, self.sizes, *_ = plan(
+        """Choose the sizes that flags leave open (collective). Raises InputError if the run does not fit."""
+        self.sizes, needed = plan(
             self.config,
             self.model_config,
-            of_node=math.gcd(*gather_objects(local_world_size())),
-            recorded=recorded,
-            free=free,
-            value_folder=self.saved_folder("value"),
+            this_machine(self.device),
             streams=(self.prompts, self.held_out),
             dtype=self.dtype,
-            device_type=self.device.type,
-            num_ranks=world_size(),
-            num_shards=self._num_shards,
+            recorded=self.folder.args,
+            value_folder=self.saved_folder("value"),
         )
-        sizes, self._num_shards = self.sizes, work.num_shards
-        on_host = host_too_small(work, num_ranks=local_world_size(), free=free_host_bytes())
-        # The first host's reason, if its memory is too small.
-        on_hosts = next(filter(None, gather_objects(on_host)), None)
-        reason = too_large(work, sizes, free) or on_hosts
-        flags = sizes.flags(trains=work.trains)
-        anyway = f". With all sizes given it starts anyway: {flags}" if work.trains else ""
-        is_open = "auto" in given_sizes(self.config, recorded=recorded).values()
-        refuse(reason and is_open, f"{reason}{anyway}")
-        self._keeps_cache = can_keep_cache(work, sizes, free)
-        peak = peak_bytes(work, sizes, keeps_cache=self._keeps_cache)
-        kept = ", the cache kept between steps" if self._keeps_cache else ""
-        self._memory_note = f"{flags}: at most {gb(peak)} of {gb(free)} on each rank{kept}"
+        self._keeps_cache = needed.fits(keeps_cache=True)
+        self._budget = lines(self.sizes, needed)
 
     def _lead_or_follow(self, group: int) -> None:
         """Give the first rank of each `group` ranks the requests of all, and the workers for them."""

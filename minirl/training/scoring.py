@@ -27,7 +27,6 @@ from minirl.model.logprobs import (
     mask_left_out,
 )
 from minirl.model.transformer import Transformer
-from minirl.ranks import watchdog
 from minirl.training.batch import Batch
 
 TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
@@ -84,7 +83,6 @@ def _places_before(batch: Batch) -> Tensor:
 
 def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
-    watchdog.heartbeat()
     layout = batch.layout()
     hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[places])

@@ -24,7 +24,6 @@ from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks import watchdog
 from minirl.ranks.process_group import all_gather_flat, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
@@ -231,7 +230,6 @@ class ShardedModel:
         rank has any. With `shard_gradients` every call sums (collective), so all ranks must have equally many
         microbatches; `assignment.plan_updates` sees to that.
         """
-        watchdog.heartbeat()
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
             unit.set_requires_all_reduce(is_last, recurse=False)  # between groups

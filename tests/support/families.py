@@ -154,11 +154,6 @@ CASES = {
         (None, None),
     ),
     "ministral": ("Ministral", {"sliding_window": 37, "head_dim": 24}, (37, 37)),
-    "ministral3": (
-        "Ministral3",
-        {"head_dim": 24, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.4}},
-        (None, None),
-    ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}, (None, None)),
     "olmo3": (
         "Olmo3",
@@ -390,22 +385,6 @@ PUBLISHED = {
     ),
     "Ministral-8B": _published(
         "ministral", "131072 4096 12288 36 32 8 32768", 8.02, head_dim=128, rope_theta=1e8
-    ),
-    "Ministral-3-8B": _published(
-        "ministral3",
-        "131072 4096 14336 34 32 8 262144",
-        8.5,
-        head_dim=128,
-        rope_parameters={
-            **YARN_8,
-            "type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
     ),
     "OLMo-2-7B": _published(
         "olmo2", "100352 4096 11008 32 32 32 4096", 7.3, rope_theta=5e5, attention_bias=False

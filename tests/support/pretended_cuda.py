@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from minirl.model.portable_attention import BLOCK
-
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 # They only look at their arguments, for `nn.Module.to`.
@@ -93,7 +91,7 @@ def plain_decode(q, keys, values, blocks, lengths, *, window):
     out = torch.zeros_like(q)
     for i, end in enumerate(lengths.tolist()):
         start = max(0, end - window) if window else 0
-        chosen = blocks[i, : -(-end // BLOCK)].long()
+        chosen = blocks[i, : -(-end // keys.shape[-1])].long()
         k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, start:end]  # [K, n, C]
         v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, start:end]
         out[i] = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]

@@ -21,7 +21,6 @@ import torch
 
 from minirl import evaluate
 from minirl.ranks.time_account import TimeAccount
-from minirl.run.config import EVALUATION_FLAGS
 from minirl.run.flags import parse
 from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
@@ -231,8 +230,7 @@ def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str,
     os.environ.update(variables, MINIRL_RUNS=runs)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        config = parse(evaluate.Config, description="", arguments=words(flags), groups=EVALUATION_FLAGS)
-        assert evaluate.main(config) == 0
+        assert evaluate.main(evaluate.parsed(words(flags))) == 0
     return printed.getvalue()
 
 

@@ -1,0 +1,234 @@
+"""The memory of a rank: one budget, from which the sizes that flags leave open follow (docs/memory.md).
+
+It counts what is large. The rest, such as a microbatch's logits, tables, libraries and fragments, is in the margin.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minirl.generation.engine import PREFILL_TOKENS
+from minirl.model.attention import FLASH_BLOCK
+from minirl.model.config import ModelConfig
+from minirl.model.delta_rule import make_states
+from minirl.model.transformer import on_meta
+
+USABLE = 0.9  # of the free memory; the rest is the margin
+CPU_FACTOR = 2.0  # of activations, relative to CUDA: measured 0.5 to 1.8, with sequences of 4,096 tokens 3.2
+MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
+CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The flags of these names, with a value for each "auto". decode_group: 1 if each rank decodes alone."""
+
+    max_running_requests: int
+    cache_tokens: int
+    max_tokens_per_microbatch: int
+    recompute_layers: bool
+    shard_gradients: bool
+    decode_group: int = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run asks of a rank, besides `Sizes`.
+
+    trained: the policy, then value models, which with shares_base have adapters on its weights. frozen: by name.
+    num_shards: ranks that hold a model's shards together: all, or those of a node or of a decode group. longest: tokens
+    of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step. requests: those
+    that the group has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
+    """
+
+    device_type: str
+    free: float
+    num_ranks: int
+    num_shards: int
+    dtype: torch.dtype
+    trained: Sequence[ModelConfig]
+    frozen: Mapping[str, ModelConfig]
+    longest: int
+    enough_tokens: int
+    step_tokens: int
+    requests: int
+    trains: bool = True
+    shares_base: bool = False
+    parks_frozen: bool = True
+    offloads_optimizer: bool = False
+    decode_group: int = 1
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The bytes that a rank needs, by name: always, to score and train, to decode. room: for the last two."""
+
+    room: float
+    always: Mapping[str, float]
+    training: Mapping[str, float]
+    decoding: Mapping[str, float]
+
+    def fits(self, *, keeps_cache: bool = False) -> bool:
+        """True if the run fits. keeps_cache: and what decoding needs can stay while the rank trains."""
+        phases = sum(self.training.values()), sum(self.decoding.values())
+        return (sum(phases) if keeps_cache else max(phases)) <= self.room
+
+
+@functools.cache
+def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
+    """The parameters of a model of this shape, or those that are trained; tied ones count once."""
+    return sum(p.numel() for p in on_meta(model).parameters() if p.requires_grad or not trained)
+
+
+def budget(work: Workload, sizes: Sizes) -> Budget:
+    """The bytes that a rank needs with these sizes."""
+    always, parked = _held_bytes(work)
+    training = _update_bytes(work, sizes) if work.trains else {}
+    if parked > sum(training.values()):
+        training = {"a parked model": parked}
+    room = USABLE * work.free - sum(always.values())
+    return Budget(room, always, training, _decoding_bytes(work, sizes))
+
+
+def _held_bytes(work: Workload) -> tuple[dict[str, float], float]:
+    """The bytes of what stays on the rank, by name, and of the largest model that the host holds between its uses."""
+    itemsize, group = work.dtype.itemsize, work.decode_group
+    policy, *values = work.trained
+    num_held = num_parameters(policy)
+    if group == 1:
+        num_held += sum(num_parameters(value, trained=work.shares_base) for value in values)
+    elif not work.offloads_optimizer:  # without decoding, only the base of a value model's adapters
+        num_held += sum(num_parameters(value) - num_parameters(value, trained=True) for value in values)
+    held = {"weights": itemsize * num_held / group}
+    if work.trains and not work.offloads_optimizer:
+        held["masters and moments"] = 12 * _num_trained(work) / work.num_shards
+    parked = 0.0
+    for name, model in work.frozen.items():
+        num_bytes = float(itemsize * num_parameters(model))
+        if group > 1 and name in ("reference", "teacher"):
+            held[name] = 0.0 if work.offloads_optimizer else num_bytes / group
+        elif work.parks_frozen:
+            parked = max(parked, num_bytes)
+        else:
+            held[name] = num_bytes
+    return held, parked
+
+
+def _update_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
+    """The bytes of an update, by name."""
+    policy = work.trained[0]
+    gradients = 4.0 * _num_trained(work)
+    if sizes.shard_gradients:
+        is_on_host = work.offloads_optimizer and work.num_shards == work.num_ranks
+        gradients = 0.0 if is_on_host else gradients / work.num_shards
+    activations = max(_activation_bytes(work, sizes, model) for model in work.trained)
+    update = {"gradients": gradients, "activations": activations}
+    if work.decode_group > 1:
+        layer = num_parameters(policy) / policy.num_hidden_layers
+        update["gathered weights"] = work.dtype.itemsize * (_num_embeddings(policy) + 2 * layer)
+    return update
+
+
+def _num_trained(work: Workload) -> int:
+    return sum(num_parameters(model, trained=True) for model in work.trained)
+
+
+def _num_embeddings(model: ModelConfig) -> int:
+    """The parameters of embedding and head."""
+    return model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+
+
+def _layer_bytes(work: Workload, model: ModelConfig) -> float:
+    """The bytes that a layer keeps of a token for backward, which are also enough for its forward.
+
+    They are exact for Llama and Qwen2, and up to 14 % off for other families.
+    """
+    queries = model.num_attention_heads * model.head_dim
+    kept = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
+    factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
+    if model.norm_adds_one:  # their inputs are kept in fp32
+        factor *= 1.5
+    return factor * work.dtype.itemsize * kept
+
+
+def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
+    """The bytes of a microbatch, or those of the sums at its end."""
+    itemsize = work.dtype.itemsize
+    layer = _layer_bytes(work, model)
+    kept = itemsize * model.hidden_size if sizes.recompute_layers else layer
+    delta_rule = 80 * model.delta_net.num_channels if model.delta_net else 0  # measured, in one layer
+    token = model.num_hidden_layers * kept + (1.4 if sizes.recompute_layers else 0.4) * layer + delta_rule
+    activations = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token
+    if model.adapters:
+        return activations
+    # When the activations are gone, gradients of embedding and head are summed over ranks, or on the host.
+    summed = 12 if work.num_shards == 1 else itemsize + 4
+    sums = sizes.shard_gradients * summed * _num_embeddings(model)
+    return max(activations + itemsize * model.vocab_size * model.hidden_size, sums)
+
+
+def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
+    """The bytes of the cache, of prefills and of the requests in a decode step."""
+    policy, group = work.trained[0], work.decode_group
+    cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim / group
+    request = 4.0 * policy.vocab_size * min(group, 2)  # logits, which ranks that decode together have twice
+    if policy.delta_net is not None:
+        states = make_states(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta"))
+        request += len(policy.delta_net.layers) * sum(pool.nbytes for pool in states)
+    return {
+        "cache": sizes.cache_tokens * len(policy.attention_windows) * cached,
+        "prefill": max(PREFILL_TOKENS, work.longest) * _layer_bytes(work, policy),
+        "requests": sizes.max_running_requests * request,
+    }
+
+
+def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
+    """The sizes for a rank: an update's come first, then the requests; the cache gets the rest.
+
+    Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
+    """
+    fixed = {name: value for name, value in given.items() if value != "auto"}
+    for share, (recompute, shard) in itertools.product((1, 2, 4, 8), _switches(work)):
+        tokens = max(work.longest, work.enough_tokens // share)
+        sizes = Sizes(1, work.longest, tokens, recompute, shard, work.decode_group)
+        sizes = dataclasses.replace(sizes, **fixed)
+        needed = budget(work, sizes)
+        if needed.fits():
+            break
+    if "max_running_requests" not in fixed:
+        most = MOST_REQUESTS[work.device_type]
+        if work.trained[0].delta_net is not None:  # each place has a state, whether it is used or not
+            most = min(most, work.requests)
+        requests = int(needed.room / 2 / needed.decoding["requests"])  # the cache gets the other half
+        sizes = dataclasses.replace(sizes, max_running_requests=max(1, min(most, requests)))
+    if "cache_tokens" not in fixed:
+        needed = budget(work, sizes)
+        most = max(CACHE_TOKENS, work.requests * (work.longest + FLASH_BLOCK))
+        token = needed.decoding["cache"] / work.longest
+        rest = needed.room - sum(needed.decoding.values())
+        rests = rest - sum(needed.training.values()), rest
+        beside, alone = (min(most, work.longest + int(rest / token)) for rest in rests)
+        # A cache that stays between steps is worth a third of its tokens.
+        tokens = beside if 3 * beside >= 2 * alone else alone
+        sizes = dataclasses.replace(sizes, cache_tokens=max(work.longest, tokens))
+    return sizes
+
+
+def _switches(work: Workload) -> list[tuple[bool, bool]]:
+    """Whether to recompute layers and to shard gradients, cheapest first.
+
+    Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
+    """
+    if work.offloads_optimizer:
+        return [(False, False), (True, False), (False, True), (True, True)]
+    return list(itertools.product((False, True), (False, True) if work.num_shards > 1 else (False,)))
+
+
+def enough_tokens(max_new_tokens: int) -> int:
+    """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
+    return max(8192, 2 * max_new_tokens)

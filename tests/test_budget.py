@@ -1,0 +1,371 @@
+"""The memory budget: chosen sizes fit, more memory never makes a run slower, and its bytes are those that are kept."""
+
+import dataclasses
+import importlib
+import itertools
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minirl.errors import InputError
+from minirl.generation.kv_cache import KVCache
+from minirl.model import attention
+from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.families import config_from_dict, read_config
+from minirl.model.rotation import Rotation
+from minirl.model.transformer import DecoderLayer
+from minirl.run import budget as module
+from minirl.run.budget import USABLE, Budget, Sizes, Workload, budget, choose_sizes, num_parameters
+from minirl.run.config import RunConfig
+from minirl.run.planning import decode_groups
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch
+from support import models
+from support.engines import CPU, cached_model, make_engine, make_request
+from support.families import PUBLISHED
+from support.memory import allocated_bytes, make_workload, saved_bytes
+from support.models import adamw, make_folder, sharded
+
+QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
+LORA = Adapters(16, 16.0, LINEAR_LAYERS)
+TOGETHER = {"decode_group": 8, "num_shards": 8, "offloads_optimizer": True, "longest": 4396}
+
+
+def total(needed: Budget, *phases: str) -> float:
+    return sum(sum(getattr(needed, phase).values()) for phase in phases)
+
+
+def of_policy(work: Workload, **changes: Any) -> Workload:
+    """With its policy changed."""
+    return dataclasses.replace(work, trained=[dataclasses.replace(work.trained[0], **changes)])
+
+
+def given_to(work: Workload) -> dict[str, bool]:
+    """Ranks that decode together shard gradients too."""
+    return {"shard_gradients": True} if work.decode_group > 1 else {}
+
+
+WORKLOADS = {
+    "1.5B": make_workload(QWEN_1_5B),
+    "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
+    "PPO 7B on 8": make_workload(
+        QWEN_7B, 8, trained=[QWEN_7B, dataclasses.replace(QWEN_7B, scalar_head=True)]
+    ),
+    "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
+    "LoRA 7B": of_policy(make_workload(QWEN_7B), adapters=LORA),
+    "32B from shards": make_workload(QWEN_32B, 8, **TOGETHER),
+    "evaluation of 7B": make_workload(
+        QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}, parks_frozen=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_chosen_sizes_fit_and_leave_the_margin(name):
+    """On a card of 80 GB: what decodes and what trains, in turns, and together if the cache stays."""
+    work = WORKLOADS[name]
+    sizes = choose_sizes(work, given_to(work))
+    needed = budget(work, sizes)
+    for phase in ("training", "decoding"):
+        assert total(needed, "always", phase) <= USABLE * 80e9
+    if needed.fits(keeps_cache=True):
+        assert total(needed, "always", "training", "decoding") <= USABLE * 80e9
+    assert sizes.max_tokens_per_microbatch == 8192
+    assert sizes.cache_tokens >= 32 * work.longest
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_larger_size_never_needs_less(name):
+    """In no phase, and switches save memory."""
+    work = WORKLOADS[name]
+    sizes = Sizes(64, 100_000, 8192, recompute_layers=False, shard_gradients=False)
+    needed = budget(work, sizes)
+    for size in ("max_running_requests", "cache_tokens", "max_tokens_per_microbatch"):
+        larger = budget(work, dataclasses.replace(sizes, **{size: 2 * getattr(sizes, size)}))
+        for phase in ("always", "training", "decoding"):
+            assert total(larger, phase) >= total(needed, phase)
+    for switch in ("recompute_layers", "shard_gradients"):
+        saving = budget(work, dataclasses.replace(sizes, **{switch: True}))
+        assert total(saving, "training") <= total(needed, "training")
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_with_more_memory_a_run_that_fits_still_fits_and_recomputes_no_more(name):
+    """From a card that is too small for any."""
+    works = [dataclasses.replace(WORKLOADS[name], free=free * 1e9) for free in (1, 10, 20, 40, 60, 80, 160)]
+    chosen = [choose_sizes(work, given_to(work)) for work in works]
+    fitting = [budget(work, sizes).fits() for work, sizes in zip(works, chosen, strict=True)]
+    assert not fitting[0]
+    assert fitting == sorted(fitting)
+    of_fitting = [sizes for sizes, fits in zip(chosen, fitting, strict=True) if fits]
+    for less, more in itertools.pairwise(of_fitting):
+        assert less.recompute_layers >= more.recompute_layers
+        assert less.max_tokens_per_microbatch <= more.max_tokens_per_microbatch
+
+
+def test_seven_billion_parameters_by_hand():
+    """P = 7.6156e9 on 8 x 80 GB: 2 P, 12 P / 8, 4 P; a token keeps A = 8 D + 6 F + 8 Q bytes in each of 28 layers."""
+    parameters = 7_615_616_512
+    assert num_parameters(QWEN_7B) == parameters
+    work = WORKLOADS["7B on 8"]
+    needed = budget(work, Sizes(144, 100_000, 8192, recompute_layers=False, shard_gradients=False))
+    assert needed.always == {"weights": 2 * parameters, "masters and moments": 12 * parameters / 8}
+    kept = 8 * 3584 + 6 * 18944 + 8 * 3584
+    assert needed.training == {
+        "gradients": 4 * parameters,
+        "activations": pytest.approx(8192 * 28.4 * kept + 2 * 152064 * 3584),
+    }
+    assert needed.decoding == {
+        "cache": 100_000 * 4 * 28 * 512,
+        "prefill": 8192 * kept,
+        "requests": 144 * 4 * 152064,
+    }
+    recomputed = budget(work, Sizes(144, 100_000, 8192, recompute_layers=True, shard_gradients=False))
+    activations = 8192 * (28 * 2 * 3584 + 1.4 * kept) + 2 * 152064 * 3584
+    assert recomputed.training == needed.training | {"activations": pytest.approx(activations)}
+    # Gradients of embedding and head, in bf16 and in fp32, are more than the activations that are gone by then.
+    alone = dataclasses.replace(work, frozen={})
+    sharded_sums = budget(alone, Sizes(144, 100_000, 8192, recompute_layers=True, shard_gradients=True))
+    assert sharded_sums.training == {
+        "gradients": 4 * parameters / 8,
+        "activations": (2 + 4) * 2 * 152064 * 3584,
+    }
+
+
+def test_a_frozen_model_counts_while_it_is_on_the_card():
+    """Parked it comes when there are no gradients; else it stays. Ranks that decode together hold its shards."""
+    work = of_policy(make_workload(QWEN_7B, frozen={"teacher": QWEN_32B}), adapters=LORA)
+    sizes = Sizes(1, 812, 812, recompute_layers=True, shard_gradients=False)
+    whole = 2 * num_parameters(QWEN_32B)
+    assert budget(work, sizes).training == {"a parked model": whole}
+    held = budget(dataclasses.replace(work, parks_frozen=False), sizes)
+    assert held.always["teacher"] == whole
+    shards = budget(make_workload(QWEN_32B, 8, frozen={"teacher": QWEN_32B}, decode_group=8), sizes)
+    assert shards.always["teacher"] == shards.always["weights"] == whole / 8
+
+
+def test_value_models_share_the_policys_base_if_it_is_theirs():
+    """And ranks that decode together hold no weights of a fully trained one but its masters."""
+    value = dataclasses.replace(QWEN_7B, scalar_head=True)
+    adapted = [dataclasses.replace(model, adapters=LORA) for model in (QWEN_7B, value)]
+    own, trained = map(num_parameters, adapted), [num_parameters(model, trained=True) for model in adapted]
+    policy, value_total = own
+
+    def held(models, **changes):
+        sizes = Sizes(1, 812, 812, recompute_layers=True, shard_gradients=True)
+        return budget(make_workload(QWEN_7B, 4, trained=models, **changes), sizes).always["weights"]
+
+    assert held(adapted) == 2 * (policy + value_total)
+    assert held(adapted, shares_base=True) == 2 * (policy + trained[1])
+    assert held(adapted, decode_group=4) == 2 * (policy + value_total - trained[1]) / 4
+    assert held([QWEN_7B, value], decode_group=4) == 2 * num_parameters(QWEN_7B) / 4
+
+
+@pytest.mark.parametrize(
+    ("work", "switches"),
+    [
+        (
+            WORKLOADS["7B on 8"],
+            {300: (False, False), 100: (False, True), 78: (True, False), 60: (True, True)},
+        ),
+        (WORKLOADS["1.5B"], {80: (False, False), 45: (True, False)}),
+        (
+            WORKLOADS["7B with the optimizer on the host"],
+            {200: (False, False), 80: (True, False), 50: (True, True)},
+        ),
+    ],
+    ids=["eight ranks", "one", "optimizer on the host"],
+)
+def test_gradients_are_sharded_before_layers_are_recomputed_unless_the_host_adds_them_up(work, switches):
+    """With less and less memory: the sums overlap with backward, recomputation takes a third more time.
+
+    For sums on the host each microbatch would wait. One rank shards nothing.
+    """
+    chosen = {free: choose_sizes(dataclasses.replace(work, free=free * 1e9), {}) for free in switches}
+    assert {
+        free: (sizes.recompute_layers, sizes.shard_gradients) for free, sizes in chosen.items()
+    } == switches
+
+
+def test_a_size_that_is_given_wins():
+    """Also one that does not fit."""
+    given = Sizes(3, 90_000_000, 100_000, recompute_layers=False, shard_gradients=True)
+    for name, value in dataclasses.asdict(given).items():
+        assert getattr(choose_sizes(make_workload(QWEN_7B), {name: value}), name) == value
+
+
+def test_a_step_that_fits_whole_takes_the_full_microbatch_with_any_memory():
+    """So the numbers of a small run do not depend on what else the machine does."""
+    small = make_workload(QWEN_1_5B, step_tokens=900)
+    for free in (40e9, 200e9):
+        sizes = choose_sizes(dataclasses.replace(small, free=free), {})
+        assert (sizes.max_tokens_per_microbatch, sizes.recompute_layers) == (8192, False)
+
+
+@pytest.mark.slow
+def test_published_models_get_sizes_with_which_they_train():
+    """Each on eight cards of 80 GB, those beyond 9B with adapters on cards of 141 GB."""
+    for name, (raw, billions) in PUBLISHED.items():
+        work = make_workload(config_from_dict(raw), 8)
+        if billions > 9:
+            work = dataclasses.replace(of_policy(work, adapters=LORA), free=141e9)
+        sizes = choose_sizes(work, {})
+        assert budget(work, sizes).fits(), name
+        assert sizes.max_tokens_per_microbatch >= 4096, name
+        assert sizes.cache_tokens >= 32 * work.longest, name
+
+
+class FusedNorm(torch.autograd.Function):
+    """Saves the same tensors as CUDA's fused norm; torch has no such kernel for meta tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
+        inverse_rms = x.new_empty(len(x), 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return torch.empty_like(x)
+
+
+def make_batch(num_tokens: int) -> Batch:
+    return Batch(
+        (num_tokens,),
+        tokens=torch.arange(num_tokens) % 64,
+        loss_mask=torch.arange(num_tokens) > 0,
+        sample_logprobs=torch.zeros(num_tokens),
+    )
+
+
+def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
+    """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm. An MLP without a gate keeps less."""
+    pytest.importorskip("triton")
+    from minirl.kernels import fused_gate, fused_rotation
+
+    launches_nothing = defaultdict(lambda: lambda *args, **constants: None)  # with any grid
+    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
+    monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
+    monkeypatch.setattr(fused_gate, "gate_kernel", launches_nothing)
+    monkeypatch.setattr(fused_rotation, "rotation_kernel", launches_nothing)
+    layout = make_batch(64).layout()
+    for name, (raw, _) in PUBLISHED.items():
+        config = config_from_dict(raw)
+        rope = torch.empty(64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
+        scale = rope[..., :1] if config.query_multiplier != 1 or config.query_growth else None
+        rotation = Rotation(rope, rope, config.ropes[0].is_interleaved, scale)
+
+        def bytes_of(number, config=config, rotation=rotation):
+            with torch.device("meta"):
+                layer = DecoderLayer(config, number).to(torch.bfloat16)
+                x = torch.empty(64, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            return saved_bytes(layer, partial(layer, x, rotation, layout)) - rotation.cos.nbytes
+
+        delta_nets = config.delta_net.layers if config.delta_net else ()
+        saved = len(config.attention_windows) * bytes_of(min(config.attention_windows))
+        saved += len(delta_nets) * bytes_of(min(delta_nets)) if delta_nets else 0
+        counted = 64 * config.num_hidden_layers * module._layer_bytes(make_workload(config), config)
+        assert 0.85 * saved <= counted <= (1.15 if config.gated_mlp else 1.7) * saved, name
+
+
+def bytes_of_phases(rank: int, folder: Path, num_tokens: int) -> dict[str, float]:
+    """The bytes that a rank holds, and the peaks of an update and of generating on top of them."""
+    model = sharded(folder, recompute_layers=True)
+    optimizer = adamw(model)
+    batch = make_batch(num_tokens)
+
+    def update() -> None:
+        for is_last in (False, True):
+            logprobs, _ = score_batch(model.module, batch, temperature=1.0)
+            model.backward(logprobs.sum(), is_last=is_last)
+        model.step(optimizer, lr=0.1, max_grad_norm=1.0)
+
+    update()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    shards = [tensor.to_local() for tensor in [*model.masters.values(), *moments]]
+    engine = make_engine(model.decoder, max_running_requests=4, cache_tokens=8 * num_tokens)
+    ids = [[(i + j) % 60 for j in range(num_tokens - 4)] for i in range(2)]
+    generate = partial(
+        engine.generate,
+        [make_request(ids[i], number=i, max_new_tokens=4, stop_ids=frozenset()) for i in range(2)],
+    )
+    return {
+        "always": sum(tensor.nbytes for tensor in [*model.compute_weights.values(), *shards]),
+        "training": allocated_bytes(update)[0],
+        "decoding": allocated_bytes(generate)[0],
+    }
+
+
+def test_a_step_on_the_cpu_takes_no_more_than_its_budget(one_rank, tmp_path):
+    """What is held, to 2 %; an update and generating, at least a third of what is counted."""
+    raw = models.qwen2_config(256, 1024, 4, 8, 2, vocab=64, tied=False) | {"max_position_embeddings": 1024}
+    folder = make_folder(tmp_path / "model", raw)
+    (measured,) = one_rank.run(bytes_of_phases, folder, 512)
+    work = make_workload(read_config(folder), device_type="cpu", dtype=torch.float32, longest=512)
+    needed = budget(work, Sizes(4, 8 * 512, 512, recompute_layers=True, shard_gradients=False))
+    assert measured["always"] == pytest.approx(total(needed, "always"), rel=0.02)
+    assert total(needed, "training") / 3 <= measured["training"] <= total(needed, "training")
+    cache = needed.decoding["cache"]
+    assert cache <= measured["decoding"] <= total(needed, "decoding")
+
+
+def test_the_cache_takes_what_the_budget_says():
+    """And a request of a gated delta net its states."""
+    config = cached_model("states", torch.float32).config
+    shape = {"num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "num_query_groups": 2}
+    options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
+    cache = KVCache(config.attention_windows, delta_net=config.delta_net, **shape, **options)
+    needed = budget(make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False))
+    assert needed.decoding["cache"] == sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+    of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
+    assert needed.decoding["requests"] == of_states + 4 * 4 * config.vocab_size
+
+
+AUTO, ON, OFF = ({"shard_decode": mode} for mode in ("auto", "on", "off"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_heads", "recorded", "groups"),
+    [
+        (AUTO, 8, {}, [1, 8]),
+        (AUTO | {"decode_group": 4}, 4, {}, [1, 4]),
+        (AUTO, 4, {}, [1, 4]),  # 4 key/value heads cannot be split among 8 ranks
+        (AUTO | {"shard_gradients": "off"}, 8, {}, [1]),
+        (AUTO, 8, {"decode_group": 8}, [8]),
+        (AUTO, 8, {"decode_group": 1}, [1]),
+        (AUTO, 8, {"decode_group": 4}, [1, 8]),  # the run began on other nodes
+        (ON, 8, {"decode_group": 1}, [8]),
+        (ON | {"decode_group": 2}, 4, {}, [2]),
+        (OFF, 8, {"decode_group": 8}, [1]),
+    ],
+)
+def test_ranks_decode_together_if_flags_heads_and_the_runs_beginning_allow_it(
+    flags, num_heads, recorded, groups
+):
+    """On nodes of 8 ranks."""
+    assert decode_groups(RunConfig(**flags), num_heads, 8, recorded) == groups
+
+
+@pytest.mark.parametrize("flags", [AUTO | {"decode_group": 8}, ON | {"decode_group": 8}])
+def test_heads_that_cannot_be_split_are_refused_with_the_numbers_that_can(flags):
+    with pytest.raises(InputError, match=r"--decode-group 8: 4 key/value heads .* a divisor of 4"):
+        decode_groups(RunConfig(**flags), 4, 8, {})
+
+
+def test_nodes_of_one_rank_decode_together_only_if_their_number_is_given():
+    with pytest.raises(InputError, match="4 key/value heads cannot be split so"):
+        decode_groups(RunConfig(**ON), 4, 1, {})
+    assert decode_groups(RunConfig(**ON, decode_group=2), 4, 1, {}) == [2]
+
+
+def test_the_model_of_a_decode_step_from_shards_is_the_one_of_its_page(monkeypatch):
+    """By hand, 64 rows of 2,048 tokens, 32B on 8 ranks: 258 gathers, of 7 / 8 of all columns and logits."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    model = importlib.import_module("shard_decode")
+    parts = model.step_parts(model.SHAPES["32B"], 8, rows=64, context=2048, gather_s=1e-5)
+    columns = 2 * 64 * (40 * 128 + 27648 + 2 * 5120) + 4 * 152064 + 2 * 5120
+    assert parts["gathers"] == pytest.approx(258 * 1e-5 + 64 * columns * 7 / 8 / 350e9)
+    assert parts["cache"] == pytest.approx(64 * 2048 * 4 * 64 * 128 / 3e12)
+    assert sum(parts.values()) == pytest.approx(10.3e-3, abs=0.1e-3)
