@@ -13,14 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.sorting import load_sorting
 from support.resuming import remembered, resume
-from support.scripts import (
-    ROOT,
-    patched_fork,
-    read_metrics,
-    read_rollouts,
-    trained,
-    write_rows,
-)
+from support.scripts import ROOT, patched_fork, read_metrics, read_rollouts, trained, write_rows
 
 EXAMPLES = ROOT / "docs" / "examples"
 COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"

@@ -1,13 +1,10 @@
 """A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
 
-import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
-from support.jobs import wait_for
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy, load, remembered, resume
@@ -17,7 +14,6 @@ from support.scripts import (
     read_rollouts,
     reward_of,
     run_in_pool,
-    start_script,
     trained,
     write_rows,
 )
@@ -174,17 +170,11 @@ def test_row_13_a_script_that_remembers_more_than_the_checkpoint_begins_with_its
 
 
 @pytest.mark.slow
-def test_row_12_a_fork_that_is_killed_goes_on_with_what_it_remembered(two_ranks, runs, tmp_path):
-    """Two ranks, SIGKILL at a random time after a random step: the uninterrupted run's bits."""
-    fork = Path(changed_fork(tmp_path, "fork_replay", FORKS["replay"]))
-    flags = f"{COMMON} --num-steps 5"
-    whole = trained(two_ranks, runs / "replay-whole", str(fork), flags)
-    rng = random.Random(0)
-    killed = runs / "replay-killed"
-    step = rng.randrange(1, 5)
-    job = start_script(fork, f"{flags} --run-name {killed.name}", runs=runs)
-    wait_for((killed / "checkpoints" / f"{step:06d}").exists, "no checkpoint was written")
-    time.sleep(rng.uniform(0, 0.3))
-    job.kill()
-    run_in_pool(two_ranks, str(fork), f"{flags} --run-name {killed.name}", runs=runs)
-    assert digests(killed) == digests(whole)
+@pytest.mark.parametrize("flag", ["--group-size 2", "--seed 1", "--max-staleness 0"])
+def test_row_13_rollouts_in_flight_are_not_taken_for_others(two_ranks, runs, flag):
+    """Their groups, rows or ages would be wrong."""
+    script, flags = CASES["partial"]
+    folder = trained(two_ranks, runs / "partial-2", script, COMMON, flags)
+    copy = interrupted_copy(folder, f"partial{flag.replace(' ', '')}", 1)
+    with pytest.raises(AssertionError, match=r"in flight"):
+        run_in_pool(two_ranks, script, COMMON, flags, flag, f"--run-name {copy.name}", runs=runs)

@@ -5,9 +5,9 @@
     .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state, and its `records`
     .../000050/resume/progress.pt    the fields of `Progress`, with the script's `extra`
 
-Every rank writes its files into .half-000050 and syncs them to the disk. When all have done so, rank 0 renames the
-folder to 000050: that makes it a checkpoint. So a kill at any moment, or a full disk, leaves whole checkpoints, and a
-run resumes from the newest. An old checkpoint is deleted only after the rename, and gets a name with a dot first.
+Every rank writes its files into .half-000050-TOKEN and syncs them to the disk. When all have done so, rank 0 renames
+the folder to 000050: that makes it a checkpoint. So a kill at any moment, or a full disk, leaves whole checkpoints, and
+a run resumes from the newest. An old checkpoint is deleted only after the rename, and gets a name with a dot first.
 
 Training waits for a save. Files are read with torch's `weights_only`, which runs no code from them.
 """
@@ -15,6 +15,7 @@ Training waits for a save. Files are read with torch's `weights_only`, which run
 import functools
 import itertools
 import math
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import scalar_config
 from minirl.model.folders import ADAPTERS_FILE, file_of
 from minirl.model.weights import kept_tensors, read_tokenizer_files, write_folder
-from minirl.ranks.process_group import barrier, print0, rank, world_size
+from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
 
@@ -61,6 +62,8 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
+        # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
+        self._token = broadcast_object(secrets.token_hex(4))
         self._peft_configs: dict[str, Any] = {}
         self._write_model: dict[str, Callable[..., None]] = {}
         for name, (model, _) in models.items():
@@ -106,9 +109,9 @@ class Checkpoints:
         check_remembered("extra", progress["extra"])
         check_remembered("records", progress["records"])
         folder = self._run_folder / "checkpoints" / f"{progress['step']:06d}"
-        half_made = folder.with_name(f".half-{folder.name}")
+        half_made = folder.with_name(f".half-{folder.name}-{self._token}")
         try:
-            self._write(half_made, progress)
+            self._write_files(half_made, progress)
             barrier()
             if rank() == 0:
                 durable.publish(half_made, folder)
@@ -121,7 +124,7 @@ class Checkpoints:
                 f"{progress['step']} is not saved, earlier ones are whole"
             ) from None
 
-    def _write(self, folder: Path, progress: Mapping[str, Any]) -> None:
+    def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
         """Write this rank's files of a checkpoint (collective). Raises OSError."""
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
         for name, (model, _) in self._models.items():
@@ -232,6 +235,6 @@ def prune(run_folder: Path, *, keep: int) -> None:
         path: _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf) for path in checkpoints
     }
     best = max(reversed(checkpoints), key=scores.__getitem__)
-    for path in checkpoints[:-keep] if keep else []:
+    for path in checkpoints[:-keep]:
         if path != best:
             durable.remove_folder(path)

@@ -93,7 +93,7 @@ class Run:
         `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
         `records` are lists of this rank; a resume on another number of ranks deals them out again.
 
-        Raises InputError naming a value that cannot be saved, or one that the checkpoint lacks.
+        Raises InputError for a checkpoint that this run cannot go on from.
         """
         self._setup = setup
         self._config = config = setup.config
@@ -118,6 +118,12 @@ class Run:
         if checkpoint is not None:
             saved = self._checkpoints.restore(checkpoint, decode_group=setup.sizes.decode_group)
             self.progress = Progress(**saved)
+            fixed = {name: getattr(config, name) for name in ("task", "data", "seed", "group_size")}
+            changed = ", ".join(setup.folder.changed_flags(fixed))
+            refuse(
+                IN_FLIGHT in self.progress.extra and changed,
+                f"rollouts in flight were begun with other flags: {changed}; take another --run-name",
+            )
             if self.progress.step >= config.num_steps:
                 print0("already finished; a greater --num-steps continues it")
         self.progress.extra = extra | self.progress.extra

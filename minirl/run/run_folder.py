@@ -39,8 +39,8 @@ class RunFolder:
         old = self.args.get("flags", {})
         # Through JSON, like the old flags: tuples become lists.
         new = json.loads(json.dumps(flags))
-        changed = [name for name in old if old[name] != new.get(name)]
-        return [f"{flag_of(name)} {new.get(name)} (was {old[name]})" for name in changed]
+        changed = [name for name in new if name in old and old[name] != new[name]]
+        return [f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed]
 
     def keep_script(self) -> None:
         """Keep a copy of the script that runs. Not collective."""
