@@ -117,7 +117,7 @@ def assert_equal_gradients(model, results, *, atol, rtol):
 
 
 # The layers' rounding; the head's own is tested below.
-ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.15}
+ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.2}
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,8 @@ def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weigh
         outputs = ChunkedLogprobs.apply(hidden, head, torch.arange(rows), torch.ones(rows, 1), 64, 128)
         (outputs[0].sum() + entropy_weight * outputs[1].sum()).backward()
 
+    train()  # measures the products once
+    hidden.grad = head.grad = None
     peak, _ = allocated_bytes(train)
     assert head.nbytes < peak < head.nbytes + 4 * vocab * width / 2
 

@@ -5,13 +5,14 @@ runs/NAME/args.json             the flags
 runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -41,6 +42,18 @@ class RunFolder:
         new = json.loads(json.dumps(flags))
         changed = [name for name in new if name in old and old[name] != new[name]]
         return [f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed]
+
+    @contextlib.contextmanager
+    def removed_if_refused(self) -> Iterator[None]:
+        """Remove the folder if the block raises InputError and nothing is in it yet. Not collective."""
+        try:
+            yield
+        except InputError:
+            if rank() == 0 and [file.name for file in self.path.iterdir()] == ["lock"]:
+                shutil.rmtree(self.path)
+                with contextlib.suppress(OSError):  # other runs are there
+                    self.path.parent.rmdir()
+            raise
 
     def keep_script(self) -> None:
         """Keep a copy of the script that runs. Not collective."""

@@ -107,6 +107,12 @@ class Setup:
             f"{self.folder.path}: this evaluation began with other flags: {changed}; take another --run-name",
         )
         self._notes = [f"this run last started with other flags: {changed}"] if changed else []
+        with self.folder.removed_if_refused():
+            self._read_files(task, tools=tools, scalar_head=scalar_head)
+
+    def _read_files(self, task: Task, *, tools: Sequence[Tool], scalar_head: bool) -> None:
+        """Read and check what the flags name, and choose the sizes (collective). Raises InputError."""
+        config = self.config
         # A checkpoint of adapters has no models: they belong to those that the run began with.
         self._saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = self._saved or self._original_model()
