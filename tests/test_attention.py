@@ -308,7 +308,7 @@ class Decoding:
         self.cache = KVCache(
             dict(enumerate(windows)),
             num_tokens=240 * BLOCK,
-            max_sequences=30,
+            max_sequences=40,
             dtype=dtype,
             device=CPU,
             **shape,
@@ -402,16 +402,16 @@ def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtyp
 )
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_blocks_with_many_users_give_each_the_bits_of_packed_attention(windows, groups, dim, dtype):
-    """Groups of nine over three full blocks beside rows that share nothing, some finished and the pool compacted."""
+    """Groups of 17 over many full blocks beside rows that share nothing, some finished and the pool compacted."""
     decoding = Decoding(windows, groups, dim, dtype)
     cache = decoding.cache
     poison(cache)
-    rows = decoding.start({389: 9, 384: 9, 700: 1, 10: 1, 255: 2}, 10)
+    rows = decoding.start({389: 17, 384: 17, 700: 1, 10: 1, 255: 2}, 10)
     for cached in decoding.layout_of(rows).caches:
-        assert cached.read.index.num_sharing == 9 > cached.read.index.num_users
+        assert cached.read.index.num_sharing == 17 > cached.read.index.num_users
     for _ in range(4):
         decoding.decode(rows)
-    for i in (20, 12, 9, 5, 2, 0):  # the parents of both groups among them
+    for i in (36, 24, 17, 5, 2, 0):  # the parents of both groups among them
         cache.free(rows.pop(i)[0])
     while len(rows) > 1:  # down to fewer rows than a product must have
         cache.free(rows.pop(-2)[0])

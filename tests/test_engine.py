@@ -142,16 +142,16 @@ SCHEDULES = {
     "three at a time": {"max_running_requests": 3},
     "prompts alone": {"max_prefill_tokens": 1},
     "prompts by threes": {"max_prefill_tokens": 300},
-    "preempted less": {"cache_tokens": 640},
+    "preempted less": {"cache_tokens": 512},
     "late": {"async_decoding": True},
     "padded": {"cuda_graphs": True},
     "late, padded": {"async_decoding": True, "cuda_graphs": True},
     "late, padded, few": {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 7},
-    "late, padded, preempted": {"async_decoding": True, "cuda_graphs": True, "cache_tokens": 512},
+    "late, padded, preempted": {"async_decoding": True, "cuda_graphs": True, "cache_tokens": 352},
     "one at a time": {"max_running_requests": 1},
-    "preempted": {"cache_tokens": 256},
+    "preempted": {"cache_tokens": 288},
     "late, few": {"async_decoding": True, "max_running_requests": 3, "max_prefill_tokens": 130},
-    "late, preempted": {"async_decoding": True, "cache_tokens": 256},
+    "late, preempted": {"async_decoding": True, "cache_tokens": 192},
 }
 # Together they have every part of a schedule.
 FEW_SCHEDULES = ["prompts by threes", "late, padded, preempted"]
@@ -197,7 +197,7 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
 
 
 @pytest.mark.parametrize(
-    ("cache_tokens", "late"), [slow(384, True), slow(384, False), (8192, True), slow(8192, False)]
+    ("cache_tokens", "late"), [slow(288, True), slow(288, False), (8192, True), slow(8192, False)]
 )
 def test_rollouts_do_not_depend_on_the_order_and_moment_of_submission(cache_tokens, late):
     """Shuffled requests, groups torn apart, that arrive while others decode. Pitfall 51."""
@@ -213,14 +213,14 @@ def test_rollouts_do_not_depend_on_the_order_and_moment_of_submission(cache_toke
         for _ in range(rng.randint(0, 9)):
             rollouts += engine.step()
     rollouts += finish(engine, len(mixed_requests()) - len(rollouts))
-    assert (engine.stats.preemptions > 0) == (cache_tokens == 384)
+    assert (engine.stats.preemptions > 0) == (cache_tokens == 288)
     assert_same(rollouts, expected_rollouts("mixed", torch.float32), model)
 
 
 @on_every_model(
     "how",
     fast=[(True, True, 8192)],
-    dear=[(True, False, 384), (False, False, 384), (True, False, 8192)],
+    dear=[(True, False, 288), (False, False, 288), (True, False, 8192)],
     elsewhere=[(True, False, 8192)],
 )
 def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, how):
@@ -252,7 +252,7 @@ def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, ho
             break
     assert phase > 6
     assert_same(rollouts, expected_rollouts(attention, dtype), model)
-    assert any(engine.stats.preemptions > 0 for engine in engines) == (cache_tokens == 384)
+    assert any(engine.stats.preemptions > 0 for engine in engines) == (cache_tokens == 288)
     assert all((engine.stats.discarded_tokens > 0) == late for engine in engines)
 
 

@@ -35,8 +35,9 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.mask)
     poison(cache, rows)
-    wide = torch.full((len(some), 9), 10**6, dtype=torch.int32)
-    table = wide[:, : read.blocks.shape[1]]
+    num_columns = read.blocks.shape[1]
+    wide = torch.full((len(some), num_columns + 4), 10**6, dtype=torch.int32)
+    table = wide[:, :num_columns]
     table.copy_(read.blocks)
     got = paged_attention.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
     assert got.dtype == dtype

@@ -163,7 +163,7 @@ def test_a_reply_that_fills_the_pipe_during_an_update_is_not_late(load):
     rollout = load("large", timeout_s=1.0)
     collector = make_collector(make_prompts(), rollout=rollout, **OPTIONS)
     collector._runner.patience_s = 0.0
-    collector._serve(1)
+    collector._serve(1, 1.0)
     collector._run_round(0)
     rollout.pool.flush()
     time.sleep(2)

@@ -341,7 +341,7 @@ class KVCache:
         """
         if not self.extend(row):
             return 0
-        part = CHUNK if self.states else self.block_size
+        part = min(CHUNK, self.block_size) if self.states else self.block_size
         num_more = min(num_tokens - 1, -int(self._lengths[row]) % part)
         self._lengths[row] += num_more
         return 1 + num_more
