@@ -266,6 +266,6 @@ def is_batch_invariant(
         return False
     if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
         return False
-    if config.delta_net is not None and not delta_rule.is_batch_invariant(config.delta_net):
+    if config.delta_net is not None and delta_rule.least_rows(config.delta_net) is None:
         return False
     return portable_attention.min_queries(config.head_dim, dtype) is not None
