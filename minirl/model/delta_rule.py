@@ -119,8 +119,8 @@ class DeltaStates(NamedTuple):
     """One layer's states of cached sequences, each in a slot: [slots, ...].
 
     inputs [.., kernel, channels]: the newest inputs of the convolution, that of position p at p % kernel.
-    state [.., H, Dk, Dv]: S where the chunk of the newest row begins. keys [.., H, C, Dk], updates [.., H, C, Dv] and
-    decays [.., H, C]: K, U and g of the rows since; later elements are finite.
+    state [.., H, Dk, Dv]: S where the chunk of the newest row begins. keys [.., H, Dk, C], updates [.., H, C, Dv] and
+    decays [.., H, C]: K^T, U and g of the rows since; later elements are finite.
     """
 
     inputs: Tensor
@@ -135,7 +135,7 @@ def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: 
     inputs = torch.zeros(num_slots, shape.kernel_size, shape.num_channels, dtype=dtype, device=device)
     keys, values = shape.key_head_dim, shape.value_head_dim
     pools = []
-    for sizes in ((keys, values), (CHUNK, keys), (CHUNK, values), (CHUNK,)):
+    for sizes in ((keys, values), (keys, CHUNK), (CHUNK, values), (CHUNK,)):
         of_heads = (num_slots, shape.num_value_heads, *sizes)
         pools.append(torch.zeros(of_heads, dtype=at_least_fp32(dtype), device=device))
     return DeltaStates(inputs, *pools)
@@ -174,7 +174,7 @@ def run_chunks(
         updates.append(update)
         outputs.append(out)
     if states is not None:
-        kept = (torch.cat(begins), chunks.k, torch.cat(updates), chunks.decay)
+        kept = (torch.cat(begins), chunks.k.mT, torch.cat(updates), chunks.decay)
         for pool, values in zip(states[1:], kept, strict=True):
             pool[slots] = values[index.ends]
     by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
@@ -196,21 +196,21 @@ def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     pairs = between.clamp(max=0).exp()
     grown = total.exp()
     keys = k.mT
-    a = (k @ keys * beta[..., None] * pairs).tril(-1)
+    a = (k @ keys * pairs * beta[..., None]).tril(-1)
     weights = (q @ keys * pairs).tril()
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     v_in = v * beta[..., None]
     update = _Solve.apply(a, v_in - k_in @ state)
-    end = _next_state(state, k, update, total)
+    end = _next_state(state, keys, update, total)
     return q_in @ state + weights @ update, update, end
 
 
 def _next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> Tensor:
-    """The state [N, H, Dk, Dv] after a chunk, from the state before it, K, U and c."""
-    k_out = keys * (total[..., -1:] - total).exp()[..., None]
+    """The state [N, H, Dk, Dv] after a chunk, from the state before it, K^T, U and c."""
+    k_out = keys * (total[..., -1:] - total).exp()[..., None, :]
     kept = state * total.exp()[..., -1, None, None]
-    return kept + k_out.mT @ updates
+    return kept + k_out @ updates
 
 
 def run_row(
@@ -228,7 +228,7 @@ def run_row(
     be idle. None: on copies of the states.
     """
     at = positions % CHUNK
-    states.keys[slots, :, at] = rows.k
+    states.keys[slots, :, :, at] = rows.k
     states.decays[slots, :, at] = rows.decay
     if num_slots is None:
         state, keys, updates, decays = (pool[slots] for pool in states[1:])
@@ -245,16 +245,17 @@ def run_row(
     own_total = total.gather(-1, last.expand(-1, total.shape[1], 1))
     pairs = (own_total - total).clamp(max=0).exp()
     grown = activate(own_total[..., 0], torch.exp)
-    of_keys = _padded(num_padded, k, q) @ keys.mT
-    a = torch.where(column < last, of_keys[..., 0, :] * beta[..., None] * pairs, 0.0)
+    of_keys = (_padded(num_padded, k, q) @ keys)[..., :2, :]
+    is_seen = column <= last[..., None] - torch.tensor([[1], [0]], device=at.device)
+    a, weights = torch.where(is_seen, of_keys * pairs[..., None, :], 0.0).unbind(2)
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     of_state = _padded(num_padded, k_in, q_in) @ state
-    update = _solve_row(a, v * beta[..., None] - of_state[..., 0, :], updates)[places]
+    right = v * beta[..., None] - of_state[..., 0, :]
+    update = _solve_row(a * beta[..., None], right, updates)[places]
     updates[places, :, at] = update
     if num_slots is None:
         states.updates[slots, :, at] = update
-    weights = torch.where(column <= last, of_keys[..., 1, :] * pairs, 0.0)
     out = of_state[..., 1, :] + (_padded(num_padded, weights) @ updates)[..., 0, :]
     return out[places]
 
