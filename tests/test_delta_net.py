@@ -40,7 +40,7 @@ from support.engines import (
 from support.families import DELTA_NET
 from support.marks import slow
 
-# Around the borders of chunks of 64; with parents that share with another one, even more than their own tokens.
+# Around the borders of chunks of 32; with parents that share with another one, even more than their own tokens.
 LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
 SHARED = ((0, 0), (1, 0), (1, 128), (2, 65), (1, 64), (4, 127), (1, 1), (1, 199))
 
