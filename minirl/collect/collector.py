@@ -136,7 +136,7 @@ class Collector:
         self._num_steps += 1
         self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
         selection = self._select_step(num_groups, weight_version, temperature)
-        self._leave_engine()
+        self._runner.leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
@@ -175,7 +175,7 @@ class Collector:
                 ready = self._queue.ready()
                 if len(ready) >= enough:
                     yield self._queue.finish(sorted(ready))
-        self._leave_engine()
+        self._runner.leave_engine()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
@@ -328,11 +328,7 @@ class Collector:
             while not self._runner.is_round_over:
                 bar.update(self._step())
                 self._queue.poll()
-        self.engine.sync()  # ranks that follow another's engine wait for it until here
-
-    def _leave_engine(self) -> None:
-        self._runner.leave_engine()
-        self.engine.sync()
+        self.engine.sync()  # ranks that share the model's layers pass through them until all are here
 
     def _step(self) -> int:
         """Decode a token of each episode and take the rollouts that ended; returns how many."""

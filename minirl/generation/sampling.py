@@ -8,7 +8,7 @@ at the sampling temperature. Training scores them with the same chunks of the vo
 `log_softmax`, so that both get the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -133,15 +133,13 @@ def sample(
     temperature: Tensor,
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
-    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
     top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the
-    vocabulary per product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of
-    the head, if it has only some.
+    vocabulary per product with the head (on CUDA: all).
 
     Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
     """
@@ -153,8 +151,6 @@ def sample(
     else:
         divisor = divisor_of(temperature)
         logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
-    if gather is not None:
-        logits = gather(logits).contiguous()
     if truncation:
         if is_fused:
             logits.div_(divisor_of(temperature))

@@ -198,7 +198,7 @@ class UpdateMemoryFlags:
     shard_decode: Literal["auto", "on", "off"] = "auto"
     """decode from the shards that training holds, several ranks together; auto: if whole weights do not fit"""
     decode_group: int | None = None
-    """ranks that decode one model together; none: those of a node, if they can split the key/value heads, or a part"""
+    """ranks that decode one model together; none: those of a node"""
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""

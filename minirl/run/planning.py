@@ -57,11 +57,9 @@ def plan(
     """
     work = _workload(config, policy, machine, streams=streams, dtype=dtype, value_folder=value_folder)
     given = _given_sizes(config, recorded)
-    for group in decode_groups(config, policy.num_key_value_heads, machine.ranks_of_node, recorded):
+    for group in decode_groups(config, machine.ranks_of_node, recorded):
         if group > 1:
-            work = dataclasses.replace(
-                work, decode_group=group, num_shards=group, requests=group * work.requests
-            )
+            work = dataclasses.replace(work, decode_group=group, num_shards=group)
             given["shard_gradients"] = True
         sizes = choose_sizes(work, given)
         needed = budget(work, sizes)
@@ -102,21 +100,18 @@ def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, An
     return {name: {"on": True, "off": False}.get(value, value) for name, value in given.items()}
 
 
-def decode_groups(
-    config: RunConfig, num_heads: int, ranks_of_node: int, recorded: Mapping[str, Any]
-) -> list[int]:
+def decode_groups(config: RunConfig, ranks_of_node: int, recorded: Mapping[str, Any]) -> list[int]:
     """The numbers of ranks that may decode together, the preferred one first.
 
-    num_heads: key/value heads, which they split. recorded: see `plan`. Raises InputError for an impossible number.
+    recorded: see `plan`. Raises InputError for an impossible number.
     """
     if "off" in (config.shard_decode, config.shard_gradients) or not config.trains:
         return [1]
     is_on = config.shard_decode == "on"
-    group = config.decode_group or math.gcd(ranks_of_node, num_heads)
+    group = config.decode_group or ranks_of_node
     refuse(
-        num_heads % group or (is_on and group == 1),
-        f"--decode-group {group}: {num_heads} key/value heads cannot be split so; take a divisor of {num_heads}, which "
-        "may be more than the ranks of a node, or --shard-decode off",
+        is_on and group == 1,
+        "--shard-decode on: nodes have one rank each; take --decode-group, or more ranks",
     )
     if is_on:
         return [group]

@@ -1,7 +1,7 @@
 """Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ class FrozenModel:
         names: Sequence[str],
         device: torch.device,
         park: bool = False,
-        keeps_head: bool = False,
         prompt_ids: Callable[[int], Sequence[int]] | None = None,
         max_tokens: int = 0,
     ):
@@ -60,18 +59,17 @@ class FrozenModel:
 
         names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
 
-        park: see `unparked`. keeps_head: a sharded model's head stays gathered, for users of hidden states.
+        park: see `unparked`.
 
         prompt_ids: of other prompts that the model reads, see `Batch.with_prompts`; None: it reads the batch's.
         max_tokens: limit of a microbatch with other prompts.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
-        self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
+        self._is_gathered = isinstance(model, ShardedModel) and model.shards_weights
         self._outputs = outputs
         self._names = tuple(names)
         self._device = device
         self._park = park
-        self._keeps_head = keeps_head
         self._prompt_ids = prompt_ids
         self._max_tokens = max_tokens
 
@@ -90,7 +88,7 @@ class FrozenModel:
             num_passes = max(gather_objects(len(own)))
             microbatches = own + [[]] * (num_passes - len(own))
         streams: dict[str, Tensor] = {}
-        with self._on_device():
+        with nullcontext() if self._is_gathered else unparked(self.model, self._device, park=self._park):
             for indices in microbatches:
                 token_index = seen.token_index(indices)
                 outputs = self._outputs(self.model, seen.select(indices))
@@ -101,17 +99,6 @@ class FrozenModel:
         if seen is not batch:
             streams = {name: batch.scatter(stream[seen.loss_index]) for name, stream in streams.items()}
         return batch.replace(**streams)
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Put the weights on the device for the block."""
-        if self._gathered is None:
-            with unparked(self.model, self._device, park=self._park):
-                yield
-        else:
-            yield
-            if not self._keeps_head:
-                self._gathered.reshard()
 
 
 def under_adapters(outputs: Outputs) -> Outputs:
