@@ -151,7 +151,8 @@ class Collector:
         num_together: float = math.inf,
         weight_version: int = 0,
     ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards, as soon as they have them. Not collective.
+        """The rollouts of these requests with their rewards, as soon as they have them. Collective if ranks share the model's
+        layers.
 
         groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
         rollouts above which no group begins. num_together: prompts that are rewarded together, in order of their
@@ -167,7 +168,7 @@ class Collector:
                 if not self._queue.groups and not self._num_running:
                     break
                 bar.update(self._step())
-                self._queue.poll(0.0 if self._num_running else 0.5)
+                self._queue.poll(0.0 if self._num_running or self.engine.is_waited_for else 0.5)
                 num_groups = len(self._queue.groups)
                 enough = num_together if self._num_running else min(num_together, num_groups)
                 if num_groups < enough:
@@ -176,6 +177,7 @@ class Collector:
                 if len(ready) >= enough:
                     yield self._queue.finish(sorted(ready))
         self._runner.leave_engine()
+        self.engine.sync()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""

@@ -126,7 +126,7 @@ class ShardedModel:
                 reshard_after_forward=reshards,
                 ignored_params=set() if self.shards_weights else set(frozen.values()),
             )
-            unit.set_reshard_after_backward(reshards)
+            unit.set_reshard_after_backward(reshards, recurse=False)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if device.type == "cpu":
