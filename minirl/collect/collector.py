@@ -151,8 +151,9 @@ class Collector:
         num_together: float = math.inf,
         weight_version: int = 0,
     ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards, as soon as they have them. Collective if ranks share the model's
-        layers.
+        """The rollouts of these requests with their rewards, as soon as they have them.
+
+        Collective if ranks share the model's layers.
 
         groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
         rollouts above which no group begins. num_together: prompts that are rewarded together, in order of their
