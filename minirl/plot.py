@@ -68,7 +68,7 @@ def draw_time(axes: Any, lines: Lines) -> None:
     causes = [cause for cause in CAUSES if cause in found] + sorted(found - {*CAUSES, "step"})
     stack = [running_mean([line.get(f"time/{cause}") or 0.0 for line in lines]) for cause in causes]
     if stack:
-        colors = colormaps["tab20"].colors
+        colors = colormaps["tab20"](range(len(causes)))
         axes.stackplot([line["step"] for line in lines], stack, labels=causes, colors=colors, linewidth=0)
         axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
         axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
