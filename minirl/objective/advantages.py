@@ -106,23 +106,6 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
     return advantages.masked_fill(advantages.isnan(), 0.0)
 
 
-def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G, B] of K rewards [P, G, B, K], each normalised separately (GDPO, arXiv:2601.05242).
-
-    Each reward is normalised within its group. Their sum, weighted by [K], is then shifted and scaled to mean 0 and
-    variance 1 over the step, so rewards of different scales count by their weights alone. A completion without a
-    score (`weighted_scores`) is left out and gets 0.
-    """
-    advantages = [
-        group_advantages(reward, baseline="mean", norm="group_std", eps=eps) for reward in rewards.unbind(-1)
-    ]
-    total = (torch.stack(advantages, -1) * weights).sum(-1)
-    is_scored = ~weighted_scores(rewards, weights).isnan()
-    scored = total[is_scored]
-    whitened = (total - scored.mean()) / (scored.std() + eps)
-    return whitened.masked_fill(~is_scored | whitened.isnan(), 0.0)
-
-
 def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:
     """Select `count` of P groups to train on, given the accuracies [P, G] of their rollouts.
 

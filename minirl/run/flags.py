@@ -1,4 +1,4 @@
-"""The command line: flags in groups, presets, and refusals that name the flag."""
+"""The command line: flags in groups, presets, and the names of flags in other libraries."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,6 @@ OTHER_NAMES = {
     "epsilon": "--clip-low, and --clip-high",
     "report-to": "--wandb",
 }
-MAX_NUMBER = 2**63 - 1  # tensors hold no greater int, and a greater float is a typo
 
 
 def run_script(
@@ -64,11 +63,13 @@ def parse(
     groups: the classes whose fields are flags; None: all.
 
     tyro reads types and comments from the classes of `config_class`. It exits with 2 on a wrong flag. Raises InputError
-    for a flag that has another name here.
+    for a flag that has another name here, and for an unknown preset.
     """
     _refuse_other_names(config_class, sys.argv[1:] if arguments is None else arguments)
     if presets:
-        defaults = presets.get(early_value("algorithm", arguments) or next(iter(presets)), {})
+        algorithm = early_value("algorithm", arguments) or next(iter(presets))
+        refuse(algorithm not in presets, f"--algorithm {algorithm}: one of {', '.join(presets)}")
+        defaults = presets[algorithm]
     try:
         parsed = tyro.cli(
             dict,
@@ -172,50 +173,6 @@ def _metavar(annotation: Any) -> str | None:
     if type(None) in parts:
         return _metavar(parts[0])
     return {str: "TEXT", int: "N", float: "X"}.get(annotation)
-
-
-def check_numbers(config: Any, *, positive: Sequence[str]) -> None:
-    """Refuse numbers that are negative or not finite, and 0 in the fields that must be `positive`.
-
-    The numbers of a field with several may be negative. Raises InputError.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        flag = f"{flag_of(field.name)} {value}"
-        for number in value if isinstance(value, tuple) else (value,):
-            is_number = isinstance(number, int | float)
-            refuse(is_number and not abs(number) <= MAX_NUMBER, f"{flag}: must be finite and below 2**63")
-        if isinstance(value, int | float):
-            refuse(value < 0, f"{flag}: must not be negative")
-            refuse(field.name in positive and value == 0, f"{flag}: must be greater than 0")
-
-
-def check_texts(config: Any) -> None:
-    """Refuse empty texts, alone or among several, unless they are the default. Raises InputError."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        texts = value if isinstance(value, tuple) else (value,)
-        is_empty = any(isinstance(text, str) and not text.strip() for text in texts)
-        refuse(is_empty and value != field.default, f"{flag_of(field.name)}: is empty; leave it out")
-
-
-def check_needed(
-    config: Any, *, needs: Mapping[str, str | tuple[object, str]], preset: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse flags that have no effect. Raises InputError naming the flag and the one that it needs.
-
-    needs[field]: the field that must be on, or a pair: whether the flag has an effect, and a text for the missing flag.
-    A value of the defaults or of the `preset` counts as not given, and is never refused.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in needs or value in (field.default, (preset or {}).get(field.name, field.default)):
-            continue
-        needed = needs[field.name]
-        if isinstance(needed, str):
-            needed = (getattr(config, needed) not in (0, "none", None), flag_of(needed))
-        has_effect, what = needed
-        refuse(not has_effect, f"{flag_of(field.name)} {value}: has no effect without {what}")
 
 
 def flag_of(name: str) -> str:
