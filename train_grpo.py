@@ -105,9 +105,7 @@ class Config(RunConfig):
     kl_reward_coef: float = 0.0
     """weight of the KL term (k1) in the reward: of a completion before subtracting the baseline, without one of each
     token"""
-    kl_coef: float = (
-        0.0  # weight of the KL term (k3) in the loss; without KL terms there is no reference model
-    )
+    kl_coef: float = 0.0  # weight of the KL term (k3) in the loss; without KL terms no reference is loaded
     teacher: str | None = None
     """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
     teacher_kl: Literal["sampled", "reverse", "forward"] = "sampled"
@@ -169,8 +167,7 @@ def branch_advantages(
         return torch.zeros_like(scores)
     greedy_scores = weighted_scores(greedy_rewards, reward_weights)
     baseline = greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
-    norm = "none" if config.advantage_norm == "whiten" else config.advantage_norm
-    return group_advantages(scores, baseline=baseline, norm=norm)
+    return group_advantages(scores, baseline=baseline, norm=config.advantage_norm)
 
 
 def token_advantages(
@@ -249,9 +246,8 @@ def can_skip(
     without one. If you add such a term, return False for its branches, or for all. Each step computes one of the
     branches all the same, and refuses a gradient there. The other arguments are those of `token_advantages`.
     """
-    if (
-        config.advantage_norm == "whiten" or config.kl_reward_coef
-    ):  # its statistics cover all tokens of the step
+    # These are of all tokens of the step.
+    if config.advantage_norm == "whiten" or config.kl_reward_coef:
         return torch.zeros(len(weights), dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
         return weights == 0

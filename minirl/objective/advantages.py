@@ -12,7 +12,7 @@ from torch import Tensor
 from minirl.ranks.process_group import all_reduce_sum
 
 BASELINES = ("mean", "leave_one_out", "none")
-ADVANTAGE_NORMS = ("none", "group_std", "batch_std")
+ADVANTAGE_NORMS = ("none", "group_std", "batch_std", "whiten")
 
 
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     norm:
         "group_std": the group's standard deviation + eps.
         "batch_std": the standard deviation of all rewards + eps.
-        "none": 1.
+        "none", "whiten": 1; whitening is of tokens, by `whiten`.
 
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
     exactly 0. A NaN reward is left out of all statistics and gets 0.
@@ -81,7 +81,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         return centred / (rewards.std(1, keepdim=True) + eps)
     if norm == "batch_std":
         return centred / (rewards.std() + eps)
-    if norm != "none":
+    if norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r}: choose one of {', '.join(ADVANTAGE_NORMS)}")
     return centred
 
