@@ -32,7 +32,7 @@ from support.scripts import (
     write_rows,
 )
 
-TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4 --save-every 1"
 
 
 def test_no_collection_looks_again_through_what_is_there_before_the_first_step():
