@@ -413,9 +413,7 @@ def test_a_template_argument_that_changes_no_prompt_is_refused(prompt_of, argume
         prompt_of(arguments)
 
 
-def test_what_text_prompts_cannot_have_is_refused(prompt_of, make, tmp_path):
-    with pytest.raises(InputError, match="has no effect on text prompts; see --chat"):
-        prompt_of('{"enable_thinking": false}', chat=False)
+def test_a_text_prompt_cannot_show_tools(make, tmp_path):
     make(WITH_TOOLS)
     with pytest.raises(InputError, match="f:1: a text prompt cannot show tools; see --chat"):
         Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))

@@ -44,7 +44,7 @@ def tokenizer_folder(tmp_path):
         (b'{"prompt": "a", "b": [{"c": 1, "c": 1}]}', "cannot be read: key 'c' is there twice"),
         (b'["a"]', r"expected an object, got \[\"a\"\]"),
         (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),
-        (b'{"prompt": null, "q": 1}', r"field 'prompt' is 'None'.*\['prompt', 'q'\].*--prompt"),
+        (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),
         (b'{"prompt": 5}', "field 'prompt' is '5'; expected text"),
         (b'{"prompt": ""}', "field 'prompt' is ''"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),

@@ -305,4 +305,4 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
 def test_a_column_with_the_name_of_a_rewards_argument_is_refused(write, name):
     """Otherwise the reward would read the column instead of the samples."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:1: field '{name}' has the name of an argument"):
-        read_rows(write([json.dumps({"prompt": "a", name: "b"})]), "prompt")
+        read_rows(write([json.dumps({"prompt": "a", name: "b"})]))

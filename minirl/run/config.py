@@ -67,11 +67,8 @@ class GenerationFlags:
     environment: str | None = None
     """file.py:Class with reset, get_reward and methods that a chat model may call, like TRL's `environment_factory`"""
     workers: int = 1
-    """processes on each rank of --rollout, --tools or --environment, and of each --reward; agents get more if they need
-    them"""
-    call_timeout: float = (
-        60.0  # seconds that a reply or a reward of one of these may take before it counts as failed
-    )
+    """processes of these, and of each --reward, on each rank; agents get more if they need them"""
+    call_timeout: float = 60.0  # seconds that one of these may take for a reply or a reward
     max_turns: int = 0  # most turns of a completion; 0: as many as the rollout asks for, up to 1,000
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
