@@ -465,9 +465,7 @@ def test_console_lines_say_which_wait_takes_over_a_tenth_of_a_step():
     assert console_line(7, 150, times, measured={}, left_s=1).endswith(" left wait rewards 23%")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "advice"), [(2.0, "takes 30% of the time: raise --workers"), (0.1, "")]
-)
+@pytest.mark.parametrize(("seconds", "advice"), [(2.0, "takes 30% of the time: raise --workers"), (0.1, "")])
 def test_a_slow_run_is_told_once_which_flag_would_help(make_logger, monkeypatch, capsys, seconds, advice):
     """After 20 steps, by the cause that takes most; a fast run is not."""
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", itertools.count(step=seconds).__next__)

@@ -154,10 +154,8 @@ CORRECTED = {"correction": "token_truncate"}
         (PARTIAL, 2, "sampled"),
         (PARTIAL | CORRECTED, 1, "auto"),
         (PARTIAL | CORRECTED, 2, "scored"),
-        (PARTIAL | {"old_logprobs": "scored"}, 1, "scored"),
         ({"max_staleness": 8}, 1, "auto"),
         ({"max_staleness": 8}, 2, "scored"),
-        ({"max_staleness": 8, "old_logprobs": "sampled"}, 1, "sampled"),
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, num_updates, source):
