@@ -31,7 +31,14 @@ from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, 
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
 from minirl.run.checks import check_shared
-from minirl.run.config import EVALUATION_FLAGS, RunConfig
+from minirl.run.config import (
+    GenerationFlags,
+    MachineFlags,
+    ModelAndDataFlags,
+    RewardFlags,
+    RunConfig,
+    RunNameFlags,
+)
 from minirl.run.flags import early_value, parse
 from minirl.run.run_folder import newest_checkpoint, run_of
 from minirl.run.setup import Setup
@@ -46,8 +53,8 @@ OF_RUN = (
 
 
 @dataclass(frozen=True)
-class Config(RunConfig):
-    """Evaluation"""
+class EvaluationFlags(MachineFlags, RunNameFlags, RewardFlags, GenerationFlags, ModelAndDataFlags):
+    """The flags of an evaluation."""
 
     model: str | None = None
     """Hugging Face folder, hub id, or a run, for its newest checkpoint; none: a tiny embedded model"""
@@ -55,6 +62,11 @@ class Config(RunConfig):
     eval_rows: int = 10**9  # most rows used from each file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
     """completions of each row, sampled at --temperature; 0: one, greedy"""
+
+
+@dataclass(frozen=True)
+class Config(EvaluationFlags, RunConfig):
+    """Those of training have their defaults."""
 
     @property
     def trains(self) -> bool:
@@ -70,13 +82,13 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     if early_value("data", arguments):
         args["eval_data"] = []
     values = {name: args[name] for name in OF_RUN if name in args}
-    return parse(
-        Config,
+    flags = parse(
+        EvaluationFlags,
         description=__doc__ or "",
         defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
         arguments=arguments,
-        groups=EVALUATION_FLAGS,
     )
+    return Config(**vars(flags))
 
 
 def checked(config: Config) -> Config:

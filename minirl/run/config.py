@@ -1,4 +1,4 @@
-"""The flags that every script has, in the groups of `--help`.
+"""The flags that every script has, in the order of `--help`.
 
 The comment after a field, or the string under it, is its help. A script's `Config` inherits `RunConfig` and
 adds the flags of its objective; it declares a field again to change the default. Code reads fields flat: `config.lr`.
@@ -158,10 +158,6 @@ class UpdateMemoryFlags:
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""
-
-
-# Those of an evaluation.
-EVALUATION_FLAGS = (ModelAndDataFlags, GenerationFlags, RewardFlags, RunNameFlags, MachineFlags)
 
 
 @dataclass(frozen=True)
