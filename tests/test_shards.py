@@ -492,7 +492,7 @@ def test_row_37_a_rank_ends_with_its_function_or_a_rank_of_its_group(tmp_path, r
     flags = ["--num-steps 1 --prompts-per-step 2 --group-size 2 --run-name shares --hang-timeout 8"]
     if function is FAILS:
         (tmp_path / "functions.py").write_text(function)
-        flags.append(f"--rollout {tmp_path}/functions.py:fails --prompts-per-step 1")  # of rank 0
+        flags.append(f"--rollout {tmp_path}/functions.py:fails --prompts-per-step 1 --eval-rows 1")  # of rank 0
     else:
         script = extended_fork(tmp_path, script.name, function, name=f"fork{len(function)}")
     job = start_script(script, MODES["on"], *flags, runs=runs)
