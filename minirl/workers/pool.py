@@ -381,8 +381,7 @@ class _Worker:
         try:
             self._process: UserProcess = UserProcess(["-c", PROGRAM, PACKAGE_ROOT, *self._arguments])
         except OSError as error:
-            workers_flag = f"--{self._kind.called}-workers"
-            message = f"no process can be started for it: {error}; see {workers_flag}"
+            message = f"no process can be started for it: {error}; see --workers"
             raise WorkerError(message, self._started_for()) from None
         self._is_running = True
         self._process.write(json.dumps({"id": self._key, "path": sys.path}).encode() + b"\n")
