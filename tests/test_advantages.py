@@ -23,8 +23,19 @@ from minirl.objective.advantages import (
 )
 from minirl.objective.kl import adapted_kl_coef
 from minirl.objective.loss_weights import loss_weights
-from minirl.training.batch import Batch, RolloutTable
-from support.worked import DR_GRPO, GRPO, LENGTHS, REWARDS, RLOO, TRL, assert_six_decimals, double, flat
+from minirl.training.batch import Batch
+from support.worked import (
+    DR_GRPO,
+    GRPO,
+    LENGTHS,
+    REWARDS,
+    RLOO,
+    TRL,
+    assert_six_decimals,
+    double,
+    flat,
+    groups_of,
+)
 
 COUNTS = torch.tensor(LENGTHS)
 # k1 = old - ref of the four worked sequences
@@ -99,8 +110,7 @@ def test_groups_with_a_signal_are_selected_first(count, rows, num_equal):
     assert select_groups(accuracy, count) == (rows, num_equal)
 
 
-KEPT, KEPT_EPISODES = double([1, 0, 1, 1]), double([1, 1, 0, 1])
-BRANCHES = {"episode": torch.tensor([0, 0, 1, 2])}
+KEPT = double([1, 0, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -109,14 +119,13 @@ BRANCHES = {"episode": torch.tensor([0, 0, 1, 2])}
         (LENGTHS, {}, 1 / 14, [1 / 12, 1 / 20, 1 / 8, 1 / 16], 1 / 32),
         (LENGTHS, {"keep": KEPT.bool()}, KEPT / 9, [1 / 9, 0, 1 / 6, 1 / 12], KEPT / 24),
         (LENGTHS, {"keep": torch.zeros(4).bool()}, 0, [0] * 4, 0),
-        # Three rollouts of 1 + 4, 3 and 6 tokens: N counts rollouts.
-        ((1, 4, 3, 6), BRANCHES, 1 / 14, [1 / 15, 1 / 15, 1 / 9, 1 / 18], 1 / 24),
+        # Each of two minibatches by itself.
         (
             (1, 4, 3, 6),
-            {"keep": KEPT_EPISODES.bool(), **BRANCHES},
-            KEPT_EPISODES / 11,
-            [1 / 10, 1 / 10, 0, 1 / 12],
-            KEPT_EPISODES / 16,
+            {"num_minibatches": 2},
+            double([1 / 5, 1 / 5, 1 / 9, 1 / 9]),
+            [1 / 2, 1 / 8, 1 / 6, 1 / 12],
+            1 / 16,
         ),
         # A sequence without loss tokens stays in N; its own weight is finite and never used.
         ((2, 0, 4), {}, 1 / 6, [1 / 6, 0, 1 / 12], 1 / 24),
@@ -212,15 +221,12 @@ def test_the_score_of_a_sequence_without_tokens_is_paid_to_nobody():
 
 def rloo_with_kl(rank, level):
     """The script's advantages of the worked responses under a KL term of this level."""
-    zeros, counts = torch.zeros(4, dtype=torch.int64), torch.tensor(LENGTHS)
-    rewards = REWARDS.view(4, 1)
-    table = RolloutTable(zeros, torch.arange(4), zeros, zeros, counts, counts, zeros.bool(), rewards, rewards)
     tokens = torch.arange(14)
-    batch = Batch(LENGTHS, tokens, tokens >= 0, double(flat(K1)), table_index=torch.arange(4))
+    batch = Batch(LENGTHS, tokens, tokens >= 0, double(flat(K1)), rollout=torch.arange(4))
     flags = {"baseline": "leave_one_out", "advantage_norm": "none"}
     config = train_grpo.Config(**flags, kl_reward_coef=0.05, kl_reward_level=level)
-    given = rewards.view(1, 4, 1, 1), torch.zeros(1, 0, 1).double(), double([1.0])
-    return train_grpo.token_advantages(config, *given, table, batch.replace(ref_logprobs=double([0.0] * 14)))
+    batch = batch.replace(ref_logprobs=double([0.0] * 14))
+    return train_grpo.token_advantages(config, groups_of(REWARDS), batch)
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def metrics_of(monkeypatch):
     def metrics_of_step(rollouts):
         metrics = StepMetrics()
         rewards = torch.zeros(len(rollouts), 1)
-        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards)
         others = {"count/sampled_tokens": 0.0, "time/step": 1.0}
         return derived(metrics.reduce() | others)
 

@@ -1,9 +1,8 @@
 """Advantages from rewards, as pure functions of tensors.
 
-Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt. With branches they are [P, G, B], and the
-n-th branch is compared with the n-th branches of the group's other rollouts. Rewards of tokens are streams [M] over the
-tokens that the policy sampled, one sequence after another. `mean_and_variance`, `whiten` and `explained_variance`
-communicate, because they cover the tokens of all ranks; the other functions do not.
+Rewards of rollouts are [P, G]: P groups of G rollouts of one prompt. Rewards of tokens are streams [M] over the tokens
+that the policy sampled, one sequence after another. `mean_and_variance`, `whiten` and `explained_variance` communicate,
+because they cover the tokens of all ranks; the other functions do not.
 """
 
 import torch
@@ -30,17 +29,16 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
 def are_equal(rewards: Tensor) -> Tensor:
     """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
 
-    With branches, [P, G, B] gives [P, B]. NaN rewards are left out.
+    NaN rewards are left out.
     """
     is_missing = rewards.isnan()
     lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
     highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
-    is_equal = highest <= lowest
-    return is_equal if is_equal.dim() == 1 else is_equal.all(1)
+    return highest <= lowest
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm; with branches, [P, G, B].
+    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -55,11 +53,6 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
     exactly 0. A NaN reward is left out of all statistics and gets 0.
     """
-    if rewards.dim() == 3:
-        of_branches = [
-            group_advantages(own, baseline=baseline, norm=norm, eps=eps) for own in rewards.unbind(2)
-        ]
-        return torch.stack(of_branches, 2)
     if rewards.isnan().any():
         return _advantages_of_scored(rewards, baseline=baseline, norm=norm, eps=eps)
     if isinstance(baseline, Tensor):
@@ -107,7 +100,7 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
 
 
 def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G, B] of K rewards [P, G, B, K], each normalised separately (GDPO, arXiv:2601.05242).
+    """Advantages [P, G] of K rewards [P, G, K], each normalised separately (GDPO, arXiv:2601.05242).
 
     Each reward is normalised within its group. Their sum, weighted by [K], is then shifted and scaled to mean 0 and
     variance 1 over the step, so rewards of different scales count by their weights alone. A completion without a
@@ -179,19 +172,13 @@ def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
     return gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
 
 
-def token_rewards(
-    scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float, of_turns: Tensor | None = None
-) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
     """Rewards [M] of policy tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
 
     kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without policy tokens is
-    dropped. of_turns [M]: the parts of the scores that earlier tokens get; the last token gets the rest.
+    dropped.
     """
     rewards = -kl_coef * kl
-    if of_turns is not None:
-        rewards = rewards + of_turns
-        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
-        scores = scores.index_add(0, sequences, of_turns, alpha=-1)
     has_tokens = lengths > 0
     last_tokens = lengths.cumsum(0)[has_tokens] - 1
     rewards[last_tokens] += scores[has_tokens]
