@@ -301,11 +301,10 @@ def main(config: Config) -> int:
         metrics.begin("score")
         weights = rollout_weights(config, groups, run.max_new_tokens)
         is_skipped = can_skip(config, groups, weights)
-        # This rank's share of the other rollouts, cut into minibatches[update][microbatch].
+        # This rank's share of the others, and which of it each minibatch has, in which microbatch.
         batch, minibatches = run.distribute(groups, metrics, is_skipped)
-        batch = run.score(
-            batch, minibatches, policy, frozen
-        )  # old logprobs, and the reference's and the teacher's
+        # Adds logprobs under the old policy, the reference and the teacher.
+        batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
             advantages=token_advantages(config, groups, batch).float(),
             loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),

@@ -218,9 +218,10 @@ def main(config: Config) -> int:
         add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
-        # This rank's share of the rollouts, cut into minibatches[update][microbatch].
+        # This rank's share of the rollouts, and which of it each minibatch has, in which microbatch.
         batch, minibatches = run.distribute(groups, metrics)
-        batch = run.score(batch, minibatches, policy, frozen)  # values, old logprobs, and the reference's
+        # Adds values, and logprobs under the old policy and the reference.
+        batch = run.score(batch, minibatches, policy, frozen)
         kl = kl_to_reference(batch)
         advantages, returns = advantages_and_returns(
             config,

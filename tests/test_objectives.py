@@ -9,7 +9,9 @@ import subprocess
 import pytest
 import torch
 
+from minirl.rollouts import EpisodeRecord, KeptIds, Rollout, RolloutId
 from minirl.training.batch import Batch
+from minirl.turn_facts import TurnFacts
 from support.resuming import resume
 from support.scripts import (
     ROOT,
@@ -96,7 +98,8 @@ def clip_cov(fork):
 
 
 def kl_cov(fork):
-    is_top = fork.top_covariances(*covariance_example())
+    advantages, batch = covariance_example()
+    is_top = fork.top_covariances(batch.replace(advantages=advantages))
     assert is_top.tolist() == [1.0, 0.0, 0.0]
     return [loss_of(fork, [0.2], 3.0, is_top=is_top[:1])[0]]
 
@@ -111,6 +114,17 @@ def entropy_coefs(fork):
     for entropy in (0.15, 0.18, 0.25):
         coefs.append(fork.next_entropy_coefs(coefs[-1][0], entropy))
     return double(coefs[1:]).T
+
+
+def turn_rewards(fork):
+    """Two rollouts of one prompt."""
+    rollouts = []
+    for sample, rewards in enumerate(([1.0, 0.0], [0.5, 0.5])):
+        turns = [TurnFacts(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
+        streams = (torch.arange(2), torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
+        record, rollout_id = EpisodeRecord(turns), RolloutId(0, sample)
+        rollouts.append(Rollout(*streams, 0, rollout_id, "stop", episode=record, kept=KeptIds.none(2)))
+    return [fork.turn_advantages(rollouts)]
 
 
 WORKED = {
@@ -131,6 +145,7 @@ WORKED = {
     "KL-cov": kl_cov,
     "80/20": high_entropies,
     "Adaptive entropy": entropy_coefs,
+    "Turn rewards": turn_rewards,
 }
 
 

@@ -136,7 +136,7 @@ def since_old(sample_logprobs, mask, level):
 
 def objective(**flags):
     """What of the GRPO family's objective depends on more than a token, with a KL term in the loss."""
-    return train_grpo.Config(**{"advantage_norm": "none", "kl_coef": 0.04, **flags})
+    return train_grpo.Config(**{"advantage_norm": "none", "kl_coef": 0.04, "num_minibatches": 1, **flags})
 
 
 BY_SEQUENCE, DROPPED = {"loss_norm": "sequence_mean"}, {"drop_truncated": True}
@@ -251,7 +251,7 @@ def ppo_backward(rank, max_tokens, folder, value_folder, dtype, options, value_s
     value = sharded(value_folder, dtype, scalar_head=True, **options)
     groups, batch, microbatches = shared_out(rank, max_tokens, CASES["token_mean"])
 
-    config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True)
+    config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True, num_minibatches=1)
     batch = batch.replace(
         values=numbers_of_rollouts(batch).to(dtype), ref_logprobs=0.9 * batch.sample_logprobs
     )
