@@ -95,11 +95,9 @@ def select_step(
     rewards = rollouts.rewards.view(len(ordinals), per_prompt, len(reward_weights))
 
     is_equal = torch.zeros(len(ordinals), dtype=torch.bool)
-    selected, num_taken_equal = list(range(min(num_groups, len(ordinals)))), 0
     if replaces_equal:
-        first_rewards = rewards[:, :group_size, 0]
-        is_equal = are_equal(first_rewards)
-        selected, num_taken_equal = select_groups(first_rewards, num_groups)
+        is_equal = are_equal(rewards[:, :group_size, 0])
+    selected = select_groups(is_equal, num_groups)
     taken = {*ordinals[selected].tolist()}
     ended = taken.union(ordinals[is_equal].tolist())
 
@@ -117,7 +115,7 @@ def select_step(
     return Selection(
         groups=groups,
         left=rewarded.select(own_left),
-        num_missing=num_groups - len(selected) + num_taken_equal,
+        num_missing=num_groups - len(selected) + int(is_equal[selected].sum()),
         num_equal=int(is_equal.sum()),
         ended=frozenset(ended),
     )

@@ -116,21 +116,17 @@ def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) 
     return whitened.masked_fill(~is_scored | whitened.isnan(), 0.0)
 
 
-def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:
-    """Select `count` of P groups to train on, given the accuracies [P, G] of their rollouts.
+def select_groups(is_equal: Tensor, count: int) -> list[int]:
+    """Select `count` of P groups to train on; returns their indices, ascending. is_equal bool [P]: see `are_equal`.
 
-    Takes the first groups whose accuracies differ, then, if these are too few, the first of the others. Returns the
-    indices of the selected groups in ascending order, and how many of them have equal accuracies.
+    Takes the first groups with a signal, then, if these are too few, the first of the others.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). Pass accuracies, not rewards with a length penalty,
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It judges accuracies, not rewards with a length penalty,
     which would make the rollouts of every group differ.
     """
-    is_equal = are_equal(accuracy)
     # A stable sort of 0 and 1 keeps the order within both kinds of groups.
     by_preference = torch.argsort(is_equal.int(), stable=True)
-    selected = sorted(by_preference[:count].tolist())
-    num_equal = int(is_equal[selected].sum())
-    return selected, num_equal
+    return sorted(by_preference[:count].tolist())
 
 
 def gae(

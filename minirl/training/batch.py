@@ -126,9 +126,11 @@ class Batch:
         return upload(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
     def layout(self) -> PackedLayout:
-        """The layout of the batch's tokens, for the model."""
-        # The first sequence with a prompt is the parent of the others, which share the parent's prompt
-        # tokens.
+        """The layout of the batch's tokens, for the model.
+
+        The first sequence with a prompt is the parent of the others, which share the parent's prompt tokens. Example:
+        sequences 0, 1 and 3 have one prompt of 5 tokens; `shared` is ((0, 0), (0, 5), (2, 0), (0, 5)).
+        """
         parent_of: dict[PromptPrefix, int] = {}
         shared = []
         for i, prefix in enumerate(self.prefixes):
@@ -286,6 +288,12 @@ def exchange(
     Collective. A branch with rank None is not sent. The first branches of rollouts with the same prompt ordinal must
     begin with the same prompt. streams: more fields of the batch, each over the branches of these rollouts end to
     end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these fields.
+
+    Example: a table of 4 rows, rank_of = [1, 0, None, 1].
+
+        rank 0 has rows 3, 0: it sends 3, 0 to rank 1
+        rank 1 has rows 1, 2: it sends 1 to rank 0, and 2 to none
+        rank 0's batch holds row 1; rank 1's holds rows 0, 3, which arrived as 3, 0
     """
     branches = all_branches(rollouts)
     row_of = {rollout_id: row for row, rollout_id in enumerate(table.ids)}
