@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ ROWS = objectives()
 PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
 OF_A_STEP = ("Clip-cov", "KL-cov", "80/20", "Adaptive entropy")
 """These measure all tokens of a step."""
-FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
+FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4"
 FLAGS += " --lr 1e-3"
 
 
@@ -65,6 +66,13 @@ def advantages_of_group(fork, rewards, **config):
     """Of one group, of 3, 5, 2 and 4 tokens."""
     groups = groups_of(double([rewards]), torch.tensor([[3, 5, 2, 4]]))
     return fork.advantages(fork.Config(**config), groups, groups.scores).flatten()
+
+
+def advantages_of_two_rewards(fork):
+    """Of one group of four with two rewards each."""
+    rewards = double([[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.0, 40.0]]])
+    groups = replace(groups_of(rewards[..., 0]), rewards=rewards, reward_weights=double([1.0, 0.5]))
+    return fork.advantages(fork.Config(), groups, groups.scores).flatten()
 
 
 def loss_of(fork, log_ratios, advantage, *, drift=0.0, ref=0.0, **fields):
@@ -128,6 +136,8 @@ def turn_rewards(fork):
 
 
 WORKED = {
+    "Dual clip": lambda fork: [loss_of(fork, [math.log(4)], advantage)[0] for advantage in (1.0, -1.0)],
+    "GDPO": lambda fork: [advantages_of_two_rewards(fork)],
     "SAPO": lambda fork: [loss_of(fork, [math.log(2)], advantage)[0] for advantage in (1.0, -1.0)],
     "GMPO": lambda fork: [loss_of(fork, [0.1, 0.7], advantage)[0][:1] for advantage in (1.0, -1.0)],
     "VESPO": lambda fork: [loss_of(fork, [0.1, 0.3], advantage)[1][:1].abs() for advantage in (1.0, -1.0)],
