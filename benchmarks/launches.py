@@ -352,7 +352,7 @@ def _make_batch() -> Batch:
         weight_version=stream.int(),
         advantages=stream,
         loss_weights=stream,
-        table_index=torch.arange(num_rollouts),
+        rollout=torch.arange(num_rollouts),
     )
 
 

@@ -9,7 +9,8 @@ class TurnFacts:
     """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
 
     finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
-    not be read in whole; None if it could, or if nobody read it. rewards: those given to it, by name.
+    not be read in whole; None if it could, or if nobody read it. rewards: those given to it, by name. extra: what its
+    function notes for a fork of the script, which finds it in `rollout.episode.turns`.
     inserted: the messages appended before it. asked: the digest of its function's request (`Generate.digest`).
     """
 
@@ -19,6 +20,7 @@ class TurnFacts:
     branch: int = 0
     parse_error: str | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     inserted: list[dict[str, Any]] = field(default_factory=list)
     asked: str = ""
 

@@ -367,6 +367,9 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
     assert second.take_count("restarted") == 0
 
 
+ONE = torch.ones(1, dtype=torch.float64)
+
+
 def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:
     """By prompt the rewards of its rollouts, each with this number of tokens after a prompt of one."""
     length = 1 + num_tokens
@@ -399,7 +402,9 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
 )
 def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, num_missing):
     rewards = {3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]}
-    selection = select_step(make_rewarded(rewards), num_groups, 2, replaces_equal=replaces_equal)
+    selection = select_step(
+        make_rewarded(rewards), num_groups, 2, reward_weights=ONE, replaces_equal=replaces_equal
+    )
     assert selection.num_missing == num_missing
     assert selection.num_selected == len(taken)
     assert selection.groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
@@ -408,21 +413,22 @@ def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, 
         i for i in left for _ in range(2)
     ]
     assert selection.ended == rewards.keys() - {*left}
-    empty = select_step(make_rewarded({}), num_groups, 2, replaces_equal=replaces_equal)
+    empty = select_step(make_rewarded({}), num_groups, 2, reward_weights=ONE, replaces_equal=replaces_equal)
     assert (empty.num_selected, empty.num_missing) == (0, num_groups)
 
 
 def test_groups_count_rollouts_and_have_all_their_branches():
-    """Two branches of one rollout are not two rollouts; one row for each, but one reward and one text for both."""
+    """Two branches of one rollout are not two rollouts; one row for each, but one reward, length and text for both."""
     pool = make_rewarded({3: [1, 1], 7: [0, 1]}, num_tokens=2)
     pool = replace(
         pool, rollouts=[in_two_branches(r) if r.rollout_id.sample == 0 else r for r in pool.rollouts]
     )
-    selection = select_step(pool, 3, 1, 1)
+    selection = select_step(pool, 3, 1, 1, reward_weights=ONE)
     groups = selection.groups
     assert groups.table.ids == [RolloutId(prompt, 0, branch) for prompt in (3, 7) for branch in (0, 1)]
-    assert groups.table.episode.tolist() == [0, 0, 1, 1]
-    assert groups.rewards[:, :, 0].tolist() == [[1], [0]]
+    assert groups.table.rollout.tolist() == [0, 0, 1, 1]
+    assert groups.rewards[:, :, 0].tolist() == groups.scores.tolist() == [[1], [0]]
+    assert groups.num_loss_tokens.tolist() == [[2], [2]]
     assert groups.greedy_rewards[:, :, 0].tolist() == [[1], [1]]
     assert [r.rollout_id for r in groups.rewarded.rollouts] == [RolloutId(3, 0, 1), RolloutId(7, 0, 1)]
     assert [len(r.branches) for r in groups.rewarded.rollouts] == [2, 2]

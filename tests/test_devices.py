@@ -90,7 +90,7 @@ def make_batch():
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
-    batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), table_index=torch.arange(3))
+    batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), rollout=torch.arange(3))
     return batch.replace(kept=KeptIds.none(len(tokens)), **dict(zip(names, streams[1:], strict=True)))
 
 

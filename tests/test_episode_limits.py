@@ -16,7 +16,8 @@ from minirl.episodes.generate import END_REASONS
 from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.episodes.limits import EpisodeLimits
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
-from minirl.rollouts import CUT_OFF
+from minirl.rollouts import CUT_OFF, all_branches
+from minirl.training.batch import pack
 from support.collecting import (
     CHAT,
     Prompts,
@@ -166,7 +167,9 @@ def test_a_branch_is_cut_off_where_a_limit_ended_it_and_not_where_its_episode_wa
     for rollout in groups.rewarded.rollouts:
         assert rollout.finish_reason == reason
         assert [branch.own_end for branch in rollout.branches] == ends
-    assert groups.table.is_truncated.tolist() == [end in CUT_OFF for end in ends] * 6
+    assert set(groups.is_truncated.flatten().tolist()) == {reason in CUT_OFF}
+    batch = pack(all_branches(groups.rewarded.rollouts))
+    assert batch.is_truncated[batch.last_index].tolist() == [end in CUT_OFF for end in ends] * 6
 
 
 def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
@@ -314,7 +317,7 @@ def metrics_of(monkeypatch):
     def metrics_of_step(rollouts):
         metrics = StepMetrics()
         rewards = torch.zeros(len(rollouts), 1)
-        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards)
         others = {"count/sampled_tokens": 0.0, "time/step": 1.0}
         return derived(metrics.reduce() | others)
 

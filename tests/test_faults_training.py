@@ -75,7 +75,7 @@ def count_scored(rank: int, is_on: bool) -> int:
 
 def training_on_all():
     """A patch under which no rollout is left out."""
-    return mock.patch.object(train_grpo, "can_skip", return_value=torch.zeros(6, dtype=torch.bool))
+    return mock.patch.object(train_grpo, "can_skip", return_value=torch.zeros(2, 3, dtype=torch.bool))
 
 
 def checkpoint_bytes(folder: Path) -> dict[str, bytes]:

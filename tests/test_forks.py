@@ -26,7 +26,7 @@ AFTER_COLLECT = (
 LENGTH_PENALTY = {
     AFTER_COLLECT: AFTER_COLLECT
     + """\
-        lengths = groups.table.num_loss_tokens.view(len(groups.rewards), -1, 1)
+        lengths = groups.num_loss_tokens[..., None]
         groups = dataclasses.replace(groups, rewards=groups.rewards - 0.01 * lengths)
 """,
     "from dataclasses import dataclass\n": "import dataclasses\nfrom dataclasses import dataclass\n",

@@ -305,7 +305,7 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
     assert [branch.finish_reason for branch in several.branches] == ["stop", "length"]
     first, second = StepMetrics(), StepMetrics()
     for metrics, rollouts in ((first, [make_rollout(9, 1), several]), (second, [])):
-        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards)
     assert reduce_over_ranks(first, second)[0] == {
         "len/mean": 3.0,
         "len/max": 5.0,

@@ -56,7 +56,7 @@ def make_batch(lengths=LENGTHS, prompts=PROMPTS):
         part[prompt:] = True
         part[prompt + 2 : prompt + 4] = False
     tokens = torch.randint(0, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
-    return Batch(lengths, tokens, mask, table_index=torch.arange(len(lengths)))
+    return Batch(lengths, tokens, mask, rollout=torch.arange(len(lengths)))
 
 
 def states_of(model, batch):
@@ -344,7 +344,7 @@ def make_groups(seed=0):
     mask = torch.cat([torch.arange(prefix.num_tokens + n) >= prefix.num_tokens for prefix, n in members])
     lengths = tuple(prefix.num_tokens + n for prefix, n in members)
     prefixes = tuple(prefix for prefix, _ in members)
-    return Batch(lengths, tokens, mask, table_index=torch.arange(len(lengths)), prefixes=prefixes)
+    return Batch(lengths, tokens, mask, rollout=torch.arange(len(lengths)), prefixes=prefixes)
 
 
 def without_prompts(batch):

@@ -1,9 +1,10 @@
 r"""Tree search: completions that begin where earlier ones were good, each compared with those of the same beginning.
 
-torchrun --standalone --nproc-per-node 2 train_grpo.py --rollout docs/examples/tree_search.py:search \
-    --reward episode:advantage episode:right --reward-weights 1 0 --baseline none --advantage-norm none
+patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
+torchrun --standalone --nproc-per-node 2 turn_rewards.py --rollout docs/examples/tree_search.py:search \
+    --reward episode episode:right --reward-weights 1 0
 
-The rows need an `answer`. `advantage` is one already, so the script subtracts no baseline; `right` is only logged.
+The rows need an `answer`. `right` is only logged; only the turns' rewards teach.
 """
 
 import math
@@ -32,7 +33,7 @@ class Node:
 
 
 def search(episode):
-    """Make completions one after another. Each is a branch, paid its result less the mean result of its beginning."""
+    """Make completions one after another. Each is a branch; its turns get its result less the mean of its beginning."""
     root, made = Node(), []
     for _ in range(NUM_COMPLETIONS if episode.temperature else 1):
         path = [root]
@@ -55,5 +56,6 @@ def search(episode):
         for node in path:
             node.results.append(result)
     for branch, start, result in made:
-        episode.reward(result - start.value, "advantage", branch=branch)
-    episode.reward(root.value, "right", branch="all")
+        for turn in branch.turns:
+            turn.extra["reward"] = result - start.value
+    return {"reward": 0.0, "right": root.value}

@@ -17,6 +17,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
@@ -38,7 +41,7 @@ from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.report.progress_bar import progress_bar
-from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
+from minirl.rewards.functions import EpisodeReward, asked_of_episodes
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
@@ -72,6 +75,7 @@ class Collector:
         group_size: int = 1,
         num_greedy: int = 0,
         temperature: float = 1.0,
+        reward_weights: Tensor | None = None,
         max_refills: int | None = None,
         max_staleness: int = 0,
         round_tokens: int | None = None,
@@ -80,6 +84,7 @@ class Collector:
 
         limits: those of each episode.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
+        reward_weights: fp64 [K]; None: 1 for each function.
         max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; after
         that such groups fill up the step. None: do not replace them.
         max_staleness: the most steps from a rollout's first token to the step that trains on it. 0: all rollouts of a
@@ -93,6 +98,8 @@ class Collector:
         self._limits = limits
         self._prompts = prompts
         self._functions = functions
+        weights = torch.ones(len(functions), dtype=torch.float64)
+        self._reward_weights = weights if reward_weights is None else reward_weights
         self._group_size = group_size
         self._num_greedy = num_greedy
         self._temperature = temperature
@@ -292,13 +299,12 @@ class Collector:
     def _select(self, num_groups: int, ready: set[int]) -> Selection:
         """Select a step's groups of those that are ready (collective)."""
         self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
-        rewarded = self._rewarded
         return select_step(
-            rewarded,
+            self._rewarded,
             num_groups,
             self._group_size,
             self._num_greedy,
-            branch_rewards=branch_rewards(self._functions, rewarded.rollouts, rewarded.rewards),
+            reward_weights=self._reward_weights,
             replaces_equal=self._max_refills is not None,
         )
 

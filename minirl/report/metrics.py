@@ -144,11 +144,9 @@ def add_rollouts(
     rollouts: Sequence[Rollout],
     *,
     grouped_rewards: Tensor,
-    branch_rewards: Tensor,
 ) -> None:
     """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
 
-    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal.
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
@@ -179,7 +177,7 @@ def add_rollouts(
         metrics.add("reward/std", scored.std())
     group_size = grouped_rewards.shape[1]
     if group_size > 1:
-        metrics.add("reward/frac_equal_groups", are_equal(branch_rewards).double().mean())
+        metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
@@ -213,7 +211,7 @@ def add_staleness(
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [N]: for all ranks' branches, the same on every rank. rank_of: `UpdatePlan.rank_of`.
+    num_loss_tokens int64 [S]: of all ranks' sequences, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
     is_skipped = torch.tensor([rank is None for rank in rank_of])
     num_skipped = num_loss_tokens[is_skipped].sum()

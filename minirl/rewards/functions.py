@@ -38,7 +38,7 @@ OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 class OverlongPenalty:
-    """A reward function that penalises long completions, and each branch of a rollout that has several.
+    """A reward function that penalises long completions.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
     there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
@@ -55,9 +55,9 @@ class OverlongPenalty:
             rewards.append(min(0.0, max(-1.0, tokens_before_penalty / self._buffer)))
         return rewards
 
-    def of_branches(self, rollout: Rollout) -> list[float]:
-        """The penalty of each branch; the rollout's is their sum."""
-        return self([branch.tokens[branch.num_prompt_tokens :].tolist() for branch in rollout.branches])
+    def of_rollout(self, rollout: Rollout) -> float:
+        """The sum of its branches' penalties: `limit` is that of each."""
+        return sum(self([branch.tokens[branch.num_prompt_tokens :].tolist() for branch in rollout.branches]))
 
 
 class EpisodeReward:
@@ -69,33 +69,6 @@ class EpisodeReward:
 
     def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
         return [rewards.get(self.reward_name) for rewards in rewards_given]
-
-    def of_branches(self, rollout: Rollout) -> list[float]:
-        """Return the rewards given at the turns of each branch."""
-        given = {branch.rollout_id.branch: 0.0 for branch in rollout.branches}
-        for turn in rollout.episode.turns:
-            given[turn.branch] += turn.rewards.get(self.reward_name, 0.0)
-        return list(given.values())
-
-
-def branch_rewards(
-    functions: Mapping[str, RewardFunction], rollouts: Sequence[Rollout], rewards: Tensor
-) -> Tensor:
-    """The rewards fp64 [M, K] of the M branches of N rollouts, end to end. rewards [N, K]: the rollouts'.
-
-    A branch has its rollout's rewards, except those that belong to another branch alone: rewards at that one's turns,
-    and the penalty of its length.
-    """
-    if not any(rollout.earlier for rollout in rollouts):
-        return rewards
-    rows = []
-    for rollout, row in zip(rollouts, rewards, strict=True):
-        own = torch.zeros(len(rollout.branches), len(functions), dtype=torch.float64)
-        for k, function in enumerate(functions.values()):
-            if isinstance(function, EpisodeReward | OverlongPenalty):
-                own[:, k] = torch.tensor(function.of_branches(rollout), dtype=torch.float64)
-        rows.append(row - (own.sum(0) - own))
-    return torch.cat(rows)
 
 
 def functions_and_weights(
@@ -224,7 +197,7 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
     """Return a rollout's entry of `episodes`, as JSON; functions get it as an object.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
-    finish_reason. turns: text, num_tokens, finish_reason and rewards of each; empty if no episode made the rollout.
+    finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
     rewards: by name, all that the episode gave, None for one that does not apply.
     """
     row = prompts.row(rollout.rollout_id.prompt_ordinal)
@@ -239,7 +212,6 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
                 "text": prompts.tokenizer.decode(branch.tokens[start : start + turn.num_tokens]),
                 "num_tokens": turn.num_tokens,
                 "finish_reason": turn.finish_reason,
-                "rewards": dict(turn.rewards),
             }
         )
     return {

@@ -147,7 +147,7 @@ def _computed_here(function: RewardFunction, groups: Sequence[_Group]) -> list[f
     for part in [[group] for group in groups] if judges_groups(function) else [groups]:
         rollouts = [rollout for group in part for rollout in group.rollouts]
         if isinstance(function, OverlongPenalty):
-            rewards += [sum(function.of_branches(rollout)) for rollout in rollouts]
+            rewards += map(function.of_rollout, rollouts)
             continue
         names = part[0].of_episodes if part else ()
         rewards += compute_rewards(

@@ -1,6 +1,6 @@
 """Rollouts with their rewards, texts and rows of the data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,28 +8,6 @@ from torch import Tensor
 
 from minirl.data.task import Row
 from minirl.rollouts import Rollout
-
-
-def turn_rewards(rollouts: Sequence[Rollout], weights: Mapping[str, float]) -> Tensor:
-    """Return the weighted rewards given at turns, fp32 [T] over the tokens of all rollouts end to end.
-
-    weights: by the reward's name. A turn's rewards are at its last token. Rewards that do not apply, or that were
-    given to no turn, are left out.
-    """
-    streams = [torch.empty(0)]
-    for rollout in rollouts:
-        applies = {name for name, value in rollout.episode.rewards.items() if value is not None}
-        of_branch = {branch.rollout_id.branch: torch.zeros(len(branch.tokens)) for branch in rollout.branches}
-        starts = {branch.rollout_id.branch: branch.num_prompt_tokens for branch in rollout.branches}
-        for turn in rollout.episode.turns:
-            given = sum(
-                weights[name] * turn.rewards[name]
-                for name in weights
-                if name in applies & turn.rewards.keys()
-            )
-            of_branch[turn.branch][starts[turn.branch] + turn.end - 1] = given
-        streams += of_branch.values()
-    return torch.cat(streams)
 
 
 @dataclass(frozen=True)

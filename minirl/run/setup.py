@@ -269,6 +269,7 @@ class Setup:
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,
+            reward_weights=self.reward_weights,
             max_refills=max_refills,
             max_staleness=self.config.max_staleness,
         )

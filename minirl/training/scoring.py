@@ -116,12 +116,12 @@ def outputs_of_head(
 def refuse_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor
 ) -> None:
-    """Refuse a microbatch's objective that has a gradient for branches that the script skips.
+    """Refuse a microbatch's objective that has a gradient for rollouts that the script skips.
 
-    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [N] covers all
-    branches of the step, by table index. Raises InputError. Not collective.
+    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [P, G]: of the step's
+    rollouts. Raises InputError. Not collective.
     """
-    of_micro = is_skipped[micro.table_index]
+    of_micro = is_skipped.flatten()[micro.rollout]
     if not of_micro.any():
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
@@ -129,8 +129,8 @@ def refuse_gradient(
     refuse(
         bool((is_moved & micro.spread(of_micro)).any()),
         "can_skip: skips rollouts which token_loss or token_advantages of this script teach something. Make their "
-        "advantages in branch_advantages, or let can_skip return False for them: "
-        "torch.zeros(len(weights), dtype=torch.bool) for all",
+        "advantages in `advantages`, or let can_skip return False for them: "
+        "torch.zeros_like(weights, dtype=torch.bool) for all",
     )
 
 
