@@ -9,7 +9,7 @@ from torch import Tensor
 
 import train_grpo
 from minirl.generation.engine import Engine
-from minirl.model import device_kernels, gated_delta_net
+from minirl.model import gated_delta_net
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
@@ -29,9 +29,7 @@ from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """Without Triton's kernels, which other files test (test_fused, test_paged): their twins in torch run."""
-    monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
+def device():
     rope_table.cache_clear()
     with PretendedCuda():
         yield CUDA

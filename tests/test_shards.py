@@ -17,7 +17,7 @@ from minirl.generation.engine import Engine
 from minirl.generation.group_engine import GroupEngine
 from minirl.generation.sampling import uniforms
 from minirl.kernels import paged_attention
-from minirl.model import batch_invariance, device_kernels
+from minirl.model import batch_invariance
 from minirl.model.config import LINEAR_LAYERS, Adapters
 from minirl.model.families import scalar_config
 from minirl.model.rotation import rope_table
@@ -161,7 +161,6 @@ def decode_on_a_device(rank):
     rope_table.cache_clear()
     with (
         mock.patch.object(paged_attention, "decode", plain_decode),
-        mock.patch.object(device_kernels, "are_used", return_value=False),
         PretendedCuda(),
     ):
         model = sliced(whole, Slices(rank, 2, WORLD)).to(CUDA)

@@ -10,8 +10,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 import train_grpo
 from minirl.errors import InputError
-from minirl.generation.sampling import sample, truncate
-from minirl.model import device_kernels
+from minirl.generation.sampling import truncate
 from minirl.rollouts import KeptIds
 from minirl.run.config import check_shared
 from minirl.training.batch import pack
@@ -28,10 +27,9 @@ from support.engines import (
     run,
     scores_of,
 )
-from support.interpreter import mend_interpreter, needs_interpreter
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
-from support.sampling import GRID, RULES, columns, random_head, sampling_rows
+from support.sampling import GRID, columns
 from support.scripts import read_metrics, run_in_pool
 
 WORKED = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log()
@@ -78,20 +76,6 @@ def test_the_kept_tokens_are_those_of_transformers(vocab):
             expected = MinPLogitsWarper(min_p)(None, expected)
         assert sorted(ids[row]) == expected[0].isfinite().nonzero()[:, 0].tolist(), GRID[row]
         torch.testing.assert_close(logprobs[row], expected[0].log_softmax(-1), atol=1e-6, rtol=0)
-
-
-@needs_interpreter
-def test_truncated_sampling_beside_the_fused_sampler_equals_the_portable_one(monkeypatch):
-    """With the choice of CUDA, on the CPU: tokens, kept tokens and logprobs, also of rows without truncation."""
-    rows, head = sampling_rows(torch.float32), random_head(700)
-    truncation = columns(RULES)
-    expected = sample(head=head, **rows, truncation=truncation)
-    mend_interpreter(monkeypatch)
-    monkeypatch.setattr(device_kernels, "are_used", lambda device: True)
-    tokens, logprobs, kept = sample(head=head, **rows, truncation=truncation)
-    assert torch.equal(tokens, expected[0])
-    assert torch.equal(kept, expected[2])
-    torch.testing.assert_close(logprobs, expected[1], atol=2e-6, rtol=0)
 
 
 def test_kept_ids_are_cut_joined_and_laid_out_as_lists():

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import device_kernels
-from minirl.model.batch_invariance import head_logits
 from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax, mask_left_out
 from minirl.truncation import MAX_KEPT
 
@@ -95,8 +93,9 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     # that one block. A cumulative sum over the whole vocabulary would be a second fp64 tensor [B, V]. The
     # uniform is scaled by the sum of all probabilities, which rounding makes differ from 1.
     num_missing = -vocab_size % CDF_BLOCK
-    padded = F.pad(logprobs, (0, num_missing), value=-torch.inf)
-    probs = padded.double().exp_().view(batch_size, -1, CDF_BLOCK)
+    padded = logprobs.new_full((batch_size, vocab_size + num_missing), -torch.inf, dtype=torch.float64)
+    padded[:, :vocab_size] = logprobs
+    probs = padded.exp_().view(batch_size, -1, CDF_BLOCK)
     block_ends = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
     target = uniform[:, None] * block_ends[:, -1:]
     block = _first_above(block_ends, target)
@@ -147,33 +146,26 @@ def sample(
     """
     uniform = uniforms(keys, positions)
     kept_ids = hidden.new_empty(len(hidden), 0, dtype=torch.int32)
-    is_fused = device_kernels.are_used(head.device)
-    if is_fused:
-        logits = head_logits(hidden, head)
-    else:
-        divisor = divisor_of(temperature)
+    is_on_cpu = hidden.device.type == "cpu"
+    divisor = divisor_of(temperature)
+    if is_on_cpu:
         logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
+    else:
+        logits = chunk_logits(hidden, head, divisor)
     if gather is not None:
         logits = gather(logits).contiguous()
     if truncation:
-        if is_fused:
-            logits.div_(divisor_of(temperature))
         kept_ids = truncate(logits, temperature, *truncation)
         # The logits are divided; 0 still takes the likeliest token.
         temperature = (temperature > 0).float()
-    if is_fused:
-        from minirl.kernels.fused_sampling import sample_logits
-
-        return *sample_logits(logits, temperature, uniform), kept_ids
-    logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
-    if len(logit_chunks) == 1:
-        logprobs = log_softmax(logits, None)
-    else:
-        chunk_totals = torch.stack([chunk.logsumexp(-1) for chunk in logit_chunks], -1)
-        logprobs = log_softmax(logits, chunk_totals)
+    chunk_totals = None
+    if is_on_cpu and logits.shape[1] > vocab_chunk:
+        logit_chunks = logits.split(vocab_chunk, -1)
+        chunk_totals = torch.stack([chunk.contiguous().logsumexp(-1) for chunk in logit_chunks], -1)
+    logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
     is_greedy = temperature == 0
-    if is_greedy.any():
+    if not is_on_cpu or is_greedy.any():  # the host does not wait for a device
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])

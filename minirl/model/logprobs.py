@@ -10,9 +10,8 @@ from minirl.model import batch_invariance
 
 # Tokens of a vocabulary chunk on the CPU, whose logits are one product with the head and fit the caches.
 VOCAB_CHUNK = 2048
-# On CUDA, the logits that exist at the same time: 256 MiB in fp32. In backward their gradient exists beside them, in
-# the head's dtype; then they are freed.
-MAX_LOGITS = 1 << 26
+# Logits of a vocabulary chunk on CUDA: 128 MiB in fp32. In backward there are up to four tensors of this size.
+MAX_LOGITS = 1 << 25
 MIN_WIDTH = 512  # of a chunk on CUDA, even for very many tokens
 
 

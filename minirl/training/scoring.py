@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from minirl.errors import refuse
-from minirl.model import device_kernels
 from minirl.model.attention import upload
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import (
     VOCAB_CHUNK,
     chunk_logits,
+    chunk_width,
     chunked_entropies,
     divisor_of,
     index_in_chunk,
@@ -103,13 +103,11 @@ def outputs_of_head(
     divisor [M, 1]: of the logits, see `divisor_of`. kept_ids int64 [M, K]: the tokens that truncated distributions
     keep, see `mask_left_out`.
     """
-    if device_kernels.are_used(states.device):
-        from minirl.kernels.fused_head import FusedLogprobs
-
-        logprobs, entropies = FusedLogprobs.apply(states, head, targets, divisor, 0, kept_ids)
-    else:
+    if states.device.type == "cpu":
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
-        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, divisor, *chunks, kept_ids)
+    else:  # all tokens together, so that each pass reads the head's weight once
+        chunks = (max(1, len(states)), chunk_width(len(states), len(head)))
+    logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, divisor, *chunks, kept_ids)
     return logprobs, entropies
 
 
