@@ -250,7 +250,7 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
 def test_row_31_the_metric_that_is_not_finite_is_named():
     """A loss, ratio or logprob; numbers outside of the update may be anything."""
     metrics = StepMetrics(4)
-    metrics.add("importance/max", float("inf"))
+    metrics.add("reward/mean", float("inf"))
     metrics.add_total("policy/loss", 1.0)
     metrics.refuse_nonfinite(update=7)
     metrics.add_max("policy/ratio_max", torch.tensor([1.0, float("inf")]))

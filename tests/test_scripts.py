@@ -133,7 +133,6 @@ def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
     # Under the target: the coefficient sinks.
     assert first["reward/kl_coef"] == 0.1 > third["reward/kl_coef"]
     assert third["policy/logp_gap_max"] <= 1e-5
-    assert third["importance/ess"] == pytest.approx(1, abs=1e-6)
 
 
 def assert_all_time_has_a_cause(line: dict) -> None:

@@ -323,14 +323,14 @@ class Run:
             grouped_rewards=scores,
             branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
         )
-        updates_per_step = self._config.updates_per_step
-        sampled_version = self.progress.update - updates_per_step  # this step's
-        add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
         counts: list[Counted] = []
         if self._config.max_staleness:
             counts.append("restarted")
+            updates_per_step = self._config.updates_per_step
+            version = self.progress.update - updates_per_step  # in this step's generation
+            add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
         if self._config.on_rollout_error == "end":
             counts.append("rollout_errors")
         if self._setup.tokenizer.tools:
