@@ -52,7 +52,6 @@ from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
-from minirl.training.distillation import score_with_teacher
 from minirl.training.scoring import refuse_gradient, score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
@@ -116,9 +115,6 @@ class Config(RunConfig):
     kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
     teacher: str | None = None
     """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
-    teacher_prompt: str | None = None  # field of a row with the teacher's prompt; none: the policy's
-    teacher_kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    """sampled: the reverse KL at sampled tokens, as advantages; else a loss over the vocabulary"""
     teacher_coef: float | None = None
     """weight of the KL to the teacher beside the rewards; none: only the teacher teaches, and rewards are logged"""
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
@@ -139,11 +135,6 @@ class Config(RunConfig):
     def teacher_weight(self) -> float:
         """The factor of the KL to the teacher."""
         return 1.0 if self.teacher_coef is None else self.teacher_coef
-
-    @property
-    def has_kl_loss(self) -> bool:
-        """True if the loss has the KL to the teacher, over the vocabulary."""
-        return self.teacher is not None and self.teacher_kl != "sampled"
 
 
 def rollout(episode: Episode) -> Turns:
@@ -213,8 +204,8 @@ def token_advantages(
         mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
 
-    if config.teacher and not config.has_kl_loss:
-        # A token's term depends on no baseline and no later token.
+    if config.teacher:
+        # The reverse KL at sampled tokens. A token's term depends on no baseline and no later token.
         mask = batch.loss_mask
         teacher_kl = kl_penalty(logprobs, batch.teacher_logprobs, "k1")
         stream[mask] -= config.teacher_weight * teacher_kl[mask].double()
@@ -265,7 +256,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
-    with a KL term those of the reference; with --teacher-kl reverse or forward `teacher_kl`, with gradient.
+    with a KL term those of the reference.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(
@@ -294,8 +285,6 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
-    if config.has_kl_loss:
-        loss = loss + config.teacher_weight * micro.teacher_kl
     return loss, ratio
 
 
@@ -310,10 +299,8 @@ def main(config: Config) -> int:
     frozen = []
     if config.has_reference:
         frozen.append(setup.load_reference())
-    teacher = None
     if config.teacher:
-        teacher = setup.load_teacher()
-        frozen.append(teacher)
+        frozen.append(setup.load_teacher())
     collector = setup.make_collector(
         engine,
         rollout,
@@ -362,16 +349,7 @@ def main(config: Config) -> int:
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
-                if teacher is not None and config.has_kl_loss:
-                    new, entropy, kl = score_with_teacher(
-                        policy.module,
-                        micro,
-                        teacher.model,
-                        is_forward=config.teacher_kl == "forward",
-                    )
-                    micro = micro.replace(teacher_kl=kl)
-                else:
-                    new, entropy = score_batch(policy.module, micro)
+                new, entropy = score_batch(policy.module, micro)
                 if micro.old_logprobs is None:  # one update a step: the old policy is this one
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
@@ -397,7 +375,6 @@ def main(config: Config) -> int:
             if grad_norm != 0:  # without a gradient, the weights are the same
                 sampled_version = None
 
-        del batch  # a teacher's states need not stay for the next step
         metrics.begin("report")
         run.finish_step(step, metrics, groups, scores)
 
@@ -417,8 +394,6 @@ def check(config: Config) -> None:
             "kl_reward_level": "kl_reward_coef",
             "max_refills": "dynamic_sampling",
             "advantage_eps": "advantage_norm",
-            "teacher_prompt": "teacher",
-            "teacher_kl": "teacher",
             "teacher_coef": "teacher",
             **dict.fromkeys(OF_REWARDS, (config.is_rewarded, "--teacher-coef")),
         },
@@ -457,13 +432,8 @@ def check(config: Config) -> None:
         f"--kl-reward-level token: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
     refuse(
-        config.teacher and not config.has_kl_loss and config.ratio_level != "token",
-        f"--teacher-kl sampled: --ratio-level {config.ratio_level} has one ratio for all tokens",
-    )
-    refuse(
-        config.top_k and config.has_kl_loss,
-        f"--teacher-kl {config.teacher_kl}: compares whole vocabularies, and --top-k {config.top_k} truncates them; "
-        "use --teacher-kl sampled",
+        config.teacher and config.ratio_level != "token",
+        f"--teacher: --ratio-level {config.ratio_level} has one ratio for all tokens",
     )
     for name in ("dynamic_sampling", "kl_reward_coef"):
         refuse(

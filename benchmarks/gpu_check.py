@@ -162,19 +162,8 @@ def ppo(place: Place) -> Figures:
 
 
 def adapters(place: Place) -> Figures:
-    """See `learns`: LoRA, with the policy's base as the reference, and truncated sampling."""
-    flags = (
-        "--lora-rank",
-        "8",
-        "--kl-coef",
-        "0.001",
-        "--top-k",
-        "20",
-        "--top-p",
-        "0.99",
-        "--run-name",
-        "adapters",
-    )
+    """See `learns`: LoRA, with the policy's base as the reference."""
+    flags = ("--lora-rank", "8", "--kl-coef", "0.001", "--run-name", "adapters")
     return learns(place, "train_grpo.py", *flags)
 
 

@@ -81,7 +81,7 @@ def checked(config: Config) -> Config:
     # No other rows are read, as nothing is trained on them.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
     check_shared(config, one_turn)
-    check_needed(config, needs=dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "eval_samples"))
+    check_needed(config, needs=dict.fromkeys(("temperature", "top_k", "top_p"), "eval_samples"))
     refuse(config.eval_rows == 0, "--eval-rows 0: nothing is evaluated")
     return config
 

@@ -253,7 +253,7 @@ def test_greedy_texts_of_a_trained_model_are_those_of_transformers(one_rank, run
 
 @pytest.mark.slow
 def test_samples_among_the_likeliest_token_alone_are_greedy(one_rank, runs):
-    """By each of the three flags, however high the temperature; the JSON says which."""
+    """By both flags, however high the temperature; the JSON says which."""
     flags = "--eval-rows 8 --samples 1 --temperature 3"
 
     def answers(name, flags):
@@ -262,7 +262,7 @@ def test_samples_among_the_likeliest_token_alone_are_greedy(one_rank, runs):
 
     greedy, _ = answers("likeliest", "--eval-rows 8")
     assert answers("any", flags)[0] != greedy
-    for truncation in ({"top_k": 1}, {"top_k": 256, "top_p": 1e-6}, {"top_k": 256, "min_p": 0.9999}):
+    for truncation in ({"top_k": 1}, {"top_k": 256, "top_p": 1e-6}):
         added = " ".join(f"{flag_of(name)} {value}" for name, value in truncation.items())
         name = f"only-{'-'.join(truncation)}"
         texts, result = answers(name, f"{flags} {added}")

@@ -219,7 +219,7 @@ REFUSED = {
         ("--teacher a --teacher-coef 0", "--teacher-coef 0: must be greater than 0"),
         ("--teacher a --baseline none", "--baseline none: has no effect without --teacher-coef"),
         ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
-        ("--teacher a --ratio-level sequence_mean", "--teacher-kl sampled: --ratio-level sequence_mean"),
+        ("--teacher a --ratio-level sequence_mean", "--teacher: --ratio-level sequence_mean"),
         ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean needs"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
         ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),

@@ -357,13 +357,7 @@ RUNS = {
     "lora": ("train_grpo.py", "--kl-coef 0.05 --lora-rank 3 --algorithm remax --offload-optimizer"),
     "ppo_lora": ("train_ppo.py", "--lora-rank 3 --recompute-layers on"),
     "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --max-refills 1 --num-steps 4"),
-    "teacher": ("train_grpo.py", "--teacher {teacher} --teacher-kl reverse"),
-    # Ranks differ in how many passes of the teacher their microbatches take, and one has no sequence.
-    "hints": (
-        "train_grpo.py",
-        "--data {rows} --eval-data {rows} --teacher {teacher} --teacher-kl sampled --teacher-prompt hint"
-        " --prompts-per-step 1 --max-tokens-per-microbatch 55",
-    ),
+    "teacher": ("train_grpo.py", "--teacher {teacher}"),
     "workers": ("train_grpo.py", WORKERS),
     "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
 }
@@ -417,7 +411,7 @@ def values(tmp_path_factory, embedded_model):
     """What flags of `RUNS` name."""
     folder = tmp_path_factory.mktemp("values")
     (folder / "functions.py").write_text(FUNCTIONS)
-    rows = [{"prompt": f"{n} 4 2 1", "answer": "1", "hint": "9 4 2 1 " * 5} for n in range(8)]
+    rows = [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
 
@@ -434,7 +428,6 @@ MODES = {"on": "--shard-decode on", "off": "--shard-decode off --shard-gradients
         slow("ppo_lora", 2),
         slow("partial", 2),
         slow("teacher", 2),
-        slow("hints", 2),
         slow("workers", 2),
         slow("kl", 4),  # two groups of two
     ],

@@ -19,7 +19,6 @@ from minirl.data.task import (
     conversation,
     is_message,
     is_messages,
-    is_prompt,
 )
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import has_messages, messages_of
@@ -52,7 +51,6 @@ class PromptStream:
         seed: int = 0,
         vocab_size: int | None = None,
         long_prompts: str = "skip",
-        teacher_field: str | None = None,
         truncation: Truncation = NO_TRUNCATION,
     ):
         """Tokenize all rows once to check their lengths and ids, each rank its share of them (collective).
@@ -61,7 +59,7 @@ class PromptStream:
         vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. long_prompts: what to do with
         prompts that leave fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or
         truncate them on the "left". If no prompt leaves that many, all that leave at least one token are kept, and
-        their completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
+        their completions are shorter.
         truncation: of the distributions that requests sample from; greedy ones have none.
 
         Raises InputError on every rank, naming rows and flags, also if no row is left.
@@ -73,14 +71,13 @@ class PromptStream:
         self.max_new_tokens = max_new_tokens
         self.vocab_size = vocab_size or tokenizer.num_ids
         self._rows = rows
-        self.teacher_field = teacher_field
         self.truncation = truncation
         self.decode_group = 1
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens
         # The indices of the rows that are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
-        # Tokens of the longest served prompt, the teacher's included.
+        # Tokens of the longest served prompt.
         self.longest_prompt = 0
         if rows:
             lengths, hashes = _check_prompts(rows, tokenizer, self.vocab_size)
@@ -89,8 +86,6 @@ class PromptStream:
             num_repeated = self.num_prompts - len(hashes[self._kept].unique())
             if num_repeated:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
-            if teacher_field is not None:
-                self.longest_prompt = max(self.longest_prompt, self._check_teacher_prompts(teacher_field))
         # Of two epochs: a step may begin in one and end in the next.
         self._order = functools.lru_cache(2)(self._shuffled)
 
@@ -212,11 +207,6 @@ class PromptStream:
             prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
         return prompts
 
-    def teacher_ids(self, prompt_ordinal: int) -> list[int]:
-        """Return the token ids of the teacher's own prompt in this prompt's row."""
-        assert self.teacher_field is not None
-        return self.tokenizer.encode(_teacher_row(self.row(prompt_ordinal), self.teacher_field))
-
     def appended_ids(
         self,
         after: After,
@@ -296,18 +286,6 @@ class PromptStream:
         """Return the number of epochs before a prompt, as a fraction."""
         return prompt_ordinal / self.num_prompts
 
-    def _check_teacher_prompts(self, field: str) -> int:
-        """Return the tokens of the teacher's longest prompt. Raises InputError naming a row without one that fits."""
-        lengths, _ = _check_prompts(self._rows, self.tokenizer, self.vocab_size, teacher_field=field)
-        longest = int(lengths.max())
-        refuse(
-            longest + self.max_new_tokens > self.max_tokens,
-            f"{self._rows[int(lengths.argmax())].place}: --teacher-prompt {field}: {longest} tokens and "
-            f"--max-new-tokens {self.max_new_tokens} are more than the {self.max_tokens} that the models, "
-            "--cache-tokens and --max-tokens-per-microbatch allow",
-        )
-        return longest
-
     def _fit_prompts(self, lengths: Tensor, long_prompts: str) -> None:
         """Skip long prompts, or set where to cut them, as `__init__` describes. lengths int64 [N]: of all rows."""
         shortest = int(lengths.min())
@@ -345,21 +323,10 @@ class PromptStream:
         self._notes.append(f"{what}: {done}; see --long-prompts")
 
 
-def _teacher_row(row: Row, field: str) -> Row:
-    """Return the row with the prompt of this column. Raises InputError naming row and field."""
-    what = f"{row.place}: --teacher-prompt {field}"
-    refuse(field not in row.columns, f"{what}: there is no such field, only {sorted(row.columns)}")
-    prompt = row.columns[field]
-    refuse(not is_prompt(prompt), f"{what}: {str(prompt)[:60]!r} is neither text nor messages")
-    return Row(prompt, {}, row.place)
-
-
-def _check_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int, *, teacher_field: str | None = None
-) -> tuple[Tensor, Tensor]:
+def _check_prompts(rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
 
-    teacher_field: check the teacher's prompts. A process that has not joined the process group checks all rows.
+    A process that has not joined the process group checks all rows.
 
     Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError on every rank,
     naming the first bad row, or if the ranks do not have the same number of rows.
@@ -373,8 +340,6 @@ def _check_prompts(
     try:
         for first in range(begin, end, ROWS_PER_CHECK):
             part = rows[first : min(first + ROWS_PER_CHECK, end)]
-            if teacher_field is not None:
-                part = [_teacher_row(row, teacher_field) for row in part]
             for row, ids in zip(part, tokenizer.encode_all(part), strict=True):
                 _check_ids(row, ids, vocab_size)
                 facts.extend((len(ids), hash(tuple(ids))))

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax, mask_left_out
-from minirl.truncation import MAX_KEPT
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax
+from minirl.truncation import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
@@ -133,19 +133,16 @@ def sample(
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
-    top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the
-    vocabulary per product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of
-    the head, if it has only some.
-
-    Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
+    top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the vocabulary per
+    product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of the head, if it
+    has only some.
     """
     uniform = uniforms(keys, positions)
-    kept_ids = hidden.new_empty(len(hidden), 0, dtype=torch.int32)
     is_on_cpu = hidden.device.type == "cpu"
     divisor = divisor_of(temperature)
     if is_on_cpu:
@@ -155,7 +152,7 @@ def sample(
     if gather is not None:
         logits = gather(logits).contiguous()
     if truncation:
-        kept_ids = truncate(logits, temperature, *truncation)
+        truncate(logits, temperature, *truncation)
         # The logits are divided; 0 still takes the likeliest token.
         temperature = (temperature > 0).float()
     chunk_totals = None
@@ -169,25 +166,22 @@ def sample(
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])
-    return tokens, token_logprobs[:, 0], kept_ids
+    return tokens, token_logprobs[:, 0]
 
 
-def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the ids int32 [B, W] that truncation keeps, and set the other logits fp32 [B, V] to -inf.
+def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """Set the logits fp32 [B, V] of tokens that may not be sampled to -inf, as transformers' processors do.
 
-    The logits are divided by the temperature; the last three arguments [B] are the fields of `Truncation`; W is
-    MAX_KEPT, or V if that is less. A row's ids begin with the likeliest, and -1 follows the last; a row of temperature
-    0 keeps all tokens and has no ids. The rules and their order are those of transformers' logits processors.
+    The logits are divided by the temperature; top_k and top_p [B] are the fields of `Truncation`. A row of top_k 0 or
+    temperature 0 keeps all tokens.
     """
-    width = min(MAX_KEPT, logits.shape[1])
+    width = min(MAX_TOP_K, logits.shape[1])
     top_logits, ids = logits.topk(width)
-    place = torch.arange(width, device=logits.device)
-    is_kept = (place < top_k[:, None]) & (temperature > 0)[:, None]
+    is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     share_before = probs.cumsum(-1) - probs
     # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.
     is_kept &= (share_before < top_p[:, None]) | (top_p[:, None] == 1)
-    is_kept &= probs >= min_p[:, None] * probs[:, :1]
-    kept_ids = ids.masked_fill(~is_kept, -1)
-    mask_left_out(logits, kept_ids)
-    return kept_ids.int()
+    is_left_out = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
+    is_left_out &= ((top_k > 0) & (temperature > 0))[:, None]
+    logits.masked_fill_(is_left_out, -torch.inf)

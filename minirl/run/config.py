@@ -67,9 +67,8 @@ class GenerationFlags:
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
+    top_k: int = 0  # in evaluations, sample among the N likeliest tokens, at most 256; 0: among all
     top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
-    min_p: float = 0.0  # of the --top-k, sample among those at least this times as likely as the likeliest
     rollout: str | None = None
     """file.py:function that writes a rollout, run in worker processes; none: the script's"""
     tools: str | None = None
@@ -297,11 +296,6 @@ class RunConfig(
         return True
 
     @property
-    def has_kl_loss(self) -> bool:
-        """True if the loss has the KL to a teacher over the vocabulary, for which its states are kept."""
-        return False
-
-    @property
     def num_value_models(self) -> int:
         """How many value models the run trains beside the policy, all of the first one's shape."""
         return 0
@@ -342,7 +336,7 @@ class RunConfig(
     @property
     def truncation(self) -> Truncation:
         """Of the distributions that are sampled from."""
-        return Truncation(self.top_k, self.top_p, self.min_p)
+        return Truncation(self.top_k, self.top_p)
 
     @property
     def importance_correction(self) -> str:
@@ -519,6 +513,11 @@ def check_shared(config: RunConfig, rollout: RolloutFunction | None = None) -> N
             f"--lora-targets {target}: one of {' '.join(LINEAR_LAYERS)}; head and embeddings have no adapters",
         )
     config.truncation.checked(flag_of)
+    refuse(
+        config.trains and config.top_k,
+        f"--top-k {config.top_k}: only for evaluations (python -m minirl.evaluate --samples): sampled logprobs would "
+        "differ from training logprobs, which count all tokens; leave it out",
+    )
     refuse(not config.lora_targets, f"--lora-targets: name at least one of {' '.join(LINEAR_LAYERS)}")
     betas = " ".join(map(str, config.adam_betas))
     refuse(

@@ -54,7 +54,6 @@ def load_prompts(
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
             long_prompts=config.long_prompts,
-            teacher_field=getattr(config, "teacher_prompt", None) if purpose == "train" else None,
             truncation=config.truncation,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))

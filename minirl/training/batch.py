@@ -9,7 +9,7 @@ about token t. The `RolloutTable` describes the branches of all ranks to every r
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches, token_tensor
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 
 
@@ -121,18 +121,14 @@ class Batch:
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
     teacher_logprobs: Tensor = NOT_MADE
-    # [T, D]: the teacher's hidden states before the sampled tokens; and the KL divergence to it over the vocabulary.
-    teacher_states: Tensor = NOT_MADE
-    teacher_kl: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
     # The weighted rewards that a turn was given, at the turn's last token; 0 elsewhere.
     turn_rewards: Tensor = NOT_MADE
-    # Always on the host: the table index of each sequence, int64 [N], and what is kept for each of T tokens.
+    # Always on the host: the table index of each sequence, int64 [N].
     table_index: Tensor = NOT_MADE
-    kept: KeptIds = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
 
     @functools.cached_property
@@ -172,49 +168,20 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        return upload(self._token_places(indices), self.tokens.device)
-
-    def _token_places(self, indices: Sequence[int]) -> Tensor:
-        """The result of `token_index` on the host."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        return concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        places = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        return upload(places, self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
-        selected = self._at(self._token_places(indices), lengths, prefixes)
+        token_index = self.token_index(indices)
+        streams: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
+        selected = dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **streams)
         if self.table_index is None:
             return selected
         return selected.replace(table_index=self.table_index[list(indices)])
-
-    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> Self:
-        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal.
-
-        A further branch of a rollout keeps the prompt that its episode gave it. In the other streams a new prompt's
-        tokens have the elements of the old one's first token.
-        """
-        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)))
-        tokens, places, prefixes = [], [], []
-        first = 0
-        for own, prefix in zip(self.tokens.cpu().split(self.lengths), self.prefixes, strict=True):
-            start = prefix.num_tokens
-            prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
-            tokens.append(torch.cat([prompt, own[start:]]))
-            places += [torch.full_like(prompt, first), torch.arange(first + start, first + len(own))]
-            prefixes.append(prefix._replace(num_tokens=len(prompt)))
-            first += len(own)
-        none = torch.arange(0)  # for a batch without sequences
-        moved = self._at(torch.cat([none, *places]), tuple(map(len, tokens)), tuple(prefixes))
-        return moved.replace(tokens=torch.cat([none, *tokens]).to(self.tokens.device))
-
-    def _at(self, places: Tensor, lengths: tuple[int, ...], prefixes: tuple[PromptPrefix, ...]) -> Self:
-        """A batch of the tokens at these places, with the table index of this one's sequences."""
-        token_index = upload(places, self.tokens.device)
-        fields: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
-        if self.kept is not None:
-            fields["kept"] = self.kept[places]
-        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -309,7 +276,6 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
         weight_version=_join(branches, "weight_version", torch.int32),
         temperature=over_tokens(temperatures, lengths),
         prefixes=tuple(prefixes),
-        kept=KeptIds.join([KeptIds.none(0), *(branch.kept for branch in branches)]),
     )
 
 
@@ -333,29 +299,24 @@ def exchange(
     parts = []
     for receiver in range(world_size()):
         parts.append(own.select([i for i, rank in enumerate(ranks) if rank == receiver]))
-    # How many indices, elements of each stream and kept ids every rank sends this one.
-    counts = torch.tensor([[len(part.lengths), len(part.tokens), len(part.kept.ids)] for part in parts])
+    # How many indices and elements of each stream every rank sends this one.
+    counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
     received_counts = torch.empty_like(counts)
     with spent_on("wait_ranks"):
         dist.all_to_all_single(received_counts, counts)
-    num_indices, num_tokens, num_ids = received_counts.T.tolist()
+    num_indices, num_tokens = received_counts.T.tolist()
     # Indices and streams arrive in the same order, that of the sending ranks.
     arrived_index = _all_to_all([part.table_index for part in parts], num_indices)
     streams_of = [part._streams() for part in parts]
     received = {}
     for name in streams_of[0]:
         received[name] = _all_to_all([streams[name] for streams in streams_of], num_tokens)
-    kept = KeptIds(
-        _all_to_all([part.kept.counts for part in parts], num_tokens),
-        _all_to_all([part.kept.ids for part in parts], num_ids),
-    )
     indices = arrived_index.tolist()
     arrived = dataclasses.replace(
         own,
         lengths=tuple(table.num_tokens[indices].tolist()),
         prefixes=tuple(table.select(indices).prefixes),
         table_index=arrived_index,
-        kept=kept,
         **received,
     )
     batch = arrived.select(arrived_index.argsort().tolist())
