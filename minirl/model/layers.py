@@ -40,9 +40,9 @@ class RMSNorm(nn.Module):
 
 
 class Gate(torch.autograd.Function):
-    """activation(gate) * up of two [T, width]. It keeps both for backward, and computes the activation again there.
+    """activation(gate) * up of two [T, width]. It keeps only these for backward, which computes the activation again.
 
-    So a layer keeps a fifth less.
+    So a layer keeps a fifth less, with the bits of autograd.
     """
 
     @staticmethod
