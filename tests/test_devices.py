@@ -10,7 +10,7 @@ from torch import Tensor
 import train_grpo
 from minirl.generation.engine import Engine
 from minirl.model import gated_delta_net
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
@@ -49,7 +49,7 @@ def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
             mixed()
 
 
-ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
+ADAPTERS = Adapters(12, 1.0)
 
 
 @pytest.mark.parametrize(

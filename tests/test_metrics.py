@@ -462,9 +462,7 @@ def test_console_lines_say_which_wait_takes_over_a_tenth_of_a_step():
     assert console_line(7, 150, times, measured={}, left_s=1).endswith(" left wait rewards 23%")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "advice"), [(2.0, "takes 30% of the time: raise --reward-workers"), (0.1, "")]
-)
+@pytest.mark.parametrize(("seconds", "advice"), [(2.0, "takes 30% of the time: raise --workers"), (0.1, "")])
 def test_a_slow_run_is_told_once_which_flag_would_help(make_logger, monkeypatch, capsys, seconds, advice):
     """After 20 steps, by the cause that takes most; a fast run is not."""
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", itertools.count(step=seconds).__next__)
@@ -508,11 +506,8 @@ def test_metrics_and_arguments_are_json(make_logger, set_wandb, capsys, tmp_path
 
 
 def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path):
-    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end.
-
-    Only the newest steps' files stay, if asked for.
-    """
-    logger = make_logger(keep_rollouts=2)
+    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
+    logger = make_logger()
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
     rewarded = judged(
@@ -523,8 +518,7 @@ def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path)
     )
     episode = {"messages": chat, "segments": [{"kind": "sampled", "text": "2"}], "turns": [{"start": 0}]}
     numbers = {"reward": rewarded.rewards.sum(1), "advantage": torch.tensor([0.5, -0.5]).double()}
-    for step in (11, 12):
-        logger.log_rollouts(step, rollout_records(rewarded, ["a", "b"], views=[{}, episode], **numbers))
+    logger.log_rollouts(12, rollout_records(rewarded, ["a", "b"], views=[{}, episode], **numbers))
     logger.log_rollouts(13, rollout_records(judged([]), ["a"], reward=torch.zeros(0)))
     files = {path.name: path.read_text() for path in (tmp_path / "rollouts").iterdir()}
     assert files.keys() == {"000012.jsonl", "000013.jsonl"}

@@ -18,7 +18,7 @@ from support.resuming import resume
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 from support.worked import assert_six_decimals
 
-TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
 TINY += " --max-new-tokens 8"
 
 
@@ -133,7 +133,7 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 
 
 @pytest.mark.parametrize(
-    ("teacher_name", "message"),
+    ("teacher", "message"),
     [
         (
             "other",
@@ -143,10 +143,9 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
         ("/no/such", r"--teacher /no/such: no config.json there"),
     ],
 )
-def test_teachers_that_cannot_be_used_are_refused_before_work(
-    tmp_path, embedded_model, data, teacher_name, message
-):
+def test_teachers_that_cannot_be_used_are_refused_before_work(tmp_path, embedded_model, teacher, message):
     """By flag or token, in a dry run as in a run. Pitfall 63."""
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "12="}])
     for name, file, old, new in (
         ("other", "tokenizer.json", '"="', '"+"'),
         ("small", "config.json", '"vocab_size": 16', '"vocab_size": 9'),
@@ -155,5 +154,6 @@ def test_teachers_that_cannot_be_used_are_refused_before_work(
         text = (tmp_path / name / file).read_text()
         assert old in text
         (tmp_path / name / file).write_text(text.replace(old, new))
+    config = train_grpo.Config(teacher=str(tmp_path / teacher), data=str(data), dry_run=True)
     with pytest.raises(InputError, match=message):
-        train_grpo.main(train_grpo.Config(teacher=str(tmp_path / teacher_name), data=data, dry_run=True))
+        train_grpo.main(config)

@@ -12,7 +12,7 @@ import train_ppo
 from minirl import evaluate
 from minirl.errors import InputError
 from minirl.generation.sampling import truncate
-from minirl.run.config import check_shared
+from minirl.run.checks import check_grpo, check_ppo, check_shared
 from minirl.truncation import Truncation
 from support.engines import cached_model, make_engine, mixed_requests, run
 from support.marks import slow
@@ -93,10 +93,9 @@ def test_truncations_without_a_meaning_or_a_bound_are_refused(flags, message):
         check_shared(evaluate.Config(**flags))
 
 
-@pytest.mark.parametrize("script", [train_grpo, train_ppo])
-def test_training_scripts_refuse_truncation_and_say_why(script):
+@pytest.mark.parametrize("flags", [{"top_k": 5}, {"top_p": 0.9}])
+@pytest.mark.parametrize(("script", "check"), [(train_grpo, check_grpo), (train_ppo, check_ppo)])
+def test_training_scripts_refuse_truncation_and_say_why(script, check, flags):
     """Pitfall 5."""
-    message = "--top-k 5: only for evaluations .*sampled logprobs would differ from training logprobs"
-    with pytest.raises(InputError, match=message):
-        script.check(script.Config(top_k=5))
-    check_shared(evaluate.Config(top_k=5))
+    with pytest.raises(InputError, match=r"evaluate.* sampled logprobs would differ from training logprobs"):
+        check(script.Config(**flags))

@@ -41,9 +41,9 @@ COLUMNS = (
 )
 # What makes a run faster that spends much of its time on a cause.
 REMEDIES = {
-    "wait_rewards": "raise --reward-workers",
-    "wait_replies": "raise --rollout-workers",
-    "eval": "raise --eval-every or lower --eval-rows",
+    "wait_rewards": "raise --workers",
+    "wait_replies": "raise --workers",
+    "eval": "raise --eval-every",
     "save": "raise --save-every",
 }
 
@@ -58,17 +58,14 @@ class Logger:
         *,
         wandb_mode: str,
         after_step: int = 0,
-        keep_rollouts: int = 0,
     ):
         """Open the logs in `folder`, which must exist.
 
         after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
-        keep_rollouts: how many newest steps keep their rollouts (0: all). wandb_mode: "off", or a mode of
-        `wandb.init`. Raises OSError if the folder cannot be written to.
+        wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder cannot be written to.
         """
         self.folder = folder
         self._wandb: Any = None
-        self._keep_rollouts = keep_rollouts
         # The names of the metrics that any step had.
         self._measured: set[str] = set()
         # By cause, of the steps so far.
@@ -142,8 +139,8 @@ class Logger:
         return True
 
     def _write_rollouts(self, step: int, text: str) -> None:
-        """Write a step's rollouts and delete those too old to keep; a partly written file does not stay."""
-        path = self._rollouts_file(step)
+        """Write a step's rollouts; a partly written file does not stay."""
+        path = self.folder / "rollouts" / f"{step:06d}.jsonl"
         try:
             path.write_text(text)
         except OSError as error:
@@ -152,12 +149,6 @@ class Logger:
             print0(
                 f"warning: {path}: {error.strerror or error}; the run goes on without the rollouts of this step"
             )
-        if self._keep_rollouts:
-            with contextlib.suppress(OSError):
-                self._rollouts_file(step - self._keep_rollouts).unlink()
-
-    def _rollouts_file(self, step: int) -> Path:
-        return self.folder / "rollouts" / f"{step:06d}.jsonl"
 
     def _try_wandb(self, action: Callable[[], Any]) -> Any:
         """Call wandb; returns what it returns. If that fails, print the error and turn wandb off."""

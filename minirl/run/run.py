@@ -137,7 +137,6 @@ class Run:
             setup.args() | dict(resolved or {}),
             wandb_mode=config.wandb,
             after_step=self.progress.step,
-            keep_rollouts=config.keep_rollouts,
         )
         if rank() == 0:
             setup.folder.keep_script()
@@ -331,8 +330,6 @@ class Run:
             updates_per_step = self._config.updates_per_step
             version = self.progress.update - updates_per_step  # in this step's generation
             add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
-        if self._config.on_rollout_error == "end":
-            counts.append("rollout_errors")
         if self._setup.tokenizer.tools:
             counts += ["tool_results", "tool_errors"]
         for name in counts:

@@ -177,11 +177,10 @@ class Batch:
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         token_index = self.token_index(indices)
-        streams: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
-        selected = dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **streams)
-        if self.table_index is None:
-            return selected
-        return selected.replace(table_index=self.table_index[list(indices)])
+        fields: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
+        if self.table_index is not None:
+            fields["table_index"] = self.table_index[list(indices)]
+        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
 
     @property
     def num_loss_tokens(self) -> Tensor:
