@@ -452,7 +452,7 @@ def test_console_lines_say_what_was_measured_and_their_columns_do_not_shift():
     assert lines["policy/logp_gap_max"].startswith(
         "step   7/150 0:03:36 left reward  0.512 gap     - kl 0.012 "
     )
-    few = {"policy/logp_gap_max": 0.0, "teacher/kl": 0.07}
+    few = {"policy/logp_gap_max": 0.0, "teacher/kl_k1": 0.07}
     line = console_line(7, 150, few, measured=few, left_s=3723)
     assert line == "step   7/150 1:02:03 left gap 0e+00 kl 0.070"
 
