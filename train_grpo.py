@@ -50,7 +50,6 @@ from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
-from minirl.training.distillation import score_with_teacher
 from minirl.training.scoring import refuse_gradient, score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
@@ -107,8 +106,6 @@ class Config(RunConfig):
     kl_coef: float = 0.0  # weight of the KL term (k3) in the loss; without KL terms no reference is loaded
     teacher: str | None = None
     """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
-    teacher_kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    """sampled: the reverse KL at sampled tokens, as advantages; else a loss over the vocabulary"""
     teacher_coef: float | None = None
     """weight of the KL to the teacher beside the rewards; none: only the teacher teaches, and rewards are logged"""
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
@@ -134,11 +131,6 @@ class Config(RunConfig):
     def teacher_weight(self) -> float:
         """The factor of the KL to the teacher."""
         return 1.0 if self.teacher_coef is None else self.teacher_coef
-
-    @property
-    def has_kl_loss(self) -> bool:
-        """True if the loss has the KL to the teacher, over the vocabulary."""
-        return self.teacher is not None and self.teacher_kl != "sampled"
 
 
 def rollout(episode: Episode) -> Turns:
@@ -186,8 +178,8 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
         mask = batch.spread(~scores.isnan().flatten()[batch.rollout])
         stream[mask] = whiten(stream[mask])
 
-    if config.teacher and not config.has_kl_loss:
-        # A token's term depends on no baseline and no later token.
+    if config.teacher:
+        # The reverse KL at sampled tokens. A token's term depends on no baseline and no later token.
         mask = batch.loss_mask
         teacher_kl = kl_penalty(logprobs, batch.teacher_logprobs, "k1")
         stream[mask] -= config.teacher_weight * teacher_kl[mask].double()
@@ -229,7 +221,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
-    with a KL term those of the reference; with --teacher-kl reverse or forward `teacher_kl`, with gradient.
+    with a KL term those of the reference.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(
@@ -252,8 +244,6 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, "k3")
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
-    if config.has_kl_loss:
-        loss = loss + config.teacher_weight * micro.teacher_kl
     return loss, ratio
 
 
@@ -268,10 +258,8 @@ def main(config: Config) -> int:
     frozen = []
     if config.has_reference:
         frozen.append(setup.load_reference())
-    teacher = None
     if config.teacher:
-        teacher = setup.load_teacher()
-        frozen.append(teacher)
+        frozen.append(setup.load_teacher())
     collector = setup.make_collector(
         engine,
         rollout,
@@ -308,16 +296,7 @@ def main(config: Config) -> int:
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
-                if teacher is not None and config.has_kl_loss:
-                    new, entropy, kl = score_with_teacher(
-                        policy.module,
-                        micro,
-                        teacher.model,
-                        is_forward=config.teacher_kl == "forward",
-                    )
-                    micro = micro.replace(teacher_kl=kl)
-                else:
-                    new, entropy = score_batch(policy.module, micro)
+                new, entropy = score_batch(policy.module, micro)
                 if micro.old_logprobs is None:  # one update a step: the old policy is this one
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
@@ -343,7 +322,6 @@ def main(config: Config) -> int:
             if grad_norm != 0:  # without a gradient, the weights are the same
                 sampled_version = None
 
-        del batch  # a teacher's states need not stay for the next step
         metrics.begin("report")
         run.finish_step(step, metrics, groups)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl.rollouts import KeptIds, Rollout, RolloutId, all_branches
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import (
     NOT_MADE,
@@ -31,11 +31,9 @@ def make_batch(lengths):
     streams = {
         field.name: torch.rand(sum(lengths), generator=generator) for field in dataclasses.fields(Batch)
     }
-    counts = (3 * streams["kept"]).int()
     return Batch(
         **{
             **streams,
-            "kept": KeptIds(counts, torch.arange(int(counts.sum()), dtype=torch.int32)),
             "lengths": tuple(lengths),
             "tokens": (1000 * streams["tokens"]).long(),
             "loss_mask": streams["loss_mask"] < 0.5,
@@ -49,7 +47,7 @@ def tensor_fields(batch):
     return {
         f.name: getattr(batch, f.name)
         for f in dataclasses.fields(batch)
-        if f.name not in ("lengths", "prefixes", "kept")
+        if f.name not in ("lengths", "prefixes")
     }
 
 
@@ -68,11 +66,6 @@ def test_select_equals_a_loop_over_sequences(chosen):
         parts = value.split(1 if name == "rollout" else batch.lengths)
         wanted = torch.cat([value[:0], *(parts[i] for i in chosen)])
         torch.testing.assert_close(getattr(part, name), wanted, rtol=0, atol=0)
-    starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
-    kept = [batch.kept[starts[i] : starts[i] + batch.lengths[i]] for i in chosen]
-    wanted = KeptIds.join([KeptIds.none(0), *kept])
-    assert torch.equal(part.kept.counts, wanted.counts)
-    assert torch.equal(part.kept.ids, wanted.ids)
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 4], []])
@@ -130,11 +123,9 @@ def make_rollout(prompt, sample):
     mask = torch.arange(num_prompt + num_sampled) >= num_prompt
     tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample * mask
     end = "length" if sample == 2 else "stop"
-    num_kept = mask * (tokens.int() % 3)
-    kept = KeptIds(num_kept, 1000 * prompt + tokens.int().repeat_interleave(num_kept))
     rollout_id = RolloutId(prompt, sample)
     logprobs, versions = mask * tokens / -1000, mask.int() * (1 + sample)
-    return Rollout(tokens, mask, logprobs, versions, num_prompt, rollout_id, end, kept=kept)
+    return Rollout(tokens, mask, logprobs, versions, num_prompt, rollout_id, end)
 
 
 @dataclass(frozen=True)
@@ -202,8 +193,6 @@ def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first
         assert batch.is_truncated[batch.last_index].tolist() == [BRANCH_IDS[i][1:] == (2, 1) for i in own]
         assert torch.equal(batch.taught, 3.0 * batch.sample_logprobs)
         assert batch.prefixes == expected.prefixes
-        assert torch.equal(batch.kept.counts, expected.kept.counts)
-        assert torch.equal(batch.kept.ids, expected.kept.ids)
         assert lasts.dtype == all_tokens.dtype == torch.float64
         assert lasts.tolist() == sums
         of_ranks = [batch.tokens[batch.loss_mask] for _, batch, *_ in answers]

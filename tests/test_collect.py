@@ -19,7 +19,7 @@ from minirl.episodes.episode import one_turn
 from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.generation.engine import Engine
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import check_remembered
 from support.collecting import (
     CHAT,
@@ -378,9 +378,7 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
         for sample, value in enumerate(values):
             mask = torch.arange(length) > 0
             streams = (torch.arange(length), mask, -mask.float(), mask.int())
-            rollouts.append(
-                Rollout(*streams, 1, RolloutId(ordinal, sample), "stop", kept=KeptIds.none(length))
-            )
+            rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
     failed = torch.zeros(len(rollouts), dtype=torch.bool)

@@ -24,7 +24,6 @@ from minirl.episodes.generate import Generate
 from minirl.episodes.program import Ended
 from minirl.errors import RolloutError
 from minirl.rewards.functions import EpisodeReward
-from minirl.truncation import Truncation
 from support.collecting import (
     chat_prompts,
     collected,
@@ -427,9 +426,7 @@ REFUSED = {
         '{"prompt": [true]}': "prompt: expected token ids",
         '{"prompt": [-1]}': "prompt: expected token ids",
         '{"prompt": [1], "stream": true}': "stream: only chat completions",
-        '{"prompt": [1], "top_k": 257}': "top_k 257: must be a number from 0 to 256",
-        '{"prompt": [1], "top_k": 5.0}': "top_k 5.0: must be a number",
-        '{"prompt": [1], "top_k": true}': "top_k True: must be a number",
+        '{"prompt": [1], "top_k": true}': "top_k: this run samples with 0",
         '{"prompt": [1], "features": 3}': "'features': not known here",
     },
     "v1/chat/completions": {
@@ -450,11 +447,11 @@ REFUSED = {
         '{"messages": [{"role": "user", "mood": 3}]}': "messages[0]: 'mood': not known here",
         '{"n": 2}': "n: only 1 is possible here; leave it out",
         '{"n": true}': "n: only 1 is possible here",
-        '{"top_p": 0.9}': "top_p 0.9: needs top_k, which bounds",
-        '{"top_p": 0, "top_k": 5}': "top_p 0: must be greater than 0",
-        '{"top_p": NaN, "top_k": 5}': "top_p nan: must be a number from 0 to 1",
-        '{"min_p": "0.1", "top_k": 5}': "min_p '0.1': must be a number from 0 to 1",
-        '{"min_p": 0.1, "top_k": -1}': "min_p 0.1: needs top_k",
+        '{"top_p": 0.9}': "top_p: this run samples with 1, training with all tokens",
+        '{"top_p": NaN}': "top_p: this run samples with 1, training with all tokens",
+        '{"top_k": 5}': "top_k: this run samples with 0, training with all tokens",
+        '{"top_k": "0"}': "top_k: this run samples with 0, training with all tokens",
+        '{"min_p": 0.1}': "'min_p': not known here; leave it out",
         '{"logit_bias": {"3": 4}}': "logit_bias: only {} is possible here",
         '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is possible",
         '{"tool_choice": "required"}': "tool_choice: only 'auto' is possible here",
@@ -497,7 +494,7 @@ def test_messages_are_refused_where_prompts_are_text():
         ({"tools": []}, 1),
         ({"tools": [TOOL]}, 1),
         ({"n": 1.0, "temperature": 1, "top_p": 1, "stop": None, "model": "x", "seed": 3, "stream": False}, 1),
-        ({"temperature": 0.7, "top_p": 0.95, "top_k": 20, "min_p": 0.1}, 0),  # a greedy evaluation takes any
+        ({"temperature": 0.7, "top_p": 0.95, "top_k": 20}, 0),  # a greedy evaluation takes any
     ],
 )
 def test_fields_that_change_nothing_are_taken(fields, temperature):
@@ -506,19 +503,19 @@ def test_fields_that_change_nothing_are_taken(fields, temperature):
     assert read_request("v1/chat/completions", body, episode).prompt == [HI]
 
 
-def test_a_request_asks_for_a_part_of_its_turns_truncation_and_the_run_gives_the_rest():
+def test_a_request_may_name_the_truncation_of_its_evaluation_and_no_other():
     """vLLM's -1 stands for all tokens."""
-    episode = made_episode(is_chat=True, truncation=(20, 0.95, 0.0))
-    for fields, asked in (
-        ({"top_p": None}, {}),
-        ({"top_p": 0.5}, {"top_p": 0.5}),
-        ({"top_p": 1, "top_k": -1}, {"top_p": 1, "top_k": 0}),
+    for truncation, fields, is_taken in (
+        ((20, 0.95), {"top_p": None}, True),
+        ((20, 0.95), {"top_p": 0.95, "top_k": 20}, True),
+        ((20, 0.95), {"top_k": -1}, False),
+        ((0, 1.0), {"top_k": -1, "top_p": 1}, True),
     ):
         body = json.dumps({"messages": [HI], **fields}).encode()
-        assert read_request("v1/chat/completions", body, episode).truncation == asked
-    with pytest.raises(HttpError, match=r"top_p 0\.95: needs top_k") as raised:
-        read_request("v1/completions", b'{"prompt": [1], "top_k": -1}', episode)
-    assert raised.value.status == HTTPStatus.BAD_REQUEST
+        episode = made_episode(is_chat=True, truncation=truncation)
+        expected = pytest.raises(HttpError, match="top_k: this run samples with 20")
+        with contextlib.nullcontext() if is_taken else expected:
+            read_request("v1/chat/completions", body, episode)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
@@ -605,7 +602,6 @@ def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode
     [
         # The stop string and the rest of its token are left out.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
-        ({"top_k": 9, "top_p": 0.7, "min_p": 0.05}, {}, {"content": "yes"}, "stop"),
         # A program that wants no calls gets the text of a call.
         ({"tool_choice": "none"}, {"text": "<c>", "tool_calls": [CALL]}, {"content": "<c>"}, "stop"),
         # Nobody can read it.
@@ -632,8 +628,6 @@ def test_an_answer_is_continued_as_a_program_sends_it_back(asked, turn, said, fi
 
     first, second = drive(program, turn, {})
     assert first.stop == tuple(asked.get("stop", ()))
-    assert first.truncation == {name: asked[name] for name in asked if name in Truncation._fields}
-    assert second.truncation == {}
     assert (first.branch, second.branch, second.after) == (0, 0, [HI])
 
 

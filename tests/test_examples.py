@@ -122,6 +122,31 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_teachers_whole_distribution(two_ranks, runs, tmp_path):
+    """The first step's loss is the mean reverse KL over the vocabulary of transformers' logits, at sampled tokens."""
+    fork = forked(tmp_path, "vocabulary_kl")
+    trained(two_ranks, runs / "teacher", "train_grpo.py", COMMON)
+    teacher = runs / "teacher" / "checkpoints" / "000002"
+    flags = f"--teacher {teacher} --temperature 0.7 --prompts-per-step 4 --group-size 2"
+    lines = train_and_resume(two_ranks, runs / "vocabulary_kl", fork, flags)
+    (first,) = runs.glob("toy-*")
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (first, teacher)]
+    divergences = []
+    for rollout in read_rollouts(runs / "vocabulary_kl", 1):
+        prompt, completion = (tokenizer(rollout[name])["input_ids"] for name in ("prompt", "completion"))
+        completion += [tokenizer.eos_token_id] * (rollout["finish_reason"] == "stop")
+        with torch.no_grad():
+            p, q = ((m(torch.tensor([prompt + completion])).logits[0] / 0.7).log_softmax(-1) for m in models)
+        sampled_at = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        divergences.append((p.exp() * (p - q)).sum(-1)[sampled_at])
+    expected = float(torch.cat(divergences).mean())
+    assert expected > 1e-6
+    assert lines[0]["teacher/kl"] == pytest.approx(expected, rel=1e-3)
+    assert lines[0]["policy/loss"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_replay_buffer(two_ranks, one_rank, runs, tmp_path):
     """The second step trains on the first's groups too, with the logprobs of their sampling; so does one rank."""
     fork = forked(tmp_path, "replay_buffer")

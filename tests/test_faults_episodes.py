@@ -66,7 +66,6 @@ stops_at_no_character = after_a_turn(lambda episode: episode.generate(stop="a\\u
 stops_at_half_a_character = after_a_turn(lambda episode: episode.generate(stop="\\ud83d"))
 samples_nothing = after_a_turn(lambda episode: episode.generate(max_tokens=0))
 samples_text = after_a_turn(lambda episode: episode.generate(max_tokens="7"))
-truncates_without_bound = after_a_turn(lambda episode: episode.generate(top_p=0.9))
 lists_a_branch = after_a_turn(lambda episode: Generate(branch=[1]))
 ends_in_nonsense = after_a_turn(lambda episode: End("nonsense"))
 ends_with_an_unknown_reason = after_a_turn(lambda episode: episode.end("won"))
@@ -145,7 +144,6 @@ WRONG_LATER = {
     "stops_at_half_a_character": r"generate\(stop=.*\): expected .*, U\+FFFD and surrogates in none",
     "samples_nothing": r"generate\(max_tokens=0\): must be at least 1",
     "samples_text": r"generate\(max_tokens='7'\): must be at least 1",
-    "truncates_without_bound": ".*top_p 0.9: needs top_k, .* add top_k 256, the most",
     "lists_a_branch": r"generate\(branch=\[1\]\): write `episode.branch\(messages\).generate\(\)`",
     "ends_in_nonsense": r"episode.end\('nonsense'\): expected one of stop, length",
     "ends_with_an_unknown_reason": r"(.|\n)*episode.end\('won'\): expected one of stop, length, .*env_done",

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.rollouts import EpisodeRecord, KeptIds, Rollout, RolloutId
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId
 from minirl.training.batch import Batch
 from minirl.turn_facts import TurnFacts
 from support.resuming import resume
@@ -131,7 +131,7 @@ def turn_rewards(fork):
         turns = [TurnFacts(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
         streams = (torch.arange(2), torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
         record, rollout_id = EpisodeRecord(turns), RolloutId(0, sample)
-        rollouts.append(Rollout(*streams, 0, rollout_id, "stop", episode=record, kept=KeptIds.none(2)))
+        rollouts.append(Rollout(*streams, 0, rollout_id, "stop", episode=record))
     return [fork.turn_advantages(rollouts)]
 
 

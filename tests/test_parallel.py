@@ -21,7 +21,7 @@ from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
 from minirl.ranks.process_group import broadcast_object, gather_objects, world_size
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run import Progress
 from minirl.training import batch as batching
@@ -68,8 +68,7 @@ def make_rollouts(num_prompts, group_size):
             end = "length" if (prompt + sample) % 4 == 0 else "stop"
             tokens = torch.cat([opening, completion])
             streams = (mask, logprobs, versions)
-            kept = KeptIds.none(length)
-            rollouts.append(Rollout(tokens, *streams, num_prompt, rollout_id, end, kept=kept))
+            rollouts.append(Rollout(tokens, *streams, num_prompt, rollout_id, end))
     return rollouts
 
 

@@ -22,7 +22,6 @@ from support.collecting import (
     in_workers,
     letter_tokenizer,
     make_collector,
-    truncating,
 )
 from support.collecting import calculator as calculator_here
 from support.engines import VOCAB
@@ -198,7 +197,7 @@ FAILING = {
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     """Functions of the file above in their workers, which are killed when the test is over."""
-    copies = "\n".join(map(inspect.getsource, (chatting, branching, truncating)))
+    copies = "\n".join(map(inspect.getsource, (chatting, branching)))
     (tmp_path / "mine.py").write_text(SOURCE + copies.replace(": Episode", "") + AT_A_URL)
     monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
@@ -227,7 +226,6 @@ def test_an_episode_shows_its_tokens_turns_and_room_in_both_hosts(load, tmp_path
 # Of each program its twin in this process, and the tokens of a round.
 PROGRAMS = [
     ("branching", branching, 6),
-    slow("truncating", truncating, 6),
     slow("overlapped", calculator_here, 1),
     slow("chatting", chatting, 6),
     slow("in_thread", in_turns, 6),

@@ -17,7 +17,7 @@ from minirl.generation.engine import Engine
 from minirl.generation.group_engine import GroupEngine
 from minirl.generation.sampling import uniforms
 from minirl.kernels import paged_attention
-from minirl.model import batch_invariance, device_kernels
+from minirl.model import batch_invariance
 from minirl.model.config import Adapters
 from minirl.model.families import scalar_config
 from minirl.model.rotation import rope_table
@@ -161,7 +161,6 @@ def decode_on_a_device(rank):
     rope_table.cache_clear()
     with (
         mock.patch.object(paged_attention, "decode", plain_decode),
-        mock.patch.object(device_kernels, "are_used", return_value=False),
         PretendedCuda(),
     ):
         model = sliced(whole, Slices(rank, 2, WORLD)).to(CUDA)
@@ -358,7 +357,7 @@ RUNS = {
     "lora": ("train_grpo.py", "--kl-coef 0.05 --lora-rank 3 --algorithm remax --offload-optimizer"),
     "ppo_lora": ("train_ppo.py", "--lora-rank 3 --recompute-layers on"),
     "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --num-steps 4"),
-    "teacher": ("train_grpo.py", "--teacher {teacher} --teacher-kl reverse"),
+    "teacher": ("train_grpo.py", "--teacher {teacher}"),
     "workers": ("train_grpo.py", WORKERS),
     "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
 }

@@ -201,9 +201,7 @@ class Endpoint:
             answered.set_result(sampled)
 
         after = template_form(rest) or None
-        generate = branch.generate(
-            after=after, stop=asked.stop, max_tokens=asked.max_tokens, **asked.truncation
-        )
+        generate = branch.generate(after=after, stop=asked.stop, max_tokens=asked.max_tokens)
         return generate, answer
 
     def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:

@@ -63,7 +63,7 @@ _DROPPED_KEYS = {
 class Asked:
     """A request. prompt: all messages or token ids from the first one on.
 
-    stop, max_tokens, truncation: see `Generate`.
+    stop, max_tokens: see `Generate`.
 
     fields: the request as it came, for the form of its answer. tools: those that a prompt of messages shows.
     """
@@ -71,7 +71,6 @@ class Asked:
     prompt: list[Any]
     stop: tuple[str, ...]
     max_tokens: int | None
-    truncation: dict[str, Any]
     fields: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
 
@@ -216,8 +215,8 @@ def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
 
 def _read_sampling(
     fields: dict[str, Any], episode: Episode, *others: str
-) -> tuple[tuple[str, ...], int | None, dict[str, Any]]:
-    """Return the stop strings, the limit and the truncation of a turn. others: fields that are read elsewhere."""
+) -> tuple[tuple[str, ...], int | None]:
+    """Return the stop strings and the limit of a turn. others: fields that are read elsewhere."""
     unknown = fields.keys() - {*others, *_READ, *Truncation._fields, *_ONLY, *_WITHOUT_EFFECT}
     refuse(bool(unknown), f"{', '.join(sorted(unknown))!r:.80}: not known here; leave it out")
     # Evaluations may be greedy, which programs do not know.
@@ -243,12 +242,17 @@ def _read_sampling(
     limits = [fields[key] for key in ("max_completion_tokens", "max_tokens") if key in fields]
     for limit in limits:
         refuse(type(limit) is not int or limit < 1, "max_tokens: expected a number from 1 on")
-    truncation = {name: fields[name] for name in Truncation._fields if name in fields}
-    if truncation.get("top_k") == -1:
-        # vLLM's name for all tokens.
-        truncation["top_k"] = 0
-    episode.truncation._replace(**truncation).checked()
-    return tuple(strings), min(limits, default=None), truncation
+    for name, value in episode.truncation._asdict().items():
+        asked = fields.get(name, value)
+        if name == "top_k" and asked == -1:  # vLLM's name for all tokens
+            asked = 0
+        is_same = type(asked) in (int, float) and asked == value
+        refuse(
+            not is_same and not is_greedy,
+            f"{name}: this run samples with {value:g}, training with all tokens, whose logprobs it computes; leave it "
+            f"out, or evaluate with --{name.replace('_', '-')}",
+        )
+    return tuple(strings), min(limits, default=None)
 
 
 def _read_message(message: Any, i: int) -> dict[str, Any]:

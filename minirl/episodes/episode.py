@@ -98,14 +98,10 @@ class Branch:
         after: After | dict[str, str] | None = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
     ) -> Generate:
         """Make a request for a turn, to yield (`Generate`). If `after` leaves no room the episode ends with "length".
 
-        after: also a single message; None for nothing. top_k, top_p, min_p: see `Truncation`; None for the run's.
-        Raises InputError after `end`, and for a `stop` of another type.
+        after: also a single message; None for nothing. Raises InputError after `end`, and for a `stop` of another type.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
         refuse(
@@ -114,10 +110,8 @@ class Branch:
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
         after = "" if appended is None else appended
-        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        truncation = {name: value for name, value in given.items() if value is not None}
         begun: dict[str, Any] = {"prompt": self.prompt, "tools": self.tools} if self.number else {}
-        return Generate(after, strings, max_tokens, self.number, truncation=truncation, **begun)
+        return Generate(after, strings, max_tokens, self.number, **begun)
 
 
 class Episode(Branch):
@@ -125,7 +119,7 @@ class Episode(Branch):
 
     row: the prompt's row of the data. seed: for everything random in this episode; the same in every run of it.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: of all turns. truncation: of turns that name no other. all_turns: the turns of all branches, in order.
+    temperature, truncation: of all turns. all_turns: the turns of all branches, in order.
     given: rewards by name, which belong to all branches.
     rewarded: which of `rewards` the function has added to since `take_given`.
     is_closed: whether the function has ended, or is being ended.

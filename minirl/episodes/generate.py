@@ -6,7 +6,7 @@ Standard library only: a process that runs such a function starts quickly.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from minirl.data.task import After, Messages, is_messages
@@ -39,7 +39,6 @@ class Generate:
     branch: the number of the episode's branch. prompt: the start of that branch; not read for 0, the row's prompt.
     contents: reward functions get these as the contents of the messages of `after`, None for their texts.
     tools: JSON schemas of the tools that this prompt shows; None: the run's.
-    truncation: fields of `Truncation`; the others are the run's. A greedy evaluation has none.
     """
 
     after: After = ""
@@ -49,7 +48,6 @@ class Generate:
     prompt: str | Messages | list[int] = ""
     contents: Sequence[list[Any] | None] = ()
     tools: list[dict[str, Any]] | None = None
-    truncation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def inserted(self) -> Messages:

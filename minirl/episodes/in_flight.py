@@ -12,7 +12,6 @@ from minirl.episodes.running import PausedEpisode, RunningEpisode, plain_facts
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import (
     EpisodeRecord,
-    KeptIds,
     Request,
     Rollout,
     RolloutId,
@@ -109,7 +108,6 @@ def _record(rollout: Rollout) -> dict[str, Any]:
 def _rollout(fields: Mapping[str, Any]) -> Rollout:
     turns = [TurnFacts(**turn) for turn in fields["episode"]["turns"]]
     read = {
-        "kept": KeptIds(**fields["kept"]),
         "rollout_id": id_of(fields),
         "episode": EpisodeRecord(**{**fields["episode"], "turns": turns}),
         "earlier": tuple(map(_rollout, fields["earlier"])),

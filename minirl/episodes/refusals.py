@@ -10,7 +10,6 @@ from minirl.data.task import is_stop_string
 from minirl.episodes.generate import Generate
 from minirl.errors import InputError, refuse
 from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.truncation import Truncation
 from minirl.workers.user_code import shown
 
 # The name of a reward that is given without one.
@@ -27,8 +26,6 @@ def checked_turn(yielded: Any) -> Generate:
     is_after = isinstance(yielded.after, str | list | tuple)
     is_stop = isinstance(yielded.stop, tuple) and all(map(is_stop_string, yielded.stop))
     is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
-    asked = yielded.truncation
-    is_truncation = isinstance(asked, dict) and asked.keys() <= set(Truncation._fields)
     expected = {
         "after": (is_after, "expected text, a list of token ids, or messages"),
         "stop": (is_stop, "expected a tuple of texts; '' is in every text, U+FFFD and surrogates in none"),
@@ -37,7 +34,6 @@ def checked_turn(yielded: Any) -> Generate:
         # Checked where the prompt is tokenized.
         "prompt": (True, ""),
         "tools": (True, ""),
-        "truncation": (is_truncation, f"expected {' or '.join(Truncation._fields)}"),
         "contents": (is_each, "expected one for each message of `after`"),
     }
     for name, value in vars(yielded).items():

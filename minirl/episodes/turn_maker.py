@@ -51,7 +51,6 @@ class TurnMaker:
             holds=True,
             stop=asked.stop,
             turn_start=start,
-            truncation=running.request.truncation._replace(**asked.truncation).checked(),
         )
         num_before = len(branch.prompt_ids)
         inserted = asked.inserted

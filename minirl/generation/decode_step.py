@@ -24,15 +24,15 @@ def decode(model: Transformer, tokens: Tensor, layout: DecodeLayout, sampling: S
 def sample_packed(
     model: Transformer, hidden: Tensor, positions: Tensor, sampling: Sequence[Tensor]
 ) -> Tensor:
-    """The results of `sample` from hidden states [B, D], as int32 [2 + W, B] for one download.
+    """The results of `sample` from hidden states [B, D], as int32 [2, B] for one download.
 
-    Tokens [B], the bits of their logprobs [B] in fp32, and the columns of kept_ids [B, W].
+    Tokens [B], and the bits of their logprobs [B] in fp32.
     positions int64 [B]: those of the sampled tokens. sampling: see `RunningRequests.sampling`; on the device.
     """
     keys, temperature, *truncation = sampling
     slices = model.slices
     gather = None if slices is None else functools.partial(slices.gather, total=model.config.vocab_size)
-    tokens, logprobs, kept_ids = sample(
+    tokens, logprobs = sample(
         hidden,
         model.lm_head.weight,
         keys=keys,
@@ -43,8 +43,6 @@ def sample_packed(
     )
     bits = logprobs.float().view(torch.int32)
     packed = torch.stack([tokens.int(), bits])
-    if kept_ids.shape[1]:
-        packed = torch.cat([packed, kept_ids.T])
     if slices is not None and packed.device.type == "cuda":
         slices.broadcast(packed)  # so that ranks stay together even if their kernels differ in a bit
     return packed

@@ -32,7 +32,6 @@ COLUMNS = (
     ("gap", "policy/logp_gap_max", ".0e"),
     ("kl", "policy/kl_ref_k3", "5.3f"),
     ("kl", "teacher/kl_k1", "5.3f"),
-    ("kl", "teacher/kl", "5.3f"),
     ("ent", "policy/entropy", "4.2f"),
     ("ev", "value/explained_var", "5.2f"),
     ("len", "len/mean", "4.0f"),

@@ -262,12 +262,9 @@ def add_tokens(
         for estimator in ("k1", "k3"):
             kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
             metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
-    name, kl_to_teacher = "teacher/kl", micro.teacher_kl
     if micro.teacher_logprobs is not None:
-        name, kl_to_teacher = "teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")
-    if kl_to_teacher is not None:
-        metrics.add_values(name, kl_to_teacher[index])
-        metrics.add_values("teacher/frac", ~kl_to_teacher[index].isnan())
+        kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")
+        metrics.add_values("teacher/kl_k1", kl_to_teacher[index])
     if sampled_version is not None:
         add_gap(metrics, micro, logprobs, version=sampled_version)
 

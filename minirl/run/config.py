@@ -58,7 +58,7 @@ class GenerationFlags:
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
+    top_k: int = 0  # in evaluations, sample among the N likeliest tokens, at most 256; 0: among all
     top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
     rollout: str | None = None
     """file.py:function that writes a rollout, run in worker processes; none: the script's"""
@@ -224,11 +224,6 @@ class RunConfig(
     def is_rewarded(self) -> bool:
         """True if the run trains for rewards: a script with another signal says when it does not."""
         return True
-
-    @property
-    def has_kl_loss(self) -> bool:
-        """True if the loss has the KL to a teacher over the vocabulary, for which its states are kept."""
-        return False
 
     @property
     def num_value_models(self) -> int:

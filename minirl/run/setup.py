@@ -53,7 +53,6 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_task, rollout_workers
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
-from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -186,14 +185,9 @@ class Setup:
         return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
-        """The model of --teacher. Not collective.
-
-        It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
-        """
+        """The model of --teacher, for `teacher_logprobs` (collective if weights are sharded)."""
         folder = named_folder(self.config, "teacher")
         assert folder is not None
-        if self.config.has_kl_loss:
-            return self.frozen(folder, teacher_states, ["teacher_states"], keeps_head=True)
         return self.frozen(folder, score_batch, ["teacher_logprobs"])
 
     def frozen(
@@ -201,9 +195,8 @@ class Setup:
         source: ShardedModel | Transformer | Path,
         outputs: Outputs,
         names: Sequence[str],
-        **options: Any,
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step (collective if weights are sharded). options: `FrozenModel`'s.
+        """A model that scores the rollouts of each step (collective if weights are sharded).
 
         source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. In a decode
         group the model is sharded, and InputError is raised if its vocabulary differs.
@@ -223,14 +216,7 @@ class Setup:
         else:
             model, park = load_replica(source, dtype=self.dtype), True
             resize_vocabulary(model, self.model_config.vocab_size)
-        return FrozenModel(
-            model,
-            outputs,
-            names=names,
-            device=self.device,
-            park=park,
-            **options,
-        )
+        return FrozenModel(model, outputs, names=names, device=self.device, park=park)
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
         """The generation engine, which decodes from the policy's own weights (collective if they are sharded)."""

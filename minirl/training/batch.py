@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 
 
@@ -99,17 +99,12 @@ class Batch:
     old_logprobs: Tensor = NOT_MADE
     ref_logprobs: Tensor = NOT_MADE
     teacher_logprobs: Tensor = NOT_MADE
-    # [T, D]: the teacher's hidden states before the sampled tokens; and the KL divergence to it over the vocabulary.
-    teacher_states: Tensor = NOT_MADE
-    teacher_kl: Tensor = NOT_MADE
     values: Tensor = NOT_MADE
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
-    # Always on the host: the rollout of each sequence, int64 [N], see `RolloutTable.rollout`; and what is kept for each
-    # of T tokens.
+    # Always on the host: the rollout of each sequence, int64 [N], see `RolloutTable.rollout`.
     rollout: Tensor = NOT_MADE
-    kept: KeptIds = NOT_MADE
     prefixes: tuple[PromptPrefix, ...] = ()
 
     @functools.cached_property
@@ -151,22 +146,16 @@ class Batch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        return upload(self._token_places(indices), self.tokens.device)
-
-    def _token_places(self, indices: Sequence[int]) -> Tensor:
-        """The result of `token_index` on the host."""
         starts = [0, *itertools.accumulate(self.lengths)]
-        return concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        places = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        return upload(places, self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
-        places = self._token_places(indices)
-        token_index = upload(places, self.tokens.device)
+        token_index = self.token_index(indices)
         fields: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
-        if self.kept is not None:
-            fields["kept"] = self.kept[places]
         if self.rollout is not None:
             fields["rollout"] = self.rollout[list(indices)]
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
@@ -248,7 +237,6 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
         temperature=over_tokens(temperatures, lengths),
         is_truncated=over_tokens(is_truncated, lengths),
         prefixes=tuple(prefixes),
-        kept=KeptIds.join([KeptIds.none(0), *(branch.kept for branch in branches)]),
     )
 
 
@@ -280,12 +268,12 @@ def exchange(
         sent = [i for i, row in enumerate(own_rows) if rank_of[row] == receiver]
         parts.append(own.select(sent))
         rows_of_parts.append(torch.tensor([own_rows[i] for i in sent], dtype=torch.int64))
-    # How many rows, elements of each stream and kept ids every rank sends this one.
-    counts = torch.tensor([[len(part.lengths), len(part.tokens), len(part.kept.ids)] for part in parts])
+    # How many rows and elements of each stream every rank sends this one.
+    counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
     received_counts = torch.empty_like(counts)
     with spent_on("wait_ranks"):
         dist.all_to_all_single(received_counts, counts)
-    num_rows, num_tokens, num_ids = received_counts.T.tolist()
+    num_rows, num_tokens = received_counts.T.tolist()
     # Rows and streams arrive in the same order, that of the sending ranks.
     rows = _all_to_all(rows_of_parts, num_rows)
     arrived = table[rows]
@@ -293,16 +281,11 @@ def exchange(
     received = {}
     for name in streams_of[0]:
         received[name] = _all_to_all([streams[name] for streams in streams_of], num_tokens)
-    kept = KeptIds(
-        _all_to_all([part.kept.counts for part in parts], num_tokens),
-        _all_to_all([part.kept.ids for part in parts], num_ids),
-    )
     unsorted = dataclasses.replace(
         own,
         lengths=tuple(arrived.num_tokens.tolist()),
         prefixes=tuple(arrived.prefixes),
         rollout=table.rollout[rows],
-        kept=kept,
         **received,
     )
     batch = unsorted.select(rows.argsort().tolist())

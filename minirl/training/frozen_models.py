@@ -11,7 +11,7 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
 from minirl.training.sharded_model import ShardedModel
 
-# Streams of a batch, computed without gradient: [T], or [T, D] for hidden states.
+# Streams [T, ...] of a batch, computed without gradient.
 Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
@@ -50,13 +50,11 @@ class FrozenModel:
         names: Sequence[str],
         device: torch.device,
         park: bool = False,
-        keeps_head: bool = False,
     ):
         """model: a sharded one is run as its `scorer`, and is not parked where ranks gather its weights.
 
-        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
-
-        park: see `unparked`. keeps_head: a sharded model's head stays gathered, for users of hidden states.
+        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones. park: see
+        `unparked`.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
@@ -64,7 +62,6 @@ class FrozenModel:
         self._names = tuple(names)
         self._device = device
         self._park = park
-        self._keeps_head = keeps_head
 
     @torch.no_grad()
     def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
@@ -91,8 +88,7 @@ class FrozenModel:
                 yield
         else:
             yield
-            if not self._keeps_head:
-                self._gathered.reshard()
+            self._gathered.reshard()
 
 
 def under_adapters(outputs: Outputs) -> Outputs:

@@ -167,20 +167,9 @@ def branching(episode: Episode):
     yield other.generate(after="z", max_tokens=2)
 
 
-def truncating(episode: Episode):
-    """Turns in two branches, most with their own truncation; a copy of it runs in workers."""
-    turn = yield episode.generate(max_tokens=9, top_k=5)
-    yield episode.generate(after=turn.text[:2], max_tokens=7)
-    other = episode.branch("xyz")
-    yield other.generate(max_tokens=6, top_k=40, top_p=0.8)
-    yield episode.generate(after="q", max_tokens=8, top_k=3, min_p=0.1)
-    yield other.generate(after="z", max_tokens=5, top_k=0)
-
-
 def facts(rollout: Rollout) -> tuple:
     """The parts of a rollout that must be equal, bit for bit."""
-    kept = rollout.kept
-    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, kept.counts, kept.ids)
+    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
     own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
     return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
 

@@ -7,7 +7,7 @@ import torch
 from minirl.data.prompts import PromptStream
 from minirl.data.tokenizer import Tokenizer
 from minirl.rewards.reward_queue import RewardQueue
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId
 from support.texts import ids, save_tokenizer
 
 
@@ -23,9 +23,7 @@ def make_rollout(prompts, ordinal, sample, completion):
     tokens = torch.tensor([*prompt, *sampled])
     mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
     streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
-    return Rollout(
-        tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop", kept=KeptIds.none(length)
-    )
+    return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
 
 
 def reward_rollouts(functions, prompts, rollouts):
@@ -54,7 +52,6 @@ def in_two_branches(rollout):
         loss_mask=rollout.loss_mask[:cut],
         sample_logprobs=rollout.sample_logprobs[:cut],
         weight_version=rollout.weight_version[:cut],
-        kept=rollout.kept[:cut],
         finish_reason="stop",
     )
     return replace(
@@ -62,7 +59,6 @@ def in_two_branches(rollout):
         loss_mask=rollout.loss_mask & is_second,
         sample_logprobs=rollout.sample_logprobs * is_second,
         weight_version=rollout.weight_version * is_second,
-        kept=KeptIds.join([KeptIds.none(cut), rollout.kept[cut:]]),
         num_prompt_tokens=cut,
         rollout_id=rollout.rollout_id._replace(branch=1),
         earlier=(first,),
