@@ -410,29 +410,24 @@ class TestWhatAScriptRemembers:
         assert checkpoints_in(saver.run.path) == []
 
     @pytest.mark.parametrize(
-        ("num_saved", "num_ranks", "decode_group", "expected"),
+        ("num_saved", "num_ranks", "expected"),
         [
-            (2, 2, 1, [[0, 1, 2], [10]]),
-            (2, 1, 1, [[0, 10, 1, 2]]),
-            (1, 2, 1, [[0, 2], [1]]),
-            (3, 2, 1, [[0, 20, 2], [10, 1]]),
-            (2, 2, 2, [[0, 10, 1, 2], []]),
-            (3, 4, 2, [[0, 20, 2], [], [10, 1], []]),
+            (2, 2, [[0, 1, 2], [10]]),
+            (2, 1, [[0, 10, 1, 2]]),
+            (1, 2, [[0, 2], [1]]),
+            (3, 2, [[0, 20, 2], [10, 1]]),
         ],
     )
     def test_row_11_records_are_dealt_out_to_another_number_of_ranks(
-        self, monkeypatch, num_saved, num_ranks, decode_group, expected
+        self, monkeypatch, num_saved, num_ranks, expected
     ):
-        """None is lost or doubled, old ones stay before new ones, and on as many ranks each has its own.
-
-        Rollouts in flight go to the first rank of each decode group, and the script's own records to all ranks.
-        """
+        """None is lost or doubled, old ones stay before new ones, and on as many ranks each has its own."""
         all_records = ([0, 1, 2], [10], [20])[:num_saved]
         saved = [{IN_FLIGHT: records, "own": [i]} for i, records in enumerate(all_records)]
         monkeypatch.setattr(checkpoint_module, "world_size", lambda: num_ranks)
         dealt = []
         for r in range(num_ranks):
             monkeypatch.setattr(checkpoint_module, "rank", lambda r=r: r)
-            dealt.append(own_records(saved, decode_group))
+            dealt.append(own_records(saved))
         assert [records[IN_FLIGHT] for records in dealt] == expected
         assert sorted(number for records in dealt for number in records["own"]) == list(range(num_saved))

@@ -40,7 +40,7 @@ from support.engines import (
 from support.families import DELTA_NET
 from support.marks import slow
 
-# Around the borders of chunks of 64; with parents that share with another one, even more than their own tokens.
+# Around the borders of chunks of 32; with parents that share with another one, even more than their own tokens.
 LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
 SHARED = ((0, 0), (1, 0), (1, 128), (2, 65), (1, 64), (4, 127), (1, 1), (1, 199))
 
@@ -84,7 +84,7 @@ def fla(monkeypatch):
 @pytest.mark.parametrize(
     ("lengths", "shared"), [slow(LENGTHS, ()), (LENGTHS, SHARED), ((5, 5), ((0, 0), (0, 5)))]
 )
-def test_fla_is_asked_for_what_the_chunks_compute_and_once_for_each_row(lengths, shared, fla, monkeypatch):
+def test_fla_is_asked_for_what_the_chunks_compute(lengths, shared, fla, monkeypatch):
     """Outputs and gradients, also of sequences that begin where others are not at an end."""
     model = cached_model("states", torch.float64)
     layout = PackedLayout(lengths, CPU, shared=shared)
@@ -97,8 +97,6 @@ def test_fla_is_asked_for_what_the_chunks_compute_and_once_for_each_row(lengths,
         gradients = torch.autograd.grad(loss, model.parameters(), allow_unused=True)
         results.append([outputs, *(gradient for gradient in gradients if gradient is not None)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
-    computed = torch.cat([part.rows for part in layout.segment_index.rounds])
-    assert computed.sort().values.equal(torch.arange(len(tokens)))
 
 
 def test_requests_decode_on_from_states_that_fla_prefilled(fla):

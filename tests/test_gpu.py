@@ -8,7 +8,7 @@ import torch
 from minirl.generation.engine import Engine
 from minirl.generation.sampling import inverse_cdf
 from minirl.kernels import paged_attention
-from minirl.kernels.fla_delta_rule import run_segments
+from minirl.kernels.fla_delta_rule import run_packed
 from minirl.model import device_kernels, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
@@ -71,11 +71,12 @@ def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
     decay, beta = (x.abs() for x in random_tensors((tokens, 4), (tokens, 4), seed=1))
     leaves = [normalized(q), normalized(k), v, -decay, beta.sigmoid()]
     results = []
-    for device, name in (("cpu", "chunk_index"), ("cuda", "segment_index")):
+    for device in ("cpu", "cuda"):
         here = dataclasses.replace(layout, device=torch.device(device))
         placed = [x.bfloat16().float().to(device).requires_grad_() for x in leaves]
-        rows, index = DeltaRows(*placed), getattr(here, name)
-        out = run_chunks(rows, index) if device == "cpu" else run_segments(rows, index, torch.bfloat16)
+        rows = DeltaRows(*placed)
+        on_host = device == "cpu"
+        out = run_chunks(rows, here.chunk_index) if on_host else run_packed(rows, here, torch.bfloat16)
         results.append([out, *torch.autograd.grad(out, placed, upstream.to(device))])
     assert_near(results[1], results[0], 2e-2)
 

@@ -143,7 +143,7 @@ class Collector:
         self._num_steps += 1
         self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
         selection = self._select_step(num_groups, weight_version, temperature)
-        self._leave_engine()
+        self._runner.leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
@@ -158,7 +158,9 @@ class Collector:
         num_together: float = math.inf,
         weight_version: int = 0,
     ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards, as soon as they have them. Not collective.
+        """The rollouts of these requests with their rewards, as soon as they have them.
+
+        Collective if ranks share the model's layers.
 
         groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
         rollouts above which no group begins. num_together: prompts that are rewarded together, in order of their
@@ -174,7 +176,7 @@ class Collector:
                 if not self._queue.groups and not self._num_running:
                     break
                 bar.update(self._step())
-                self._queue.poll(0.0 if self._num_running else 0.5)
+                self._queue.poll(0.0 if self._num_running or self.engine.is_waited_for else 0.5)
                 num_groups = len(self._queue.groups)
                 enough = num_together if self._num_running else min(num_together, num_groups)
                 if num_groups < enough:
@@ -182,7 +184,8 @@ class Collector:
                 ready = self._queue.ready()
                 if len(ready) >= enough:
                     yield self._queue.finish(sorted(ready))
-        self._leave_engine()
+        self._runner.leave_engine()
+        self.engine.sync()
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
@@ -334,11 +337,7 @@ class Collector:
             while not self._runner.is_round_over:
                 bar.update(self._step())
                 self._queue.poll()
-        self.engine.sync()  # ranks that follow another's engine wait for it until here
-
-    def _leave_engine(self) -> None:
-        self._runner.leave_engine()
-        self.engine.sync()
+        self.engine.sync()  # ranks that share the model's layers pass through them until all are here
 
     def _step(self) -> int:
         """Decode a token of each episode and take the rollouts that ended; returns how many."""

@@ -71,7 +71,6 @@ class PromptStream:
         self.vocab_size = vocab_size or tokenizer.num_ids
         self._rows = rows
         self.truncation = truncation
-        self.decode_group = 1
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens
         # The indices of the rows that are served.
@@ -101,12 +100,10 @@ class PromptStream:
         notes = list(self._notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
-        num_groups = world_size() // self.decode_group
-        if 0 < per_step < num_groups:
-            samplers = "ranks" if self.decode_group == 1 else "decode groups"
+        if 0 < per_step < world_size():
             notes.append(
-                f"--prompts-per-step {per_step}: one of them samples all completions of a prompt, so "
-                f"{num_groups - per_step} of {num_groups} {samplers} sample none"
+                f"--prompts-per-step {per_step}: one rank samples all completions of a prompt, so "
+                f"{world_size() - per_step} of {world_size()} ranks sample none"
             )
         can_stop = any(stop_id < self.vocab_size for stop_id in self.tokenizer.stop_ids)
         if per_step and not can_stop:
@@ -122,14 +119,9 @@ class PromptStream:
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
         has whole groups: it prefills a prompt once, and has everything that a reward may compare. The ranks take the
-        ordinals in turn, so that they get equally many prompts even if each call is for one. Among ranks that decode
-        together (`decode_group`) the first has the requests of all.
+        ordinals in turn, so that they get equally many prompts even if each call is for one.
         """
-        group, place = divmod(rank(), self.decode_group)
-        num_groups = world_size() // self.decode_group
-        own = range(first + (group - first) % num_groups, first + count, num_groups)
-        if place > 0:
-            own = range(0)
+        own = range(first + (rank() - first) % world_size(), first + count, world_size())
         requests = []
         for prompt_ordinal, prompt_ids in zip(own, self._prompt_ids(own), strict=True):
             for sample in range(group_size + num_greedy):

@@ -146,7 +146,7 @@ class EpisodeRunner:
             # Episodes that need no more in this round make room for others.
             for running in self._spent:
                 self._leave(running)
-        has_replies = self._take_replies(0.0 if self._engine.is_decoding else WAIT_S)
+        has_replies = self._take_replies(0.0 if self._engine.is_waited_for else WAIT_S)
         if has_replies or self._engine.is_decoding:
             self._active_at = time.monotonic()
         ended, self._ended = self._ended, []

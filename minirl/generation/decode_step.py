@@ -1,6 +1,5 @@
 """One decode step, run eagerly: the newest token of each running request goes in, the next is sampled."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +29,6 @@ def sample_packed(
     positions int64 [B]: those of the sampled tokens. sampling: see `RunningRequests.sampling`; on the device.
     """
     keys, temperature, *truncation = sampling
-    slices = model.slices
-    gather = None if slices is None else functools.partial(slices.gather, total=model.config.vocab_size)
     tokens, logprobs = sample(
         hidden,
         model.lm_head.weight,
@@ -39,10 +36,7 @@ def sample_packed(
         positions=positions,
         temperature=temperature,
         truncation=truncation,
-        gather=gather,
     )
     bits = logprobs.float().view(torch.int32)
     packed = torch.stack([tokens.int(), bits])
-    if slices is not None and packed.device.type == "cuda":
-        slices.broadcast(packed)  # so that ranks stay together even if their kernels differ in a bit
     return packed

@@ -6,10 +6,11 @@ prompt prefill it once and fork it; it stays in the cache, as their stem, until 
 between two turns keeps its blocks, but no place in the batch. When the cache is full, such requests give their blocks
 back first, then the youngest running one, which is preempted; they are recomputed later.
 
-The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Nothing in the engine is
-collective: each rank decodes on its own. A rollout depends only on its request and the weights, not on the other
-requests in the batch. At the end of a generation phase, when no request is left, the cache is empty, so new weights
-never read old keys and values. The engine also frees its memory, unless it keeps it with the CUDA graphs that read it.
+The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Each rank decodes on its
+own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`). A rollout depends
+only on its request and the weights, not on the other requests in the batch. At the end of a generation phase, when no
+request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its memory,
+unless it keeps it with the CUDA graphs that read it.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
 which stay on the device as the next step's input. So the device never waits for the host. The engine knows in
@@ -33,7 +34,7 @@ from minirl.generation.kv_cache import KVCache, ceil_div
 from minirl.generation.packed_upload import upload_together
 from minirl.generation.running_requests import PendingTokens, RunningRequests
 from minirl.model import padding
-from minirl.model.attention import FLASH_BLOCK, concatenated_ranges, upload
+from minirl.model.attention import FLASH_BLOCK, PackedLayout, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, token_tensor
@@ -178,6 +179,12 @@ class Engine:
         """Return whether `step` has work: some request is not waiting for another turn."""
         return bool(self._running or self._waiting or self._resumed)
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether `step` has work, or ranks that share the model have some, which they do together."""
+        shards = self.model.shards
+        return self.is_decoding or (shards is not None and shards.others_decode)
+
     def release(self, *rollout_ids: RolloutId) -> None:
         """End requests that wait for a further turn. Not collective. Raises InputError for one that does not."""
         rows = []
@@ -202,6 +209,7 @@ class Engine:
         Returns the rollouts found to be finished. Not collective.
         """
         if not self.is_decoding:
+            self._join_others()
             return []
         # Waiting requests would fill the free blocks anyway, so blocks move only if none waits.
         if self._has_gaps and not self._waiting:
@@ -245,7 +253,14 @@ class Engine:
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:
-        """Bring the engines of a group into one state, see `GroupEngine`; this one has nothing to do."""
+        """Pass through the model with the ranks that share it until none has tokens (collective among them)."""
+        shards = self.model.shards
+        if shards is None:
+            return
+        shards.is_done, shards.are_done = True, False
+        while not shards.are_done:
+            self._join_others()
+        shards.is_done = False
 
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
@@ -272,13 +287,10 @@ class Engine:
         num_padding_rows = 1 if self.cuda_graphs else 0
         # FLASH_BLOCK is the largest block size.
         num_padding_tokens = num_padding_rows * FLASH_BLOCK
-        num_kv_heads = self.config.num_key_value_heads
-        if self.model.slices is not None:
-            num_kv_heads //= self.model.slices.size
         self._cache = KVCache(
             self.config.attention_windows,
             delta_net=self.config.delta_net,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
             num_tokens=self.cache_tokens + num_padding_tokens,
@@ -294,6 +306,13 @@ class Engine:
             padding_row = self._cache.add(1)
             assert padding_row is not None
             self._padding_row = torch.tensor([padding_row])
+
+    @torch.no_grad()
+    def _join_others(self) -> None:
+        """Without own tokens, pass through the model with the ranks that share it, if there are any."""
+        if self.model.shards is not None:
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            self.model(nothing, nothing, PackedLayout((), self.device))
 
     def _end_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""

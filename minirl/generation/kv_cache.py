@@ -457,10 +457,16 @@ class KVCache:
             caches.append(Cached(pool, last_block, offset, read=read))
         if not self.states:
             return DecodeLayout(positions, caches, self.pool_of_layer)
-        rounds = [slice(None)] if has_one_each else self._rounds(rows)
-        return DecodeLayout(positions, caches, self.pool_of_layer, self.states, left[0], rounds)
+        rounds: list[Tensor | slice] = [slice(None)]
+        num_slots = None
+        if not has_one_each:
+            rounds = self._rounds(rows)
+        elif self.kernel == "portable" and rows.max() < 2 * len(rows):  # else most slots would be idle
+            num_slots = int(rows.max()) + 1
+        slots = left[0]
+        return DecodeLayout(positions, caches, self.pool_of_layer, self.states, slots, rounds, num_slots)
 
-    def _rounds(self, rows: Tensor) -> list[Tensor]:
+    def _rounds(self, rows: Tensor) -> list[Tensor | slice]:
         """Split the tokens of a decode step into parts with at most one token of each sequence."""
         _, counts = rows.unique_consecutive(return_counts=True)
         number = concatenated_ranges([0] * len(counts), counts)

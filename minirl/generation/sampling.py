@@ -8,7 +8,7 @@ at the sampling temperature. Training scores them with the same chunks of the vo
 `log_softmax`, so that both get the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -132,15 +132,13 @@ def sample(
     temperature: Tensor,
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
-    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
     top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the vocabulary per
-    product with the head (on CUDA: all); gather: makes logits [B, V] of those for this rank's rows of the head, if it
-    has only some.
+    product with the head (on CUDA: all).
     """
     uniform = uniforms(keys, positions)
     is_on_cpu = hidden.device.type == "cpu"
@@ -149,8 +147,6 @@ def sample(
         logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
     else:
         logits = chunk_logits(hidden, head, divisor)
-    if gather is not None:
-        logits = gather(logits).contiguous()
     if truncation:
         truncate(logits, temperature, *truncation)
         # The logits are divided; 0 still takes the likeliest token.

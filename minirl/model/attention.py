@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import device_kernels, portable_attention
-from minirl.model.delta_rule import CHUNK, DeltaStates, RoundIndex, index_rounds
+from minirl.model.delta_rule import ChunkIndex, DeltaStates, index_chunks
 
 # Tokens of a cache block for flash-attn, and for `paged_attention`; on the CPU it is `portable_attention.BLOCK`.
 FLASH_BLOCK = 256
@@ -213,30 +213,9 @@ class PackedLayout:
         return torch.where(self.positions >= ages, seen, len(self.positions))
 
     @functools.cached_property
-    def chunk_index(self) -> RoundIndex:
-        """The chunks of the gated delta rule.
-
-        A sequence that shares its first tokens with another one begins with the chunk in which they end, from the
-        other's state: up to CHUNK - 1 rows are computed once more.
-        """
-        shared_and_length = zip(self.num_shared, self.lengths, strict=True)
-        begins = [range(shared // CHUNK * CHUNK, length, CHUNK) for shared, length in shared_and_length]
-        return index_rounds(self._sequences, begins, sum(self.num_own), CHUNK, self._upload)
-
-    @functools.cached_property
-    def segment_index(self) -> RoundIndex:
-        """The segments of the gated delta rule for fla's kernels: every row is computed once.
-
-        One begins where a sequence's own tokens begin, and after the token where another sequence parts from it.
-        """
-        sequences = list(zip(self._sequences, self.num_shared, strict=True))
-        shared_ends = torch.tensor([int(sequence[n - 1]) + 1 for sequence, n in sequences if n])
-        begins = []
-        for sequence, shared in sequences:
-            is_begin = torch.isin(sequence[shared:], shared_ends)
-            is_begin[:1] = True
-            begins.append((shared + is_begin.nonzero()[:, 0]).tolist())
-        return index_rounds(self._sequences, begins, sum(self.num_own), 1, self._upload)
+    def chunk_index(self) -> ChunkIndex:
+        """The chunks of the gated delta rule."""
+        return index_chunks(self._sequences, self.num_shared, sum(self.num_own), self._upload)
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
@@ -270,6 +249,7 @@ class DecodeLayout:
     caches: the pools. pool_of_layer: for each layer the index of its pool, and the layer's index in the pool.
     states: of each layer with a gated delta net; slots int64 [B]: of each token's sequence.
     rounds: the tokens in parts, one after another, that have one token of a sequence each.
+    num_slots: see `delta_rule.run_row`.
     """
 
     positions: Tensor
@@ -278,6 +258,7 @@ class DecodeLayout:
     states: Mapping[int, DeltaStates] = field(default_factory=dict)
     slots: Tensor | None = None
     rounds: Sequence[Tensor | slice] = (slice(None),)
+    num_slots: int | None = None
 
 
 Layout = PackedLayout | DecodeLayout

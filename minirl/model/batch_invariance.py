@@ -208,17 +208,14 @@ def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = 
     return None
 
 
-def _has_bits_in_slices(
-    num_in: int, num_out: int, dtype: torch.dtype, is_head: bool, num_slices: int
-) -> bool:
-    """Return whether columns computed in slices, as `slices` does, have the bits of the whole product."""
-    product = head_logits if is_head else linear
+def _has_bits_in_parts(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
+    """Return whether columns computed in parts, as `shards` does, have the bits of the whole product."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
     (x,), (weight,) = cancelling_factors(1, 2 * TILE_ROWS, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
-    slices = weight.split(-(-num_columns // num_slices))
+    parts = weight.split(-(-num_columns // num_parts))
     return all(
-        torch.equal(torch.cat([product(x[:rows], part) for part in slices], 1), product(x[:rows], weight))
+        torch.equal(torch.cat([linear(x[:rows], part) for part in parts], 1), linear(x[:rows], weight))
         for rows in (MIN_ROWS, 33, 2 * TILE_ROWS)
     )
 
@@ -229,20 +226,20 @@ def is_batch_invariant(
     device: torch.device,
     *,
     is_head: bool = False,
-    num_slices: int = 1,
+    num_shards: int = 1,
 ) -> bool:
     """Return whether products x [T, in] @ W [in, out] of all these (in, out) give each row the same bits at every T.
 
     Measures `linear`, or `head_logits` if `is_head`: by `tile_rows`, and whether columns that are computed in
-    `num_slices` parts, as `slices` does, have the bits of the whole. False on CUDA, without measuring.
+    `num_shards` parts, as `shards` does, have the bits of the whole. False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
     for num_in, num_out in set(shapes):
-        for width in {num_out, -(-num_out // num_slices)}:
+        for width in {num_out, -(-num_out // num_shards)}:
             if tile_rows(num_in, width, product_dtype(dtype), is_head=is_head) is None:
                 return False
-        if num_slices > 1 and not _has_bits_in_slices(num_in, num_out, dtype, is_head, num_slices):
+        if num_shards > 1 and not _has_bits_in_parts(num_in, num_out, dtype, num_shards):
             return False
     return True
 

@@ -8,8 +8,9 @@ chunk's rows, and c the running sum of g in it:
 
 `run_chunks` computes packed sequences, one chunk of all sequences at a time. `run_row` computes the next row of each
 cached sequence from `DeltaStates`, and `end_chunks` the state after a chunk whose rows are all there. On the CPU both
-forms have the same bits: a row of U is one product of one row in both. The other products have at least MIN_ROWS rows,
-and inner lengths that do not depend on the number of rows. Everything is fp32 (fp64 in an fp64 model).
+forms have the same bits: a row of U is one product of one row in both. The other products of `run_row` are padded to
+`least_rows`, and have inner lengths that do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
+model).
 
 In shapes: T rows, H value heads, N chunks (or sequences), C rows of a chunk.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from minirl.model.batch_invariance import activate, at_least_fp32
 from minirl.model.padding import MIN_ROWS
 
-CHUNK = 64  # rows
+CHUNK = 32  # rows; twice as many take a fifth longer on the CPU, in decoding and in training
 
 
 @dataclass(frozen=True)
@@ -61,76 +62,66 @@ class DeltaRows(NamedTuple):
     beta: Tensor
 
 
-class Round(NamedTuple):
-    """Pieces of packed sequences that are computed together, each from the state after a piece of the round before.
+@dataclass(frozen=True)
+class ChunkIndex:
+    """The N chunks of packed sequences in rounds: the first chunk of each, then the second, and so on.
 
-    rows int64 [n]: the pieces' rows, end to end, as indices among the T' rows of the model; T' for padding.
-    lengths int64 [pieces]: how many rows each has.
-    previous int64 [pieces]: which piece of the round before it follows. In the first round 0, for a state of zeros.
+    rows int64 [N x CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
+    previous: for each round int64 [chunks]: which chunk of the round before it each follows. In the first round 0, for
+    a state of zeros.
+    places int64 [T']: where each row is among `rows`; the first place if it has several.
+    ends int64 [sequences]: the chunks of the sequences' last rows.
     """
 
     rows: Tensor
-    lengths: Tensor
-    previous: Tensor
-
-
-@dataclass(frozen=True)
-class RoundIndex:
-    """Packed sequences in pieces.
-
-    places int64 [T']: where each row is in the rows of all rounds, end to end; the first place if it has several.
-    ends int64 [sequences]: the places of the sequences' last rows.
-    """
-
-    rounds: tuple[Round, ...]
+    previous: tuple[Tensor, ...]
     places: Tensor
     ends: Tensor
 
 
-def index_rounds(
+def index_chunks(
     sequences: Sequence[Tensor],
-    begins: Sequence[Sequence[int]],
+    num_shared: Sequence[int],
     num_rows: int,
-    multiple: int,
     upload: Callable[[Tensor], Tensor],
-) -> RoundIndex:
-    """Cut packed sequences into pieces that begin at these positions of each.
+) -> ChunkIndex:
+    """Cut packed sequences into chunks.
 
-    sequences: the rows of each, as indices among the model's `num_rows`; on the host. It may share its first rows with
-    an earlier one, which must then have a piece that ends before its first own piece.
-    multiple: the rows of each piece are padded to a multiple of it. upload: copies a tensor to the rows' device.
+    A sequence that shares its first tokens with an earlier one begins with the chunk in which they end, from the
+    other's state: up to CHUNK - 1 rows are computed once more.
+
+    sequences: the rows of each, as indices among the model's `num_rows`; on the host. num_shared: how many are also an
+    earlier one's. upload: copies a tensor to the rows' device.
     """
-    # By round: the rows of its pieces, and the piece of the round before that each follows.
-    pieces_of: dict[int, list[tuple[Tensor, int]]] = {}
-    # By a piece's last row: its round, and its number there.
-    ended_by: dict[int, tuple[int, int]] = {}
-    for sequence, starts in zip(sequences, begins, strict=True):
-        for begin, piece in zip(starts, sequence.tensor_split(list(starts))[1:], strict=True):
-            round_before, previous = ended_by[int(sequence[begin - 1])] if begin else (-1, 0)
-            pieces = pieces_of.setdefault(round_before + 1, [])
-            ended_by[int(piece[-1])] = (round_before + 1, len(pieces))
-            pieces.append((F.pad(piece, (0, -len(piece) % multiple), value=num_rows), previous))
-    if not pieces_of:  # one piece of padding, so that every parameter has a gradient
-        pieces_of[0] = [(torch.full((multiple,), num_rows), 0)]
-    rounds = []
-    for pieces in pieces_of.values():
-        rows, numbers = zip(*pieces, strict=True)
-        lengths = [len(piece) for piece in rows]
-        rounds.append(Round(torch.cat(rows), torch.tensor(lengths), torch.tensor(numbers)))
-    all_rows = torch.cat([part.rows for part in rounds])
-    places = torch.full((num_rows + 1,), len(all_rows))
-    places.scatter_reduce_(0, all_rows, torch.arange(len(all_rows)), "amin")
-    last_rows = torch.cat([all_rows[:0], *(sequence[-1:] for sequence in sequences)])
-    uploaded = tuple(Round(*map(upload, part)) for part in rounds)
-    return RoundIndex(uploaded, upload(places[:num_rows]), upload(places[last_rows]))
+    chunks: list[Tensor] = []
+    previous: list[Tensor] = []
+    # By a full chunk's last row: its number in its round.
+    number_of: dict[int, int] = {}
+    for begin in range(0, max(map(len, sequences), default=0), CHUNK):
+        follows: list[int] = []
+        for sequence, shared in zip(sequences, num_shared, strict=True):
+            chunk = sequence[begin : begin + CHUNK]
+            if len(chunk) and begin + CHUNK > shared:
+                number_of[int(chunk[-1])] = len(follows)
+                follows.append(number_of[int(sequence[begin - 1])] if begin else 0)
+                chunks.append(F.pad(chunk, (0, CHUNK - len(chunk)), value=num_rows))
+        previous.append(torch.tensor(follows))
+    if not chunks:  # one of padding, so that every parameter has a gradient
+        chunks, previous = [torch.full((CHUNK,), num_rows)], [torch.tensor([0])]
+    rows = torch.cat(chunks)
+    places = torch.full((num_rows + 1,), len(rows))
+    places.scatter_reduce_(0, rows, torch.arange(len(rows)), "amin")
+    last_rows = torch.cat([rows[:0], *(sequence[-1:] for sequence in sequences)])
+    uploaded = tuple(map(upload, previous))
+    return ChunkIndex(upload(rows), uploaded, upload(places[:num_rows]), upload(places[last_rows] // CHUNK))
 
 
 class DeltaStates(NamedTuple):
     """One layer's states of cached sequences, each in a slot: [slots, ...].
 
     inputs [.., kernel, channels]: the newest inputs of the convolution, that of position p at p % kernel.
-    state [.., H, Dk, Dv]: S where the chunk of the newest row begins. keys [.., H, C, Dk], updates [.., H, C, Dv] and
-    decays [.., H, C]: K, U and g of the rows since; later elements are finite.
+    state [.., H, Dk, Dv]: S where the chunk of the newest row begins. keys [.., H, Dk, C], updates [.., H, C, Dv] and
+    decays [.., H, C]: K^T, U and g of the rows since; later elements are finite.
     """
 
     inputs: Tensor
@@ -145,7 +136,7 @@ def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: 
     inputs = torch.zeros(num_slots, shape.kernel_size, shape.num_channels, dtype=dtype, device=device)
     keys, values = shape.key_head_dim, shape.value_head_dim
     pools = []
-    for sizes in ((keys, values), (CHUNK, keys), (CHUNK, values), (CHUNK,)):
+    for sizes in ((keys, values), (keys, CHUNK), (CHUNK, values), (CHUNK,)):
         of_heads = (num_slots, shape.num_value_heads, *sizes)
         pools.append(torch.zeros(of_heads, dtype=at_least_fp32(dtype), device=device))
     return DeltaStates(inputs, *pools)
@@ -168,27 +159,25 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def run_chunks(
-    rows: DeltaRows, index: RoundIndex, states: DeltaStates | None = None, slots: Tensor | None = None
+    rows: DeltaRows, index: ChunkIndex, states: DeltaStates | None = None, slots: Tensor | None = None
 ) -> Tensor:
     """The outputs [T', H, Dv] of packed sequences. Stores the states after them in these slots int64 [sequences]."""
-    in_chunks = torch.cat([part.rows for part in index.rounds])
-    chunks = DeltaRows(*(_in_chunks(x, in_chunks) for x in rows))
-    sizes = [len(part.previous) for part in index.rounds]
-    of_rounds = zip(*(x.split(sizes) for x in chunks), strict=True)
+    chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))
+    of_rounds = zip(*(x.split(list(map(len, index.previous))) for x in chunks), strict=True)
     end = rows.v.new_zeros(1, *rows.k.shape[1:], rows.v.shape[-1])
     begins: list[Tensor] = []
     updates: list[Tensor] = []
     outputs: list[Tensor] = []
-    for part, own in zip(index.rounds, of_rounds, strict=True):
-        begin = end[part.previous]
+    for previous, own in zip(index.previous, of_rounds, strict=True):
+        begin = end[previous]
         out, update, end = _run_chunk(DeltaRows(*own), begin)
         begins.append(begin)
         updates.append(update)
         outputs.append(out)
     if states is not None:
-        kept = (torch.cat(begins), chunks.k, torch.cat(updates), chunks.decay)
+        kept = (torch.cat(begins), chunks.k.mT, torch.cat(updates), chunks.decay)
         for pool, values in zip(states[1:], kept, strict=True):
-            pool[slots] = values[index.ends // CHUNK]
+            pool[slots] = values[index.ends]
     by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     return by_row[index.places]
 
@@ -208,47 +197,68 @@ def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     pairs = between.clamp(max=0).exp()
     grown = total.exp()
     keys = k.mT
-    a = (k @ keys * beta[..., None] * pairs).tril(-1)
+    a = (k @ keys * pairs * beta[..., None]).tril(-1)
     weights = (q @ keys * pairs).tril()
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     v_in = v * beta[..., None]
     update = _Solve.apply(a, v_in - k_in @ state)
-    end = _next_state(state, k, update, total)
+    end = _next_state(state, keys, update, total)
     return q_in @ state + weights @ update, update, end
 
 
 def _next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> Tensor:
-    """The state [N, H, Dk, Dv] after a chunk, from the state before it, K, U and c."""
-    k_out = keys * (total[..., -1:] - total).exp()[..., None]
+    """The state [N, H, Dk, Dv] after a chunk, from the state before it, K^T, U and c."""
+    k_out = keys * (total[..., -1:] - total).exp()[..., None, :]
     kept = state * total.exp()[..., -1, None, None]
-    return kept + k_out.mT @ updates
+    return kept + k_out @ updates
 
 
-def run_row(rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor) -> Tensor:
-    """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n]."""
+def run_row(
+    rows: DeltaRows,
+    states: DeltaStates,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    num_padded: int,
+    num_slots: int | None = None,
+) -> Tensor:
+    """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n].
+
+    num_padded: see `padded_rows`. num_slots: compute where the states lie, on this many first slots, of which some may
+    be idle. None: on copies of the states.
+    """
     at = positions % CHUNK
-    states.keys[slots, :, at] = rows.k
+    states.keys[slots, :, :, at] = rows.k
     states.decays[slots, :, at] = rows.decay
-    state, keys, updates, decays = (pool[slots] for pool in states[1:])
-    q, k, v, _, beta = rows
-    own = (torch.arange(len(at), device=at.device), slice(None), at)
+    if num_slots is None:
+        state, keys, updates, decays = (pool[slots] for pool in states[1:])
+        places = torch.arange(len(slots), device=at.device)
+    else:
+        state, keys, updates, decays = (pool[:num_slots] for pool in states[1:])
+        places = slots
+    users = at.new_zeros(len(state))  # an idle slot computes the first sequence's row
+    users[places] = torch.arange(len(slots), device=at.device)
+    q, k, v, _, beta = (x[users] for x in rows)
+    last = at[users][:, None, None]
     column = torch.arange(CHUNK, device=at.device)
-    is_before = column < at[:, None, None]
     total = decays.cumsum(-1)
-    between = total[own][..., None] - total
-    pairs = between.clamp(max=0).exp()
-    grown = total.exp()[own]
-    of_keys = _padded(k, q) @ keys.mT
-    a = torch.where(is_before, of_keys[..., 0, :] * beta[..., None] * pairs, 0.0)
+    own_total = total.gather(-1, last.expand(-1, total.shape[1], 1))
+    pairs = (own_total - total).clamp(max=0).exp()
+    grown = activate(own_total[..., 0], torch.exp)
+    of_keys = (_padded(num_padded, k, q) @ keys)[..., :2, :]
+    is_seen = column <= last[..., None] - torch.tensor([[1], [0]], device=at.device)
+    a, weights = torch.where(is_seen, of_keys * pairs[..., None, :], 0.0).unbind(2)
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
-    of_state = _padded(k_in, q_in) @ state
-    update = _solve_row(a, v * beta[..., None] - of_state[..., 0, :], updates)
-    updates[own] = update
-    states.updates[slots, :, at] = update
-    weights = torch.where(column <= at[:, None, None], of_keys[..., 1, :] * pairs, 0.0)
-    return of_state[..., 1, :] + (_padded(weights) @ updates)[..., 0, :]
+    of_state = _padded(num_padded, k_in, q_in) @ state
+    right = v * beta[..., None] - of_state[..., 0, :]
+    update = _solve_row(a * beta[..., None], right, updates)[places]
+    updates[places, :, at] = update
+    if num_slots is None:
+        states.updates[slots, :, at] = update
+    out = of_state[..., 1, :] + (_padded(num_padded, weights) @ updates)[..., 0, :]
+    return out[places]
 
 
 def end_chunks(states: DeltaStates, slots: Tensor) -> None:
@@ -257,9 +267,9 @@ def end_chunks(states: DeltaStates, slots: Tensor) -> None:
     states.state[slots] = _next_state(state, keys, updates, decays.cumsum(-1))
 
 
-def _padded(*rows: Tensor) -> Tensor:
-    """Rows [n, H, D] as the first of MIN_ROWS rows [n, H, MIN_ROWS, D]: fewer would not take the kernel of a chunk."""
-    return F.pad(torch.stack(rows, 2), (0, 0, 0, MIN_ROWS - len(rows)))
+def _padded(num_padded: int, *rows: Tensor) -> Tensor:
+    """Rows [n, H, D] as the first of [n, H, num_padded, D]: fewer would not take the kernel of a chunk."""
+    return F.pad(torch.stack(rows, 2), (0, 0, 0, num_padded - len(rows)))
 
 
 def _solve_row(a: Tensor, right: Tensor, solved: Tensor) -> Tensor:
@@ -290,26 +300,38 @@ class _Solve(torch.autograd.Function):
         return -(by_right @ solved.mT).tril(-1), by_right.contiguous()
 
 
+def padded_rows(shape: DeltaNet, device: torch.device) -> int:
+    """Return how many rows `run_row` pads its products to."""
+    return least_rows(shape) or MIN_ROWS if device.type == "cpu" else 2
+
+
 @functools.cache
-def is_batch_invariant(shape: DeltaNet) -> bool:
-    """Measure whether `run_row` has the bits of `run_chunks` on this CPU, for one and for three sequences."""
+def least_rows(shape: DeltaNet) -> int | None:
+    """Measure to how few rows `run_row` may pad for the bits of `run_chunks` on this CPU; None: it never has them."""
     length = CHUNK + 9
     sizes = (shape.key_head_dim, shape.key_head_dim, shape.value_head_dim, 1, 1)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, length, shape.num_value_heads, sum(sizes), generator=generator)
     q, k, v, decay, beta = numbers.split(sizes, -1)
     rows = DeltaRows(normalized(q), normalized(k), v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
-    sequences = torch.arange(3 * length).split(length)
-    index = index_rounds(sequences, [[0, CHUNK]] * 3, 3 * length, CHUNK, lambda tensor: tensor)
+    index = index_chunks(torch.arange(3 * length).split(length), (0, 0, 0), 3 * length, lambda x: x)
     expected = run_chunks(DeltaRows(*(x.flatten(0, 1) for x in rows)), index).unflatten(0, (3, length))
-    for n in (1, 3):
-        slots = torch.arange(n)
-        states = make_states(shape, n, dtype=torch.float32, device=torch.device("cpu"))
-        for position in range(length):
-            if position == CHUNK:
-                end_chunks(states, slots)
-            row = DeltaRows(*(x[:n, position] for x in rows))
-            out = run_row(row, states, slots, torch.full_like(slots, position))
-            if not torch.equal(out, expected[:n, position]):
-                return False
-    return True
+    for num_padded in (2, 4, 8, MIN_ROWS):
+        decoded = (_decode(rows, shape, num_sequences, num_padded) for num_sequences in (1, 3))
+        if all(torch.equal(outputs, expected[: len(outputs)]) for outputs in decoded):
+            return num_padded
+    return None
+
+
+def _decode(rows: DeltaRows, shape: DeltaNet, num_sequences: int, num_padded: int) -> Tensor:
+    """The outputs of `run_row`, one after another, for the first sequences of rows [sequences, length, H, ...]."""
+    slots = torch.arange(num_sequences)
+    states = make_states(shape, num_sequences, dtype=torch.float32, device=torch.device("cpu"))
+    outputs = []
+    for position in range(rows.k.shape[1]):
+        if position and position % CHUNK == 0:
+            end_chunks(states, slots)
+        row = DeltaRows(*(x[:num_sequences, position] for x in rows))
+        positions = torch.full_like(slots, position)
+        outputs.append(run_row(row, states, slots, positions, num_padded=num_padded))
+    return torch.stack(outputs, 1)

@@ -74,13 +74,14 @@ class GatedDeltaNet(nn.Module):
         if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
             from minirl.kernels import fla_delta_rule
 
-            return fla_delta_rule.run_segments(rows, layout.segment_index, mixed.dtype, states, layout.slots)
+            return fla_delta_rule.run_packed(rows, layout, mixed.dtype, states)
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
         """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Their states keep the tokens."""
         states = layout.states[self.layer]
         assert layout.slots is not None
+        num_padded = delta_rule.padded_rows(self.shape, mixed.device)
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
         for part in layout.rounds:
             slots = layout.slots[part]
@@ -89,7 +90,9 @@ class GatedDeltaNet(nn.Module):
             window = states.inputs[self._places(slots, positions)]
             convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
             rows = self._rows(convolved, decay[part], beta[part])
-            out[part] = delta_rule.run_row(rows, states, slots, positions)
+            out[part] = delta_rule.run_row(
+                rows, states, slots, positions, num_padded=num_padded, num_slots=layout.num_slots
+            )
         return out
 
     def _places(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

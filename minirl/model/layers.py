@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters, ModelConfig
-from minirl.model.slices import Slices
+from minirl.model.shards import Shards
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -68,15 +68,11 @@ class Linear(nn.Linear):
 
     The adapter is never merged, so decoding, scoring and training compute the same bits.
     lora_scale: alpha / rank, or 0 for x W^T alone.
-    slices: this rank's slice, see `sliced_model`. The layer may get only its columns of the input, and return only its
-    columns of the output.
+    shards: the ranks that hold its rows together.
     """
 
     lora_scale = 0.0
-
-    slices: Slices | None = None
-    gathers_input = False
-    gathers_output = True
+    shards: Shards | None = None
 
     def add_adapter(self, adapters: Adapters) -> None:
         """Make A [rank, in] and B [out, rank]."""
@@ -84,15 +80,22 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(self.weight.new_zeros(self.out_features, adapters.rank))
         self.lora_scale = adapters.alpha / adapters.rank
 
+    def shard(self, shards: Shards) -> list[str]:
+        """Keep room for a rank's rows of the parameters with a row for each output; returns their names."""
+        self.shards = shards
+        names = []
+        for name in ("weight", "bias", "lora_B"):
+            whole = getattr(self, name, None)
+            if whole is not None:
+                own = whole.new_zeros(shards.width(len(whole)), *whole.shape[1:])
+                setattr(self, name, nn.Parameter(own, requires_grad=False))
+                names.append(name)
+        return names
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.slices is None:
+        if self.shards is None:
             return self.product(x)
-        if self.gathers_input:
-            x = self.slices.gather(x, self.in_features)
-        own = self.product(x)
-        if self.gathers_output:
-            return self.slices.gather(own, self.out_features)
-        return own[:, : self.slices.num_own(self.out_features)]
+        return self.shards.apply(self.product, x, self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the outputs [T, rows] for the rows of the weight."""

@@ -21,16 +21,11 @@ from minirl.model.gated_delta_net import GatedDeltaNet
 from minirl.model.layers import ACTIVATIONS, Gate, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
-from minirl.model.slices import Slices
+from minirl.model.shards import Shards
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate.
-
-    slices: this rank's slice; it takes its own heads where projections return all of them.
-    """
-
-    slices: Slices | None = None
+    """Grouped-query self-attention with rope; optionally biases, q/k norm, a window and an output gate."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -66,8 +61,6 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)
-        if self.slices is not None:
-            q, k, v = (part[:, self.slices.own(part.shape[1])] for part in (q, k, v))
         q, k = rotate_pair(self._split_heads(q), self._split_heads(k), rotation)
         out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window).flatten(1)
         if self.has_gate:
@@ -178,10 +171,10 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
-    slices: this rank's slice; it decodes with the other ranks of its group.
+    shards: the ranks that hold the rows of its layers together. Each runs as many forwards, if only over no tokens.
     """
 
-    slices: Slices | None = None
+    shards: Shards | None = None
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
         super().__init__()
@@ -210,12 +203,16 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Return the hidden states [T, D] after the final norm, divided by the divisor of logits. Not collective.
+        """Return the hidden states [T, D] after the final norm, divided by the divisor of logits.
+
+        Collective among `shards`, if there are any.
 
         tokens and positions: int64 [T], without padding; for the CPU's layers `padding.pad_rows` pads them.
         """
         padded_tokens = padding.pad_rows(tokens)
         padded_positions = padding.pad_rows(positions)
+        if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
+            return self.model.embed_tokens(tokens)
         rotations = [table.at(padded_positions) for table in rope_table(self.config, tokens.device)]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.embedding_multiplier != 1:
@@ -239,20 +236,20 @@ def on_meta(config: ModelConfig, *, recompute_layers: bool = False) -> Transform
 
 
 def is_batch_invariant(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_slices: int = 1
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_shards: int = 1
 ) -> bool:
     """Return whether a token has the same bits in any batch on this machine, measured on all products of such a model.
 
-    num_slices: the slices in which decoding computes their columns.
+    num_shards: the parts in which decoding computes the columns of layers.
     """
     parameters = on_meta(config).model.layers.parameters()
     layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
     vocab_chunks = (min(config.vocab_size, VOCAB_CHUNK), config.vocab_size % VOCAB_CHUNK)
     head = [(config.hidden_size, width) for width in vocab_chunks if width]
-    if not batch_invariance.is_batch_invariant(layers, dtype, device, num_slices=num_slices):
+    if not batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards):
         return False
-    if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True, num_slices=num_slices):
+    if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
         return False
-    if config.delta_net is not None and not delta_rule.is_batch_invariant(config.delta_net):
+    if config.delta_net is not None and delta_rule.least_rows(config.delta_net) is None:
         return False
     return portable_attention.min_queries(config.head_dim, dtype) is not None

@@ -43,7 +43,7 @@ class Workload:
     trained: the policy, then value models, which with shares_base have adapters on its weights. frozen: by name.
     num_shards: ranks that hold a model's shards together: all, or those of a decode group. longest: tokens
     of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step. requests: those
-    that the group has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
+    that it has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
     """
 
     device_type: str
@@ -99,19 +99,20 @@ def _held_bytes(work: Workload) -> tuple[dict[str, float], float]:
     """The bytes of what stays on the rank, by name, and of the largest model that the host holds between its uses."""
     itemsize, group = work.dtype.itemsize, work.decode_group
     policy, *values = work.trained
-    num_held = num_parameters(policy)
+    num_held = _num_held(policy, group)
     if group == 1:
         num_held += sum(num_parameters(value, trained=work.shares_base) for value in values)
-    elif not work.offloads_optimizer:  # without decoding, only the base of a value model's adapters
-        num_held += sum(num_parameters(value) - num_parameters(value, trained=True) for value in values)
-    held = {"weights": itemsize * num_held / group}
+    else:  # without decoding, only embeddings and the base of adapters
+        on_host = work.offloads_optimizer
+        num_held += sum(_num_held(value, group, of_frozen=True, on_host=on_host) for value in values)
+    held = {"weights": itemsize * num_held}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * _num_trained(work) / work.num_shards
     parked = 0.0
     for name, model in work.frozen.items():
         num_bytes = float(itemsize * num_parameters(model))
         if group > 1 and name in ("reference", "teacher"):
-            held[name] = 0.0 if work.offloads_optimizer else num_bytes / group
+            held[name] = itemsize * _num_held(model, group, on_host=work.offloads_optimizer)
         elif work.parks_frozen:
             parked = max(parked, num_bytes)
         else:
@@ -130,12 +131,25 @@ def _update_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     update = {"gradients": gradients, "activations": activations}
     if work.decode_group > 1:
         layer = num_parameters(policy) / policy.num_hidden_layers
-        update["gathered weights"] = work.dtype.itemsize * (_num_embeddings(policy) + 2 * layer)
+        update["gathered weights"] = work.dtype.itemsize * 2 * layer
     return update
 
 
 def _num_trained(work: Workload) -> int:
     return sum(num_parameters(model, trained=True) for model in work.trained)
+
+
+def _num_held(model: ModelConfig, group: int, *, of_frozen: bool = False, on_host: bool = False) -> float:
+    """The parameters that each rank of a group holds: embedding and head, and its rows of the layers'.
+
+    of_frozen: only the frozen ones among the rows. on_host: no rows.
+    """
+    if group == 1:
+        return num_parameters(model)
+    num_rows = num_parameters(model) - _num_embeddings(model)
+    if of_frozen:
+        num_rows = num_parameters(model) - num_parameters(model, trained=True)
+    return _num_embeddings(model) + (0 if on_host else num_rows / group)
 
 
 def _num_embeddings(model: ModelConfig) -> int:
@@ -174,10 +188,9 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     """The bytes of the cache, of prefills and of the requests in a decode step."""
-    policy, group = work.trained[0], work.decode_group
-    cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim / group
-    # Logits, logprobs and fp64 probabilities; ranks that decode together have the logits twice.
-    request = 4.0 * policy.vocab_size * (4 + (group > 1))
+    policy = work.trained[0]
+    cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim
+    request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if policy.delta_net is not None:
         states = make_states(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta"))
         request += len(policy.delta_net.layers) * sum(pool.nbytes for pool in states)

@@ -74,11 +74,11 @@ class Checkpoints:
             if rank() == 0:
                 self._write_model[name] = _model_writer(model.module.config, sources[name], peft)
 
-    def restore(self, checkpoint: Path, *, decode_group: int = 1) -> dict[str, Any]:
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
 
-        Returns the fields of `Progress`, with this rank's share of `records`. decode_group: see `own_records`. Raises
-        InputError for a checkpoint of other models.
+        Returns the fields of `Progress`, with this rank's share of `records`. Raises InputError for a
+        checkpoint of other models.
         """
         progress = _read(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
@@ -97,7 +97,7 @@ class Checkpoints:
             )
             model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
-        return progress | {"records": own_records([file["records"] for file in files], decode_group)}
+        return progress | {"records": own_records([file["records"] for file in files])}
 
     @spent_on("save")
     def save(self, progress: Mapping[str, Any]) -> None:
@@ -188,23 +188,19 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (type(None), bool, int, float, str, Tensor)
 
 
-def own_records(saved: Sequence[Mapping[str, list[Any]]], decode_group: int = 1) -> dict[str, list[Any]]:
+def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     """This rank's share of the records that all ranks saved. Not collective.
 
     With as many ranks as before, a rank gets its own. Otherwise all records are dealt to the ranks in turn, each old
-    rank's first record first, so that records of an early step still come before those of a late one. Rollouts in
-    flight go to the first of each `decode_group` ranks, which samples for all of them.
+    rank's first record first, so that records of an early step still come before those of a late one.
     """
+    if len(saved) == world_size():
+        return dict(saved[rank()])
     dealt = {}
     for name in saved[0]:
-        group = decode_group if name == IN_FLIGHT else 1
-        if group == 1 and len(saved) == world_size():
-            dealt[name] = saved[rank()][name]
-            continue
         rows = itertools.zip_longest(*(records[name] for records in saved), fillvalue=_NO_RECORD)
         merged = [record for row in rows for record in row if record is not _NO_RECORD]
-        taker, place = divmod(rank(), group)
-        dealt[name] = merged[taker :: world_size() // group] if place == 0 else []
+        dealt[name] = merged[rank() :: world_size()]
     return dealt
 
 

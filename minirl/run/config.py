@@ -153,8 +153,8 @@ class UpdateMemoryFlags:
     recompute_layers: Literal["auto", "on", "off"] = "auto"
     """recompute activations in backward: less memory, a third more time; auto: if microbatches would be small"""
     decode_group: int = 0
-    """ranks that decode together from the shards that training holds; 1: each has whole weights; 0: as many as a node
-    has, or can split the key/value heads, if whole weights do not fit"""
+    """ranks that decode together from the shards that training holds; 1: each has whole weights; 0: those of a node, if
+    whole weights do not fit"""
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""

@@ -60,11 +60,9 @@ def plan(
     """
     work = _workload(config, policy, machine, streams=streams, dtype=dtype, value_folder=value_folder)
     given = _given_sizes(config, recorded)
-    for group in decode_groups(config, policy.num_key_value_heads, machine.ranks_of_node, recorded):
+    for group in decode_groups(config, machine.ranks_of_node, recorded):
         if group > 1:
-            work = dataclasses.replace(
-                work, decode_group=group, num_shards=group, requests=group * work.requests
-            )
+            work = dataclasses.replace(work, decode_group=group, num_shards=group)
             given["shard_gradients"] = True
         sizes = choose_sizes(work, given)
         needed = budget(work, sizes)
@@ -104,25 +102,14 @@ def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, An
     return {name: {"on": True, "off": False}.get(value, value) for name, value in given.items()}
 
 
-def decode_groups(
-    config: RunConfig, num_heads: int, ranks_of_node: int, recorded: Mapping[str, Any]
-) -> list[int]:
-    """The numbers of ranks that may decode together, the preferred one first.
-
-    num_heads: key/value heads, which they split. recorded: see `plan`. Raises InputError for an impossible number.
-    """
+def decode_groups(config: RunConfig, ranks_of_node: int, recorded: Mapping[str, Any]) -> list[int]:
+    """The numbers of ranks that may decode together, the preferred one first. recorded: see `plan`."""
     if not config.trains:
         return [1]
     if config.decode_group:
-        refuse(
-            num_heads % config.decode_group,
-            f"--decode-group {config.decode_group}: {num_heads} key/value heads cannot be split so; take a divisor of "
-            f"{num_heads}, which may be more than the ranks of a node",
-        )
         return [config.decode_group]
-    group = math.gcd(ranks_of_node, num_heads)
     known = recorded.get("decode_group")
-    return [known] if known in (1, group) else [1, group]
+    return [known] if known in (1, ranks_of_node) else [1, ranks_of_node]
 
 
 def _workload(

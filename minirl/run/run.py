@@ -114,7 +114,7 @@ class Run:
         self.progress = Progress()
         checkpoint = setup.folder.checkpoint
         if checkpoint is not None:
-            saved = self._checkpoints.restore(checkpoint, decode_group=setup.sizes.decode_group)
+            saved = self._checkpoints.restore(checkpoint)
             self.progress = Progress(**saved)
             fixed = {name: getattr(config, name) for name in ("task", "data", "seed", "group_size")}
             changed = ", ".join(setup.folder.changed_flags(fixed))

@@ -25,7 +25,6 @@ from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
-from minirl.generation.group_engine import GroupEngine
 from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -37,7 +36,6 @@ from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
     print0,
-    rank,
     world_size,
 )
 from minirl.report.evaluation import Record, values_by_prompt
@@ -133,7 +131,6 @@ class Setup:
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         if self.sizes.decode_group > 1:
             self._num_shards = self.sizes.decode_group
-            self._lead_or_follow(self._num_shards)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
@@ -219,17 +216,16 @@ class Setup:
         return FrozenModel(model, outputs, names=names, device=self.device, park=park)
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
-        """The generation engine, which decodes from the policy's own weights (collective if they are sharded)."""
+        """The generation engine, which decodes from the policy's own weights. Not collective."""
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
-        make: Callable[..., Engine] = Engine
-        if model.slices is not None:
-            make = functools.partial(GroupEngine, group=process_group.host_group(model.slices.size))
-        return make(
+        return Engine(
             model,
             max_running_requests=self.sizes.max_running_requests,
             cache_tokens=self.sizes.cache_tokens,
             dtype=self.dtype,
             device=self.device,
+            # Ranks that pass through the model together have other batch sizes in each pass.
+            cuda_graphs=False if model.shards is not None else None,
             keeps_cache=self._keeps_cache,
             make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )
@@ -349,16 +345,6 @@ class Setup:
         )
         self._keeps_cache = needed.fits(keeps_cache=True)
         self._budget = lines(self.sizes, needed)
-
-    def _lead_or_follow(self, group: int) -> None:
-        """Give the first rank of each `group` ranks the requests of all, and the workers for them."""
-        self.prompts.decode_group = self.held_out.decode_group = group
-        share = group if rank() % group == 0 else 0
-        if self._rollout_workers is not None:
-            self._rollout_workers.pool.resize(share * self.config.workers)
-        for function in self.reward_functions.values():
-            if isinstance(function, RewardWorkers):
-                function.pool.resize(share * self.config.workers)
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""

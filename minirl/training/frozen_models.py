@@ -1,7 +1,7 @@
 """Models that are not trained: parked in host memory, and run over a batch without gradient."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class FrozenModel:
         `unparked`.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
-        self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
+        self._is_gathered = isinstance(model, ShardedModel) and model.shards_weights
         self._outputs = outputs
         self._names = tuple(names)
         self._device = device
@@ -70,7 +70,7 @@ class FrozenModel:
         Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
-        with self._on_device():
+        with nullcontext() if self._is_gathered else unparked(self.model, self._device, park=self._park):
             for indices in microbatches:
                 token_index = batch.token_index(indices)
                 outputs = self._outputs(self.model, batch.select(indices))
@@ -79,16 +79,6 @@ class FrozenModel:
                         streams[name] = output.new_full((len(batch.tokens), *output.shape[1:]), torch.nan)
                     streams[name][token_index] = output
         return batch.replace(**streams)
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Put the weights on the device for the block."""
-        if self._gathered is None:
-            with unparked(self.model, self._device, park=self._park):
-                yield
-        else:
-            yield
-            self._gathered.reshard()
 
 
 def under_adapters(outputs: Outputs) -> Outputs:

@@ -4,8 +4,8 @@ The optimizer holds sharded fp32 masters. Each rank also keeps the full weights 
 once, never resharded, and refreshed in place after each optimizer step, at addresses that never change. Gradients are
 summed over the ranks, not averaged, because loss weights already come from global counts. No other file uses FSDP.
 
-With `shard_weights` a rank keeps no full weights. It decodes with its rows of them (`model.slices`), the rows of its
-shards. Training and scoring gather one layer at a time, and the root's weights for as long as they use the head.
+With `shard_weights` a rank keeps full weights of embedding, head and last norm only. It decodes with its rows of the
+layers' weights (`model.shards`), the rows of its shards. Training and scoring gather one layer at a time.
 """
 
 import functools
@@ -20,16 +20,17 @@ from torch import Tensor
 from minirl.errors import GuardError, InputError
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
-from minirl.model.sliced_model import slice_model
-from minirl.model.slices import Slices
+from minirl.model.layers import Linear
+from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks.process_group import all_gather_flat, gather_objects, rank, world_size
+from minirl.ranks.process_group import all_gather_flat, gather_objects, host_group, rank, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+LAYERS = "model.layers."
 GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, ranks wait more often
 
 
@@ -40,7 +41,7 @@ class ShardedModel:
     dtype: the compute dtype.
     masters: its trained parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
     compute_weights: all its full parameters by name in the compute dtype. Generation, scoring and training use
-        these. With `shard_weights`: the decoder's, this rank's rows of matrices and whole vectors.
+        these. With `shard_weights`: the root's, and of the decoder's layers this rank's rows of matrices, and vectors.
     decoder: for inference, the same weights without FSDP's hooks, which cost a decode step 5 %. With `shard_weights` it
         is for generation only, and a model that never decodes has none.
     scorer: scores batches without gradient. It is the decoder, or with `shard_weights` the module, which all ranks must
@@ -116,16 +117,16 @@ class ShardedModel:
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         for unit in self._units:
+            reshards = self.shards_weights and unit is not self.module
             fully_shard(
                 unit,
                 mesh=mesh,
                 mp_policy=precision,
                 offload_policy=offload,
-                # `scoring` reads the head after the forward.
-                reshard_after_forward=self.shards_weights and unit is not self.module,
+                reshard_after_forward=reshards,
                 ignored_params=set() if self.shards_weights else set(frozen.values()),
             )
-            unit.set_reshard_after_backward(self.shards_weights)
+            unit.set_reshard_after_backward(reshards, recurse=False)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             if device.type == "cpu":
@@ -141,8 +142,9 @@ class ShardedModel:
         self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
         self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
         self._names = list(parameters)
+        self._sliced: set[str] = set()
         if self.shards_weights:
-            self._slice(config, device)
+            self._share_layers(config, device)
             return
         for parameter in self._frozen.values():
             parameter.data = parameter.data.to(device)
@@ -151,7 +153,6 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._sliced: set[str] = set()
         self.decoder = self.scorer = self._on_same_storage(config)
 
     def _freeze(self, is_frozen: Callable[[str], bool] | None) -> dict[str, torch.nn.Parameter]:
@@ -178,23 +179,30 @@ class ShardedModel:
         model.load_state_dict(parameters, assign=True)
         return model
 
-    def _slice(self, config: ModelConfig, device: torch.device) -> None:
-        """Make the decoder of this rank's rows, if the model decodes (collective)."""
+    def _share_layers(self, config: ModelConfig, device: torch.device) -> None:
+        """Gather the root's weights, and make a decoder of this rank's rows if the model decodes (collective)."""
+        self._units[-1].unshard()
+        roots = dict(self.module.named_parameters(remove_duplicate=False))
+        roots = {name: parameter for name, parameter in roots.items() if not name.startswith(LAYERS)}
         self.scorer = self.decoder = self.module
-        self.compute_weights = {}
-        self._sliced = set()
+        self.compute_weights = {name: parameter for name, parameter in roots.items() if name in self._names}
         if not config.scalar_head and self.masters:
-            self.decoder = on_meta(config).to(self.dtype)
-            slices = Slices(rank() % self._num_shards, self._num_shards, self._shard_group)
-            self._sliced = slice_model(self.decoder, slices)
-            self.decoder._apply(lambda tensor: torch.zeros_like(tensor, device=device))
-            self.decoder.tie_weights()
-            self.compute_weights = dict(self.decoder.requires_grad_(False).named_parameters())
+            self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
+            self.decoder.shards = Shards(self._shard_group, host_group(self._num_shards))
+            for path, layer in self.decoder.named_modules():
+                if path.startswith(LAYERS) and isinstance(layer, Linear):
+                    self._sliced |= {f"{path}.{name}" for name in layer.shard(self.decoder.shards)}
+            self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
+            for name, parameter in self.decoder.named_parameters(remove_duplicate=False):
+                if name in roots:  # otherwise the assignment would change the `requires_grad` of the storage
+                    parameter.requires_grad_(roots[name].requires_grad)
+            self.decoder.load_state_dict(roots, strict=False, assign=True)
+            layers = dict(self.decoder.model.layers.named_parameters(prefix=LAYERS[:-1]))
+            self.compute_weights |= layers
             for name in self._frozen.keys() & self._sliced:
                 shard = _local(self._frozen[name])
-                weight = self.compute_weights[name]
-                if shard.shape == weight.shape and shard.device == weight.device:
-                    weight.data = shard  # both share one storage
+                if shard.shape == layers[name].shape and shard.device == layers[name].device:
+                    layers[name].data = shard  # both share one storage
         self._copy(self._frozen)
         self.refresh()
 
@@ -216,11 +224,6 @@ class ShardedModel:
             if keep:
                 gathered[name] = whole.detach().to("cpu", dtype)
         return gathered
-
-    def reshard(self) -> None:
-        """Free the root's gathered weights, which a forward without backward leaves in memory. Not collective."""
-        if self.shards_weights:
-            self._units[-1].reshard()
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradient of a microbatch's loss to the gradients.

@@ -134,18 +134,6 @@ class Pool:
             self.workers.pop().kill()
         self._max_conversations = self.workers[0].max_conversations
 
-    def resize(self, num_workers: int) -> None:
-        """Change the number of workers, and wait until all have loaded the code; none may have a conversation.
-
-        Raises WorkerError if one cannot be started.
-        """
-        for worker in self.workers[num_workers:]:
-            worker.kill()
-        del self.workers[num_workers:]
-        for _ in range(num_workers - len(self.workers)):
-            self.workers.append(self._start_worker())
-        self._wait_until_ready()
-
     def _wait_until_ready(self) -> None:
         while not all(worker.is_ready for worker in self.workers):
             wait_for_any([self], 1.0)

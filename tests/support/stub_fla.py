@@ -48,12 +48,12 @@ def chunk_gated_delta_rule(
     assert int(cu_seqlens[0]) == 0 < min(lengths)
     assert int(cu_seqlens[-1]) == num_rows
     state_shape = (num_sequences, num_heads, key_dim, v.shape[-1])
-    assert initial_state is not None
-    assert initial_state.shape == state_shape
-    assert initial_state.dtype == g.dtype
+    initial = torch.zeros(state_shape, dtype=g.dtype) if initial_state is None else initial_state
+    assert initial.shape == state_shape
+    assert initial.dtype == g.dtype
     outputs, final_states = [], []
     rows = zip(*(x[0].to(g.dtype).unbind() for x in (q, k, v, g, beta)), strict=True)
-    for length, state in zip(lengths, initial_state, strict=True):
+    for length, state in zip(lengths, initial, strict=True):
         for _ in range(length):
             query, key, value, decay, strength = next(rows)
             state = state * decay.exp()[:, None, None]
