@@ -24,7 +24,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from minirl.episodes.episode import Episode, Turns
+from minirl.episodes.episode import Episode
 from minirl.errors import refuse
 from minirl.objective.advantages import (
     group_advantages,
@@ -146,12 +146,13 @@ class Config(RunConfig):
         return self.teacher is not None and self.teacher_kl != "sampled"
 
 
-def rollout(episode: Episode) -> Turns:
-    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
+async def rollout(episode: Episode) -> None:
+    """Write one rollout: ask for turns, which the engine samples together with those of all other rollouts.
 
-    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
+    rewards: a number, or a dict of them.
     """
-    yield episode.generate()
+    await episode.generate()
 
 
 def branch_advantages(

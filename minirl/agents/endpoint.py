@@ -9,7 +9,7 @@
 is a rollout function, for `--rollout`. Each request of the program is a turn of its episode. A request that continues a
 branch appends to its tokens, so that sampled tokens are never tokenized again; any other request begins a branch.
 
-Standard library only. Nothing here is collective.
+Nothing here is collective.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any
 
-from minirl.agents.loopback import Answer, HttpError, LoopbackServer, max_connections
+from minirl.agents.loopback import Answer, HttpError, LoopbackServer
 from minirl.agents.openai_format import (
     Asked,
     Sampled,
@@ -33,51 +33,41 @@ from minirl.agents.openai_format import (
     template_form,
 )
 from minirl.data.task import as_messages
-from minirl.episodes.episode import AsyncTurns, Branch, Episode
-from minirl.episodes.generate import Generate
+from minirl.episodes.episode import Branch, Episode, RolloutFunction
+from minirl.episodes.event_loop import in_thread
 from minirl.episodes.turn import Turn
 
 # The most requests of an episode that wait for their turn.
 MAX_PENDING = 64
-# Episodes per process: openai's client has up to 1,000 connections, and slows down with their number.
-MAX_EPISODES = 128
 # Seconds for a program to end after it was told to.
 CLOSE_S = 1.0
 # The most bytes of a program's output to keep.
 MAX_OUTPUT = 1 << 20
 
 Program = Callable[[str, Episode], Any]
-ProgramRequest = tuple[Generate, Callable[[Turn], None]]
+ProgramRequest = tuple[Coroutine[Any, Any, Turn], Callable[[Turn], None]]
 
 
-def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
+def serve(program: Program) -> RolloutFunction:
     """The rollout function of a program that asks for turns at a URL.
 
     program: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a blocking
     function, which gets a thread for each episode.
 
-    Order: requests of an episode wait for each other. A program that sends several at once may start over after a
-    resume. The turn of a client that disconnects is not trained on.
+    Order: requests of an episode wait for each other. The turn of a client that disconnects is not trained on.
     End: when the episode ends, an `async def` is cancelled, a command is killed, and requests of a thread fail.
-    Limits: requests of 4 MB, 64 waiting requests an episode, 512 connections a process (or a quarter of the files that
-    it may open), 30 seconds to send a request or read an answer. A rank starts a process for every 128 episodes (or an
-    eighth of those files).
+    Limits: requests of 4 MB, 64 waiting requests an episode, 4,096 connections a rank (or a quarter of the files that
+    it may open), 30 seconds to send a request or read an answer.
     """
 
     @functools.wraps(program)
-    async def rollout(episode: Episode) -> AsyncTurns:
+    async def rollout(episode: Episode) -> Any:
         async with Endpoint(episode, program) as endpoint:
             while (request := await endpoint.next_request()) is not None:
-                generate, answer = request
-                answer((yield generate))
-        returned = endpoint.running.result()
-        rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
-        for name, value in rewards.items():
-            if value is not None:
-                episode.reward(value, name, branch="all")
+                sampling, answer = request
+                answer(await sampling)
+        return endpoint.running.result()
 
-    # Each listens, and may have two connections, whose ends are both here.
-    vars(rollout)["max_episodes"] = min(MAX_EPISODES, max_connections() // 2)
     return rollout
 
 
@@ -106,24 +96,15 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 
 
 class _BranchChat:
-    """A branch of the episode as the program knows it.
+    """A branch of the episode as the program knows it. said: the messages so far, as the program has them."""
 
-    said: the messages so far, as the program has them; None for a branch of ids.
-    """
-
-    def __init__(self, branch: Branch, said: list[Any] | None):
+    def __init__(self, branch: Branch, said: list[Any]):
         self.branch = branch
         self.said = said
 
     def rest(self, asked: Asked) -> list[Any] | None:
-        """Return the messages or ids that a request adds; None if it does not continue the conversation."""
-        prompt = asked.prompt
-        if _is_ids(prompt):
-            ids = [*self.branch.prompt_ids, *self.branch.tokens]
-            return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
-        if self.said is None:
-            return None
-        begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
+        """Return the messages that a request adds; None if it does not continue the conversation."""
+        begin, rest = asked.prompt[: len(self.said)], asked.prompt[len(self.said) :]
         # The first turn answers the prompt unchanged, and later ones answer new messages.
         is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
         return rest if is_next and same_messages(begin, self.said) else None
@@ -138,8 +119,7 @@ class Endpoint:
     def __init__(self, episode: Episode, program: Program):
         self._episode = episode
         self._program = program
-        prompt = episode.row.prompt
-        self._chats = [_BranchChat(episode, as_messages(prompt) if episode.is_chat else None)]
+        self._chats = [_BranchChat(episode, as_messages(episode.row.prompt))]
         self._server = LoopbackServer(self._handle)
         self._num_turns = 0
         # None when the program ends.
@@ -167,7 +147,7 @@ class Endpoint:
     async def next_request(self) -> ProgramRequest | None:
         """Return the next request, in order of arrival; None if the program has ended. Its exceptions pass through.
 
-        A request is the turn to yield for it, and the function that answers it with the sampled turn.
+        A request is the turn to await for it, and the function that answers it with the sampled turn.
         """
         while (waiting := await self._waiting.get()) is not None and not self.running.done():
             asked, answered = waiting
@@ -181,7 +161,7 @@ class Endpoint:
         return None
 
     def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> ProgramRequest:
-        """Return the turn to yield for a request, and what answers it. Raises HttpError."""
+        """Return the turn to await for a request, and what answers it. Raises HttpError."""
         chat, rest = self._find(asked)
         branch = chat.branch
         if branch.room < 1:
@@ -197,14 +177,14 @@ class Endpoint:
                 return
             num_before = len(branch.prompt_ids) + turn.start
             sampled = Sampled(turn, self._num_turns, num_before, asked)
-            chat.said = None if _is_ids(asked.prompt) else [*asked.prompt, sampled.message]
+            chat.said = [*asked.prompt, sampled.message]
             answered.set_result(sampled)
 
         after = template_form(rest) or None
-        generate = branch.generate(
+        sampling = branch.generate(
             after=after, stop=asked.stop, max_tokens=asked.max_tokens, **asked.truncation
         )
-        return generate, answer
+        return sampling, answer
 
     def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:
         """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""
@@ -213,13 +193,12 @@ class Endpoint:
         found = [(chat, rest) for chat, rest in rests if rest is not None]
         farthest = min(found, key=lambda pair: len(pair[1]), default=None)
         is_whole = farthest is not None and not farthest[1]
-        if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
+        if not is_whole and prompt[-1]["role"] == "assistant":
             message = "the last message is the assistant's, whose turn the model samples"
             raise HttpError(HTTPStatus.BAD_REQUEST, message)
         if farthest is not None:
             return farthest
-        said = None if _is_ids(prompt) else prompt
-        chat = _BranchChat(self._episode.branch(template_form(prompt), tools=asked.tools), said)
+        chat = _BranchChat(self._episode.branch(template_form(prompt), tools=asked.tools), prompt)
         self._chats.append(chat)
         # It begins with all messages so far.
         return chat, prompt[:0]
@@ -245,31 +224,15 @@ class Endpoint:
             self._pending.discard(answered)
 
 
-def _is_ids(prompt: list[Any]) -> bool:
-    return type(prompt[0]) is int
-
-
 async def _run(program: Program, url: str, episode: Episode) -> Any:
     """Return a program's result; unless it is an `async def`, it runs in a thread. Its exceptions pass through."""
     try:
-        is_async = inspect.iscoroutinefunction(program)
-        return await (program(url, episode) if is_async else _in_thread(program, url, episode))
+        if inspect.iscoroutinefunction(program):
+            return await program(url, episode)
+        return await in_thread(ThreadPoolExecutor(1), functools.partial(program, url, episode))
     except (SystemExit, KeyboardInterrupt) as error:
         # These would end the event loop, with all other episodes.
         raise RuntimeError(f"the program raised {error!r}") from error
-
-
-async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
-    """Call a function in a new thread: the loop has too few threads for all episodes."""
-
-    def run() -> Any:
-        try:
-            return program(url, episode)
-        except StopIteration as error:
-            # No future takes it.
-            raise RuntimeError(f"the program raised {error!r}") from error
-
-    return await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), run)
 
 
 async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:

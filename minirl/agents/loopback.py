@@ -3,12 +3,11 @@
 Whatever a client does, it takes a bounded amount of memory and gets an error in OpenAI's form. A connection is for one
 request, so that no client can send one while the server closes the connection on which it waited.
 
-Standard library only. Nothing here is collective.
+Nothing here is collective.
 """
 
 import asyncio
 import contextlib
-import contextvars
 import email
 import json
 import resource
@@ -21,7 +20,7 @@ from typing import Any
 
 MAX_HEAD = 1 << 15
 MAX_BODY = 1 << 22
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = 4096
 # Seconds for the head of a request, for its body, and for taking the answer.
 REQUEST_S = 30.0
 # Seconds for a refused client to finish sending: it may read the answer only then.
@@ -63,8 +62,9 @@ Handler = Callable[[str, str, bytes], Coroutine[Any, Any, Answer]]
 
 def max_connections() -> int:
     """How many connections a process serves: it needs descriptors for other things too, such as the clients' ends."""
-    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft_limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft_limit // 4)
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 4)
 
 
 # Of all servers of this process in the order in which they came, each with whether it has sent the head of a request.
@@ -80,9 +80,9 @@ class LoopbackServer:
 
     async def start(self) -> str:
         """Listen at a free port; returns the URL."""
-        starting = asyncio.start_server(self._serve, "127.0.0.1", 0, limit=MAX_HEAD, backlog=MAX_CONNECTIONS)
-        # Not in the context of the episode: its tasks run none of the user's code.
-        self._server = await contextvars.Context().run(asyncio.ensure_future, starting)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", 0, limit=MAX_HEAD, backlog=MAX_CONNECTIONS
+        )
         port = self._server.sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}/{self._token}/v1"
 

@@ -1,9 +1,6 @@
 """Requests of programs in OpenAI's format, and the answers.
 
-A prompt is messages or, in a text completion, token ids. A request may ask for the truncation of its turn; other fields
-that would change how the run samples are refused.
-
-Standard library only.
+A request may ask for the truncation of its turn; other fields that would change how the run samples are refused.
 """
 
 import contextlib
@@ -26,13 +23,10 @@ MODEL = "policy"
 # The values that change nothing; others are refused. None counts as absent.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "echo": (False,),
-    "suffix": ("",),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
@@ -61,7 +55,7 @@ _DROPPED_KEYS = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. prompt: all messages or token ids from the first one on.
+    """A request. prompt: all messages from the first one on.
 
     stop, max_tokens, truncation: see `Generate`.
 
@@ -90,11 +84,6 @@ class Sampled:
     asked: Asked
 
     @functools.cached_property
-    def text(self) -> str:
-        """The turn as text for a program."""
-        return self._cut(self.turn.text)
-
-    @functools.cached_property
     def message(self) -> dict[str, Any]:
         """The turn as a message for a program, with JSON text as the arguments of calls."""
         said: dict[str, Any] = {"content": self.turn.text}
@@ -118,12 +107,11 @@ class Sampled:
 
 def read_request(path: str, body: bytes, episode: Episode) -> Asked:
     """Raises HttpError for a request that cannot be answered, naming the field."""
-    readers = {"v1/chat/completions": _read_chat, "v1/completions": _read_completion}
-    if path not in readers:
-        raise HttpError(HTTPStatus.NOT_FOUND, f"there is no /{path:.80}; there are /{', /'.join(readers)}")
+    if path != "v1/chat/completions":
+        raise HttpError(HTTPStatus.NOT_FOUND, f"there is no /{path:.80}; there is /v1/chat/completions")
     try:
         fields = _json_object(body)
-        return readers[path]({key: value for key, value in fields.items() if value is not None}, episode)
+        return _read_chat({key: value for key, value in fields.items() if value is not None}, episode)
     except InputError as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, str(error)) from None
 
@@ -152,8 +140,8 @@ def same_messages(first: Sequence[dict[str, Any]], second: Sequence[dict[str, An
 
 
 def template_form(rest: list[Any]) -> list[Any]:
-    """Return ids unchanged; messages as chat templates take them, with values as arguments of calls."""
-    return [_with_values(item) if isinstance(item, dict) else item for item in rest]
+    """Return messages as chat templates take them, with values as arguments of calls."""
+    return [_with_values(message) for message in rest]
 
 
 def _with_values(message: dict[str, Any]) -> dict[str, Any]:
@@ -190,9 +178,7 @@ def _call(function: dict[str, Any], number: int, i: int) -> dict[str, Any]:
 
 def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     sampling = _read_sampling(fields, episode, "messages", "tools", "stream", "stream_options")
-    what = (
-        "messages: the run's prompts are text, to which no template is applied; see --chat, or send token ids"
-    )
+    what = "messages: the run's prompts are text, to which no template is applied; see --chat"
     refuse(not episode.is_chat, what)
     tools = tool_schemas(fields.get("tools", [])) or episode.tools
     messages = fields.get("messages")
@@ -201,17 +187,6 @@ def _read_chat(fields: dict[str, Any], episode: Episode) -> Asked:
     refuse(type(fields.get("stream", False)) is not bool, "stream: expected true or false")
     prompt = [_read_message(message, i) for i, message in enumerate(messages)]
     return Asked(prompt, *sampling, fields, tools)
-
-
-def _read_completion(fields: dict[str, Any], episode: Episode) -> Asked:
-    """A request with token ids as its prompt."""
-    sampling = _read_sampling(fields, episode, "prompt", "stream")
-    refuse(fields.get("stream", False) is not False, "stream: only chat completions can be streamed")
-    ids = fields.get("prompt")
-    is_ids = isinstance(ids, list) and bool(ids) and all(type(i) is int and i >= 0 for i in ids)
-    refuse(not is_ids, "prompt: expected token ids; text becomes tokens in chat completions only")
-    assert isinstance(ids, list)
-    return Asked(ids, *sampling, fields)
 
 
 def _read_sampling(
@@ -306,31 +281,27 @@ def answer_of(sampled: Sampled) -> Answer:
     fields = sampled.asked.fields
     turn = sampled.turn
     choice: dict[str, Any] = {"index": 0, "finish_reason": turn.finish_reason, "logprobs": None}
-    has_logprobs = fields.get("logprobs", False) is not False
     # Named like vLLM's: a token may be a part of a character.
     tokens = [f"token_id:{i}" for i in turn.ids]
-    if "messages" in fields:
-        kind = "chat.completion"
-        choice["message"] = sampled.message
-        if "tool_calls" in sampled.message and turn.finish_reason == "stop":
-            choice["finish_reason"] = "tool_calls"
-        if has_logprobs:
-            entries = [
-                {"token": token, "logprob": x, "bytes": None, "top_logprobs": list[Any]()}
-                for token, x in zip(tokens, turn.logprobs, strict=True)
-            ]
-            choice["logprobs"] = {"content": entries}
-    else:
-        kind = "text_completion"
-        choice["text"] = sampled.text
-        if has_logprobs:
-            choice["logprobs"] = {"tokens": tokens, "token_logprobs": turn.logprobs}
+    choice["message"] = sampled.message
+    if "tool_calls" in sampled.message and turn.finish_reason == "stop":
+        choice["finish_reason"] = "tool_calls"
+    if fields.get("logprobs", False) is not False:
+        entries = [
+            {"token": token, "logprob": x, "bytes": None, "top_logprobs": list[Any]()}
+            for token, x in zip(tokens, turn.logprobs, strict=True)
+        ]
+        choice["logprobs"] = {"content": entries}
     if fields.get("return_token_ids") is True:
         choice["token_ids"] = turn.ids
     before, count = sampled.num_prompt_tokens, len(tokens)
     usage = {"prompt_tokens": before, "completion_tokens": count, "total_tokens": before + count}
-    # Without the time, so that an answer is the same whenever an episode runs again.
-    frame = {"id": f"turn-{sampled.number}", "object": kind, "created": 0, "model": MODEL}
+    frame = {
+        "id": f"turn-{sampled.number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+    }
     if fields.get("stream", False):
         return _streamed(fields, frame, choice, usage)
     return Answer.of_json({**frame, "choices": [choice], "usage": usage})

@@ -14,8 +14,7 @@ class EpisodeLimits:
     """Limits: an episode that has reached one and asks for a further turn ends. 0: no limit; for turns, MAX_TURNS.
 
     max_turns: its turns. max_sampled_tokens: the tokens sampled in all its turns; this limit also cuts a turn off.
-    max_seconds: the time that its function worked and waited in another process, without the time of its turns; time in
-    this process does not count.
+    max_seconds: the time that its function worked and waited, without the time of its turns.
     """
 
     max_turns: int = 0

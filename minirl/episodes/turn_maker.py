@@ -7,7 +7,8 @@ from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
 from minirl.episodes.limits import EpisodeLimits
-from minirl.episodes.running import RunningBranch, RunningEpisode, SampledTurn
+from minirl.episodes.running import RunningBranch, RunningEpisode
+from minirl.episodes.turn import Turn
 from minirl.errors import refuse
 
 
@@ -23,7 +24,7 @@ class TurnMaker:
         """Return how messages name an episode."""
         return f"{self._function}(episode), for the row at {episode.row.place}"
 
-    def make(self, running: RunningEpisode, asked: Generate) -> SampledTurn | None:
+    def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
         """Set the turn of an episode and its branch; return None if the turn has no room.
 
         Raises InputError.
@@ -57,11 +58,10 @@ class TurnMaker:
         inserted = asked.inserted
         # Its message begins after the last messages.
         earlier = (turn.start for turn in reversed(branch.turns) if turn.inserted)
-        running.turn = SampledTurn(
+        running.turn = Turn(
             start,
             branch=branch.number,
             inserted=inserted,
-            asked=asked.digest,
             appended=new_ids,
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
             tokens=present.tokens,
@@ -76,16 +76,16 @@ class TurnMaker:
         if number in running.branches:
             return running.branches[number]
         request = running.request
+        branch = running.episode.branches[number]
         if number != 0:
             place = self.place(running.episode)
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
+            prompt_ids = self._prompts.branch_ids(branch.prompt, place, tools=branch.tools)
             branch_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(branch_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
                 is_first = not running.episode.all_turns
                 refuse(is_first, f"{place}: the prompt of its first turn leaves no room for it")
                 return None
-        branch = running.episode.branch_of(asked)
         branch.prompt_ids, branch.max_tokens = list(request.prompt_ids), request.max_new_tokens
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]

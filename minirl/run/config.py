@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from minirl.episodes.episode import RolloutFunction, one_turn
+from minirl.episodes.programs import check_form
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import LINEAR_LAYERS, Adapters
@@ -71,16 +72,14 @@ class GenerationFlags:
     top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
     min_p: float = 0.0  # of the --top-k, sample among those at least this times as likely as the likeliest
     rollout: str | None = None
-    """file.py:function that writes a rollout, run in worker processes; none: the script's"""
+    """file.py:function, an `async def` that writes a rollout; none: the script's"""
     tools: str | None = None
     """file.py:function,... with type hints and docstrings that a chat model may call, like TRL's `tools`"""
     environment: str | None = None
     """file.py:Class with reset, get_reward and methods that a chat model may call, like TRL's `environment_factory`"""
-    rollout_workers: int = 1
-    """processes of --rollout, --tools or --environment on each rank; agents get more if they need them"""
-    reply_timeout: float = 60.0  # seconds that a reply of one of these may take before it counts as failed
-    on_rollout_error: Literal["stop", "end"] = "stop"
-    """end: a failure ends its completion, for up to 5 % of a step's completions on a rank"""
+    reply_timeout: float = (
+        60.0  # seconds from a turn of one of these to its next request, before the run stops
+    )
     max_turns: int = 0  # most turns of a completion; 0: as many as the rollout asks for, up to 1,000
     max_sampled_tokens: int = 0
     """most sampled tokens of a completion, over all its turns; 0: no limit except --max-new-tokens"""
@@ -224,14 +223,12 @@ POSITIVE = (
     "threads",
     "reward_timeout",
     "reward_workers",
-    "rollout_workers",
     "reply_timeout",
 )
 # A larger size is a typo, which would use up the host's memory or processes before anything fails.
 MOST = {
     "threads": 1024,
     "reward_workers": 1024,
-    "rollout_workers": 1024,
     "num_epochs": 1024,
     "max_staleness": 1024,
     "max_running_requests": 2**20,
@@ -374,7 +371,7 @@ def named_folder(config: RunConfig, name: str) -> Path | None:
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
-    """The flags that name code for rollouts in worker processes, with their values: one, or none."""
+    """The flags that name code for rollouts, with their values: one, or none."""
     values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
     return [(kind, value) for kind, value in values if value]
 
@@ -407,6 +404,8 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
     rollout: the script's own function; None: it may do anything.
     """
     given = rollout_flags(config)
+    if rollout is not None:
+        check_form(rollout, "the script's rollout")
     refuse(
         len(given) > 1,
         f"{' and '.join(flag_of(kind) for kind, _ in given)}: each of them writes the rollouts; leave out all but one "
@@ -414,8 +413,8 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
     )
     names_file = any(spec.rpartition(":")[0] not in ("", EPISODE) for spec in config.reward)
     of_files = (names_file, "a --reward FILE.py:FUNCTION")
-    of_rollouts = (given, "--rollout, --tools or --environment")
-    of_turns = (given or rollout is None or not asks_for_one_turn(rollout), of_rollouts[1])
+    has_turns = given or rollout is None or not asks_for_one_turn(rollout)
+    of_turns = (has_turns, "--rollout, --tools or --environment")
     of_correction = (config.importance_correction != "none", "--correction")
     of_ranks = (world_size() > 1 or config.gpus, "a second rank")
     reads_jsonl = config.task == "jsonl" or (config.task == "auto" and config.data)
@@ -429,10 +428,8 @@ def check_effects(config: RunConfig, rollout: RolloutFunction | None) -> None:
             "reward_timeout": of_files,
             "reward_workers": of_files,
             "on_reward_error": of_files,
-            "rollout_workers": of_rollouts,
-            "reply_timeout": of_rollouts,
-            "on_rollout_error": of_rollouts,
-            "max_episode_seconds": of_rollouts,
+            "reply_timeout": of_turns,
+            "max_episode_seconds": of_turns,
             "max_turns": of_turns,
             "tool_format": of_turns,
             "correction_low": of_correction,

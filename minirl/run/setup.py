@@ -52,7 +52,7 @@ from minirl.rollouts import Request
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.load_prompts import load_prompts
-from minirl.run.load_task import load_task, rollout_workers
+from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.distillation import teacher_states
@@ -87,7 +87,7 @@ class Setup:
         refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
         task = load_task(config, rewards)
-        self._rollout_workers = rollout_workers(config)
+        self._user_rollout = load_rollout(config)
         self.device = process_group.start(
             device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
         )
@@ -127,7 +127,7 @@ class Setup:
             self.model_folder,
             self.model_config,
             tools=tools,
-            workers=self._rollout_workers,
+            user_rollout=self._user_rollout,
         )
         self.tokenizer = self.prompts.tokenizer
         self.max_tokens, self.max_new_tokens = self.prompts.max_tokens, self.prompts.max_new_tokens
@@ -273,7 +273,7 @@ class Setup:
             engine,
             self.prompts,
             self.reward_functions,
-            rollout=self._rollout_workers or rollout,
+            rollout=self._user_rollout.function if self._user_rollout else rollout,
             limits=EpisodeLimits(
                 self.config.max_turns, self.config.max_sampled_tokens, self.config.max_episode_seconds
             ),
@@ -282,6 +282,7 @@ class Setup:
             temperature=self.config.temperature,
             max_refills=max_refills,
             max_staleness=self.config.max_staleness,
+            reply_timeout=self.config.reply_timeout,
         )
 
     def eval_requests(self, first: int, count: int) -> list[Request]:
@@ -343,13 +344,13 @@ class Setup:
         of_prompts = self.held_out.notes()
         if self.config.trains:
             of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
-        in_workers = self._rollout_workers or any(
+        may_be_late = self._user_rollout or any(
             isinstance(function, RewardWorkers) for function in self.reward_functions.values()
         )
-        if self.config.max_staleness and in_workers:
+        if self.config.max_staleness and may_be_late:
             of_prompts.append(
-                "with --max-staleness, a step leaves replies and rewards of workers that take longer than 50 ms to a "
-                "later round: which rollouts it trains on then depends on the clock"
+                "with --max-staleness, a step leaves replies and rewards that take longer than 50 ms to a later "
+                "round: which rollouts it trains on then depends on the clock"
             )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")
@@ -378,8 +379,6 @@ class Setup:
         """Give the first rank of each `group` ranks the requests of all, and the workers for them."""
         self.prompts.decode_group = self.held_out.decode_group = group
         share = group if rank() % group == 0 else 0
-        if self._rollout_workers is not None:
-            self._rollout_workers.pool.resize(share * self.config.rollout_workers)
         for function in self.reward_functions.values():
             if isinstance(function, RewardWorkers):
                 function.pool.resize(share * self.config.reward_workers)
