@@ -28,16 +28,16 @@ def seconds():
     return {slow_seconds} if random.random() < 1 / 32 else {seconds}
 
 async def at_once(episode):
-    yield episode.generate(max_tokens=32)
+    await episode.generate(max_tokens=32)
     for _ in range(3):
         await asyncio.sleep(seconds())
-        yield episode.generate(after="reply ", max_tokens=32)
+        await episode.generate(after="reply ", max_tokens=32)
 
-def in_turn(episode):
-    yield episode.generate(max_tokens=32)
+async def in_turn(episode):
+    await episode.generate(max_tokens=32)
     for _ in range(3):
         time.sleep(seconds())
-        yield episode.generate(after="reply ", max_tokens=32)
+        await episode.generate(after="reply ", max_tokens=32)
 """
 REWARD = """
 import time

@@ -63,9 +63,9 @@ def test_an_episode_costs_what_is_asked_of_it():
     """Of one answer the text for its reward; it leaves the engine with the others, and needs no garbage collection."""
     left = []
 
-    def watched(episode):
+    async def watched(episode):
         left.append(weakref.ref(episode))
-        yield episode.generate()
+        await episode.generate()
 
     collector = make_collector(rollout=watched, group_size=4)
     release = collector.engine.release
@@ -96,8 +96,8 @@ def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
 def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once(attention):
     endings = set()
 
-    def watched(episode):
-        yield from replying(episode)
+    async def watched(episode):
+        await replying(episode)
         first, second, third, fourth = episode.turns
         ids = functools.partial(letter_tokenizer().encode_text, place="f:1")
         results, question = replies_of(episode)
@@ -127,11 +127,11 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
     template = "{% for m in messages %}z{{ m.role[0] }}:{{ m.content }}{% endfor %}za:"
     seen = []
 
-    def watched(episode):
-        yield episode.generate(max_tokens=1, stop=stop)
+    async def watched(episode):
+        await episode.generate(max_tokens=1, stop=stop)
         for _ in range(10):
             end = len(episode.tokens)
-            yield episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
+            await episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
             previous, turn = episode.turns[-2:]
             if previous.text == "z":
                 seen.append(letter_tokenizer().decode(episode.tokens[end : -len(turn.ids)]))
@@ -144,8 +144,8 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
 def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_of_training(attention):
     seen = []
 
-    def watched(episode):
-        yield from branching(episode)
+    async def watched(episode):
+        await branching(episode)
         seen.append(episode)
 
     collector = make_collector(chat_prompts(), rollout=watched, attention=attention)
@@ -168,13 +168,13 @@ def test_row_61_a_branch_has_the_messages_that_it_began_with():
     """Its caller may go on with the list that it gave."""
     seen = []
 
-    def going_on(episode):
+    async def going_on(episode):
         messages = [{"role": "user", "content": "abc"}]
         branch = episode.branch(messages)
         messages.append({"role": "assistant", "content": "not said"})
-        yield branch.generate(max_tokens=3)
+        await branch.generate(max_tokens=3)
         messages[0]["content"] = "xyz"
-        yield branch.generate(after="d", max_tokens=3)
+        await branch.generate(after="d", max_tokens=3)
         seen.append(branch.messages)
 
     prompts = chat_prompts()
@@ -186,9 +186,9 @@ def test_row_61_a_branch_has_the_messages_that_it_began_with():
 
 
 def test_branches_of_an_episode_have_noise_of_their_own():
-    def twins(episode):
+    async def twins(episode):
         for _ in range(3):
-            yield episode.branch(episode.prompt).generate(max_tokens=20)
+            await episode.branch(episode.prompt).generate(max_tokens=20)
 
     (rollout, *_) = make_collector(chat_prompts(), rollout=twins).collect(1).rewarded.rollouts
     assert len({tuple(branch.completion) for branch in rollout.branches}) == 3
@@ -197,9 +197,9 @@ def test_branches_of_an_episode_have_noise_of_their_own():
 
 
 def test_an_episode_whose_further_branch_has_no_room_ends_with_length():
-    def long(episode):
-        yield episode.generate(max_tokens=3)
-        yield episode.branch("a" * 100).generate()
+    async def long(episode):
+        await episode.generate(max_tokens=3)
+        await episode.branch("a" * 100).generate()
 
     (rollout, *_) = make_collector(Prompts(), rollout=long).collect(1).rewarded.rollouts
     assert (rollout.finish_reason, len(rollout.branches)) == ("length", 1)
@@ -218,9 +218,9 @@ def test_an_answer_that_the_prompt_begins_is_one_message_with_it():
         vocab_size=VOCAB,
     )
 
-    def watched(episode):
+    async def watched(episode):
         assert episode.messages == begun
-        turn = yield episode.generate(max_tokens=5)
+        turn = await episode.generate(max_tokens=5)
         assert episode.messages == [begun[0], {"role": "assistant", "content": "it is" + turn.text}]
 
     collector = make_collector(prompts, rollout=watched)
@@ -228,9 +228,9 @@ def test_an_answer_that_the_prompt_begins_is_one_message_with_it():
 
 
 def test_an_episode_ends_with_length_where_what_it_appends_leaves_no_room():
-    def talkative(episode):
-        yield episode.generate(max_tokens=8)
-        yield episode.generate(after="a" * (MAX_NEW_TOKENS - 8))
+    async def talkative(episode):
+        await episode.generate(max_tokens=8)
+        await episode.generate(after="a" * (MAX_NEW_TOKENS - 8))
         raise AssertionError("there was no room")
 
     collector = make_collector(Prompts(lambda rollout_id: MAX_NEW_TOKENS), rollout=talkative)
@@ -248,9 +248,9 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
         returned.extend(map(weakref.ref, rollouts))
         return rollouts
 
-    def patient(episode):
+    async def patient(episode):
         for _ in range(6):
-            yield episode.generate(max_tokens=2)
+            await episode.generate(max_tokens=2)
         num_kept.append(sum(rollout() is not None for rollout in returned))
         assert len(episode.tokens) == len(episode.logprobs) == 12
 
@@ -337,9 +337,9 @@ def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_c
     """Its function asks for something else, or the same is other tokens now, as of a template that writes the date."""
     replies = ["a"]
 
-    def moody(episode):
-        yield episode.generate(max_tokens=1)
-        yield episode.generate(after=replies[-1])
+    async def moody(episode):
+        await episode.generate(max_tokens=1)
+        await episode.generate(after=replies[-1])
 
     def make():
         return make_collector(

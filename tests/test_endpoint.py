@@ -55,29 +55,29 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, *, is_chat=True, **options):
     return collected(make_collector(prompts, rollout=rollout, **options), num_steps, num_groups)
 
 
-def of_ids(episode):
-    yield episode.generate(max_tokens=4)
-    yield episode.generate(after=[7, 8], max_tokens=4)
-    yield episode.generate(after=[7, 9], max_tokens=4)
+async def of_ids(episode):
+    await episode.generate(max_tokens=4)
+    await episode.generate(after=[7, 8], max_tokens=4)
+    await episode.generate(after=[7, 9], max_tokens=4)
 
 
-def unseen(episode):
+async def unseen(episode):
     """Turns that nobody saw; a copy of it runs in a worker."""
-    yield episode.generate(max_tokens=4)
+    await episode.generate(max_tokens=4)
     episode.reward(1.0)
     other = episode.branch("abc")
-    yield other.generate(max_tokens=3)
-    yield episode.generate(after="q", max_tokens=5)
+    await other.generate(max_tokens=3)
+    await episode.generate(after="q", max_tokens=5)
     episode.reward(2.0)
     other.drops_last = episode.drops_last = True
-    yield episode.branch("xyz").generate(max_tokens=6)
+    await episode.branch("xyz").generate(max_tokens=6)
 
 
-def seen(episode):
-    yield episode.generate(max_tokens=4)
+async def seen(episode):
+    await episode.generate(max_tokens=4)
     episode.reward(3.0)
     episode.branch("abc")
-    yield episode.branch("xyz").generate(max_tokens=6)
+    await episode.branch("xyz").generate(max_tokens=6)
 
 
 def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):

@@ -399,11 +399,11 @@ def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_sta
 
 
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
-    def rollout(episode):
-        yield episode.generate(max_tokens=3)
+    async def rollout(episode):
+        await episode.generate(max_tokens=3)
         results = [result("add", "3"), result("add", "{'error': 'no'}")]
         results.append({"role": "user", "content": "{'error': "})
-        yield episode.generate(after=results, max_tokens=3)
+        await episode.generate(after=results, max_tokens=3)
 
     collector = make_collector(chat_prompts(200), rollout=rollout)
     collector.collect(2)
@@ -919,10 +919,10 @@ WITH_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CH
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
-def in_a_branch(episode):
+async def in_a_branch(episode):
     branch = episode.branch(episode.messages, tools=[LOOK])
-    yield branch.generate(max_tokens=3)
-    yield branch.generate(after={"role": "user", "content": "go on"}, max_tokens=3)
+    await branch.generate(max_tokens=3)
+    await branch.generate(after={"role": "user", "content": "go on"}, max_tokens=3)
 
 
 def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):

@@ -42,43 +42,45 @@ from minirl.episodes.generate import END_REASONS
 def reason_of(episode):
     return END_REASONS[episode.seed % len(END_REASONS)]
 
-def yields_end(episode):
-    yield episode.generate(max_tokens=3)
+async def yields_end(episode):
+    await episode.generate(max_tokens=3)
     try:
-        yield episode.end(reason_of(episode))
+        episode.end(reason_of(episode))
+        return
     finally:
         episode.row.columns["closed"] = True
     raise RuntimeError("ran on")
 
-def calls_end(episode):
-    yield episode.generate(max_tokens=3)
+async def calls_end(episode):
+    await episode.generate(max_tokens=3)
     episode.end(reason_of(episode))
 
 async def yields_end_async(episode):
-    yield episode.generate(max_tokens=3)
+    await episode.generate(max_tokens=3)
     await asyncio.sleep(0)
-    yield episode.end(reason_of(episode))
+    episode.end(reason_of(episode))
+    return
     raise RuntimeError("ran on")
 
 async def calls_end_async(episode):
-    yield episode.generate(max_tokens=3)
+    await episode.generate(max_tokens=3)
     episode.end(reason_of(episode))
 
-def out_of_order(episode):
+async def out_of_order(episode):
     first, second = episode.branch("one"), episode.branch("two")
-    yield second.generate(max_tokens=2)
-    yield first.generate(max_tokens=3)
-    yield second.generate(after="q", max_tokens=4)
-    yield episode.generate(after="q", max_tokens=5)
+    await second.generate(max_tokens=2)
+    await first.generate(max_tokens=3)
+    await second.generate(after="q", max_tokens=4)
+    await episode.generate(after="q", max_tokens=5)
 
-def naps(episode):
+async def naps(episode):
     while True:
-        yield episode.generate(max_tokens=2)
+        await episode.generate(max_tokens=2)
         time.sleep(0.04)
 
 async def naps_async(episode):
     while True:
-        yield episode.generate(max_tokens=2)
+        await episode.generate(max_tokens=2)
         await asyncio.sleep(0.04)
 """
 HERE = {}
@@ -102,14 +104,14 @@ def num_sampled(rollout):
     return int(rollout.loss_mask.sum())
 
 
-def endless(episode: Episode):
+async def endless(episode: Episode):
     while True:
-        yield episode.generate(after="xyz", max_tokens=7)
+        await episode.generate(after="xyz", max_tokens=7)
 
 
-def leaves_it_at_two(episode: Episode):
-    yield episode.generate(max_tokens=7)
-    yield episode.generate(after="xyz", max_tokens=7)
+async def leaves_it_at_two(episode: Episode):
+    await episode.generate(max_tokens=7)
+    await episode.generate(after="xyz", max_tokens=7)
 
 
 @pytest.mark.parametrize(
@@ -128,22 +130,22 @@ def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else
         assert rollout.is_truncated == (limit == 10)
 
 
-def in_turn(episode: Episode):
+async def in_turn(episode: Episode):
     """Turns of two branches in turn; for the third the first one is asked again."""
     other = episode.branch("two")
     for branch in (episode, other, episode):
-        yield branch.generate(max_tokens=7)
+        await branch.generate(max_tokens=7)
 
 
-def full_before(episode: Episode):
+async def full_before(episode: Episode):
     """The second branch uses up its room, then the first one goes on."""
     other = episode.branch("two")
     for branch in (episode, other, episode):
-        yield branch.generate(max_tokens=7 if branch is episode else None)
+        await branch.generate(max_tokens=7 if branch is episode else None)
 
 
-def full_and_done(episode: Episode):
-    yield from full_before(episode)
+async def full_and_done(episode: Episode):
+    await full_before(episode)
     episode.end("env_done")
 
 

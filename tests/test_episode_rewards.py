@@ -37,14 +37,14 @@ from support.scripts import read_metrics, run_in_pool, untimed
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
 
 
-def giving(episode):
+async def giving(episode):
     """Three turns; "early" is what their lengths say, "total" is returned."""
     episode.reward(0.5, "early")
-    yield episode.generate(max_tokens=5, stop="e")
+    await episode.generate(max_tokens=5, stop="e")
     episode.reward(len(episode.turns[-1].ids), "early")
     episode.reward(10, "early")
-    yield episode.generate(after="abc", max_tokens=4)
-    yield episode.generate(after="d", max_tokens=6, stop=["a", "b"])
+    await episode.generate(after="abc", max_tokens=4)
+    await episode.generate(after="d", max_tokens=6, stop=["a", "b"])
     episode.reward(100.0, "early")
     return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
 
@@ -56,16 +56,16 @@ async def giving_async(episode):
     episode.reward(float(sum(episode.turns[-1].ids)), "total")
 
 
-def playing(episode):
+async def playing(episode):
     """Two players, each in a branch: rewards of a turn, of each player, which add up to 0, and of both."""
     other = episode.branch("the other ")
-    turn = yield episode.generate(max_tokens=4, stop="e")
+    turn = await episode.generate(max_tokens=4, stop="e")
     episode.reward(len(turn.ids), "early")
-    yield other.generate(max_tokens=5, stop="e")
-    turn = yield episode.generate(after="x", max_tokens=3)
+    await other.generate(max_tokens=5, stop="e")
+    turn = await episode.generate(after="x", max_tokens=3)
     won = turn.ids[-1] / 10
     episode.reward(-won, "total", branch=other)
-    yield other.generate(after="x", max_tokens=3)
+    await other.generate(after="x", max_tokens=3)
     episode.reward(won, "total", branch=episode)
     episode.reward(100.0, "early", branch="all")
     return {"early": 1000.0}
@@ -140,8 +140,8 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
     given, value, message = HOSTILE[name]
     says = "episode.reward, for the row at" if given else r"rollout mine for the row at f:\d+, after turn 1:"
 
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
         for amount in given:
             episode.reward(amount, "total")
         return value
@@ -153,10 +153,10 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
 def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
     refused = []
 
-    def mine(episode):
+    async def mine(episode):
         try:
             while True:
-                yield episode.generate(max_tokens=3)
+                await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
         except GeneratorExit:
             with pytest.raises(InputError, match="the episode ended; give rewards before a `yield`"):
@@ -172,8 +172,8 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
 
 def test_an_episode_that_fails_has_what_it_gave_and_the_rest_does_not_apply(load):
     fails = """
-def fails(episode):
-    yield episode.generate(max_tokens=3)
+async def fails(episode):
+    await episode.generate(max_tokens=3)
     episode.reward(7.0, "early")
     if episode.row.place == "f:3":
         raise KeyError("no such tool")
@@ -188,8 +188,8 @@ def fails(episode):
 
 
 def test_a_reward_that_is_returned_as_none_does_not_apply():
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
         episode.reward(1.0, "early")
         return {"total": None, "early": None}
 
@@ -302,9 +302,9 @@ def test_the_advantages_of_self_play_are_those_of_each_player_though_all_sums_ar
     assert not are_equal(groups.branch_rewards[..., 0]).any()
 
 
-def long_in_one_branch(episode):
-    yield episode.generate(max_tokens=3)
-    yield episode.branch("abc").generate()
+async def long_in_one_branch(episode):
+    await episode.generate(max_tokens=3)
+    await episode.branch("abc").generate()
 
 
 def test_the_overlong_penalty_is_of_each_branch():
@@ -316,14 +316,14 @@ def test_the_overlong_penalty_is_of_each_branch():
     assert overlong["overlong"]([[7] * 38]) == [-0.9]
 
 
-def cut_off_in_one_branch(episode):
+async def cut_off_in_one_branch(episode):
     """The example of docs/episodes.md: one branch ends with a stop token, the other is cut off."""
     other = episode.branch("abc")
-    yield episode.generate(max_tokens=2)
+    await episode.generate(max_tokens=2)
     episode.reward(1.0)
-    yield other.generate(max_tokens=2)
+    await other.generate(max_tokens=2)
     episode.reward(0.5)
-    yield other.generate(after="de")
+    await other.generate(after="de")
     return 0.25
 
 
@@ -473,12 +473,12 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
     conversations = {}
     seen = []
 
-    def chatting(episode):
-        yield episode.generate(max_tokens=5)
+    async def chatting(episode):
+        await episode.generate(max_tokens=5)
         episode.reward(episode.seed % 7, "early")
         if episode.seed % 2:
-            yield episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
-            yield episode.generate(after=" and", max_tokens=3)
+            await episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
+            await episode.generate(after=" and", max_tokens=3)
         conversations[episode.seed] = episode.messages, {"early": episode.seed % 7}
 
     def mine(prompts, completions, messages, rewards_given, episodes, **others):
@@ -550,14 +550,14 @@ def test_the_flag_names_episode_rewards():
 
 
 FILE = """
-def rollout(episode):
-    turn = yield episode.generate(max_tokens=3)
-    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+async def rollout(episode):
+    turn = await episode.generate(max_tokens=3)
+    turn = await episode.generate(after="=" if "1" in turn.text else "==")
     return float(len(episode.tokens)) + sum(episode.tokens) % 7
 
-def silent(episode):
-    turn = yield episode.generate(max_tokens=3)
-    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+async def silent(episode):
+    turn = await episode.generate(max_tokens=3)
+    turn = await episode.generate(after="=" if "1" in turn.text else "==")
 
 def episode(completion_ids):
     return [float(len(ids)) + sum(ids) % 7 for ids in completion_ids]

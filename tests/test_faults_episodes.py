@@ -28,29 +28,29 @@ def raises_first(episode):
 def ends_first(episode):
     yield episode.end("env_done")
 
-def sends_a_message_first(episode):
-    yield episode.generate(after={"role": "user", "content": "a"})
+async def sends_a_message_first(episode):
+    await episode.generate(after={"role": "user", "content": "a"})
 
-def begins_with_a_number(episode):
-    yield episode.branch(7).generate()
+async def begins_with_a_number(episode):
+    await episode.branch(7).generate()
 
-def begins_with_nothing(episode):
-    yield episode.branch([]).generate()
+async def begins_with_nothing(episode):
+    await episode.branch([]).generate()
 
-def begins_without_content(episode):
-    yield episode.branch([{"role": "user"}]).generate()
+async def begins_without_content(episode):
+    await episode.branch([{"role": "user"}]).generate()
 
-def begins_without_room(episode):
-    yield episode.branch("a" * 100).generate()
+async def begins_without_room(episode):
+    await episode.branch("a" * 100).generate()
 
 # After the first turn.
 
 def after_a_turn(act):
-    def function(episode):
-        yield episode.generate(max_tokens=3)
+    async def function(episode):
+        await episode.generate(max_tokens=3)
         asked = act(episode)
         if asked is not None:
-            yield asked
+            await asked
     return function
 
 appends_a_number = after_a_turn(lambda episode: episode.generate(after=5))
@@ -84,38 +84,39 @@ def misspells(episode):
     vars(turn)["max_token"] = 3
     yield turn
 
-def goes_on(episode):
-    yield episode.generate(max_tokens=3)
+async def goes_on(episode):
+    await episode.generate(max_tokens=3)
     episode.end("env_done")
-    yield episode.generate(max_tokens=3)
+    await episode.generate(max_tokens=3)
 
-def begins_a_branch(episode):
-    yield episode.generate(max_tokens=3)
+async def begins_a_branch(episode):
+    await episode.generate(max_tokens=3)
     episode.end("env_done")
-    yield episode.branch("abc").generate(max_tokens=3)
+    await episode.branch("abc").generate(max_tokens=3)
 
-def goes_on_in_a_branch(episode):
+async def goes_on_in_a_branch(episode):
     branch = episode.branch("abc")
-    yield branch.generate(max_tokens=3)
+    await branch.generate(max_tokens=3)
     episode.end("env_done")
-    yield branch.generate(max_tokens=3)
+    await branch.generate(max_tokens=3)
 
-def rewards_late(episode):
-    yield episode.generate(max_tokens=3)
+async def rewards_late(episode):
+    await episode.generate(max_tokens=3)
     try:
-        yield episode.end("env_done")
+        episode.end("env_done")
+        return
     finally:
         episode.reward(1.0)
 
-def returns_a_number(episode):
-    yield episode.generate(max_tokens=3)
+async def returns_a_number(episode):
+    await episode.generate(max_tokens=3)
     return 1.0
 
-def is_right(episode):
-    yield episode.generate(max_tokens=3)
+async def is_right(episode):
+    await episode.generate(max_tokens=3)
 
-def returns_text(episode):
-    yield episode.generate(max_tokens=3)
+async def returns_text(episode):
+    await episode.generate(max_tokens=3)
     return "1.0"
 """
 NO_PROMPT = r"branch\(.*\): expected text or messages with role and content"

@@ -306,12 +306,12 @@ def test_what_a_preset_sets_is_refused_for_nobody_who_turns_its_condition_off():
 
 
 def test_a_script_whose_rollout_goes_on_or_reads_an_answer_may_limit_its_turns():
-    def goes_on(episode):
-        turn = yield episode.generate()
-        yield episode.generate(after=turn.text)
+    async def goes_on(episode):
+        turn = await episode.generate()
+        await episode.generate(after=turn.text)
 
-    def reads(episode):
-        turn = yield episode.generate()
+    async def reads(episode):
+        turn = await episode.generate()
         assert turn.message
 
     config = RunConfig(max_turns=2, tool_format="hermes")

@@ -47,15 +47,15 @@ SCRIPTS = {
 }
 
 
-def two_turns_in_two_branches(episode):
+async def two_turns_in_two_branches(episode):
     """Rewards of turns, of a branch and of both; the second branch may be cut off, and one reward does not apply."""
     other = episode.branch("two" * (episode.seed % 3 + 1))
-    turn = yield episode.generate(max_tokens=4)
+    turn = await episode.generate(max_tokens=4)
     episode.reward(len(set(turn.ids)) / 4)
-    turn = yield other.generate(stop=["e", "a"], max_tokens=5)
+    turn = await other.generate(stop=["e", "a"], max_tokens=5)
     episode.reward(turn.ids[0] / 34)
-    yield episode.generate(after="xyz", max_tokens=3)
-    turn = yield other.generate(after=" so ")
+    await episode.generate(after="xyz", max_tokens=3)
+    turn = await other.generate(after=" so ")
     episode.reward(0.5 - turn.ids[-1] / 34, branch=episode)
     episode.reward(0.25, branch="all")
     return {"reward": None} if episode.seed % 7 == 0 else 1.0 / len(turn.ids)

@@ -36,30 +36,30 @@ import asyncio, pathlib, time
 GATE = pathlib.Path(__file__).parent / "open"
 
 async def patient(episode):
-    yield episode.generate(max_tokens=3)
+    await episode.generate(max_tokens=3)
     if episode.row.place == "PLACE":
         while not GATE.exists():
             await asyncio.sleep(0.01)
-    yield episode.generate(after="ab", max_tokens=3)
+    await episode.generate(after="ab", max_tokens=3)
 
 def reward(completion_ids, prompts):
     while prompts[0] == "PROMPT" and not GATE.exists():
         time.sleep(0.01)
     return [float(len(ids)) for ids in completion_ids]
 
-def fails(episode):
-    yield episode.generate(max_tokens=3)
+async def fails(episode):
+    await episode.generate(max_tokens=3)
     raise ValueError("never")
 
 async def ends_late(episode):
-    yield episode.generate(max_tokens=3)
+    await episode.generate(max_tokens=3)
     if episode.row.place == "PLACE":
         while not GATE.exists():
             await asyncio.sleep(0.01)
 
-def large(episode):
-    yield episode.generate(max_tokens=3)
-    yield episode.generate(after="a" * 100_000)
+async def large(episode):
+    await episode.generate(max_tokens=3)
+    await episode.generate(after="a" * 100_000)
 
 def raises(completions):
     raise ValueError("never")
@@ -86,10 +86,10 @@ def ordinals(steps):
     return [sorted({row[0].prompt_ordinal for row in step}) for step in steps]
 
 
-def here(episode):
+async def here(episode):
     """The same as the function in the file, at once."""
-    yield episode.generate(max_tokens=3)
-    yield episode.generate(after="ab", max_tokens=3)
+    await episode.generate(max_tokens=3)
+    await episode.generate(after="ab", max_tokens=3)
 
 
 def whole_rollouts(num_prompts):

@@ -369,12 +369,12 @@ RUNS = {
     "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
 }
 FUNCTIONS = """
-def calculate(episode):
-    turn = yield episode.generate(max_tokens=4)
+async def calculate(episode):
+    turn = await episode.generate(max_tokens=4)
     for _ in range(episode.seed % 3):
-        turn = yield episode.generate(after="7 ", max_tokens=3, stop=["1"])
+        turn = await episode.generate(after="7 ", max_tokens=3, stop=["1"])
     if episode.seed % 2:
-        yield episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
+        await episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
 
 
 def right(completions, answer):
@@ -498,8 +498,8 @@ def test_the_workers_of_a_group_are_the_leaders(tmp_path):
 
 
 FAILS = """
-def fails(episode):
-    yield episode.generate(max_tokens=3)
+async def fails(episode):
+    await episode.generate(max_tokens=3)
     raise ValueError('no such tool')
 """
 KILLED = """

@@ -30,14 +30,14 @@ def reward(completions):
         globals()[action]()
     return [1.0] * len(completions)
 
-def rollout(episode):
+async def rollout(episode):
     globals()[episode.row.prompt]()
-    yield episode.generate()
+    await episode.generate()
 
 async def rollout_async(episode):
     await asyncio.sleep(0)
     globals()[episode.row.prompt]()
-    yield episode.generate()
+    await episode.generate()
 
 def fine():
     pass

@@ -87,17 +87,20 @@ class Program:
         """Give the function the turn that it asked for; it replies."""
         future, self._turn = self._turn, None
         assert future is not None, "it asked for no turn"
-        future.set_result(turn)
+        if not future.cancelled():  # else a failure follows
+            future.set_result(turn)
 
     def cancel(self) -> None:
-        """End the function where it waits. It does not reply."""
-        self._is_over = True
-        self.task.cancel()
+        """End the function where it waits, unless it cleans up already. It does not reply."""
+        if not self._is_over:
+            self._is_over = True
+            self.task.cancel()
 
     async def _run(self, function: RolloutFunction, episode: Episode) -> None:
         reply: Reply
         try:
             returned = await function(episode)
+            refuse(self._turn is not None, "ended while one of its turns was sampled; await all")
             reply = Ended(returned_rewards(returned), episode.end_reason)
         except InputError as error:
             reply = Failed(str(error))
@@ -194,6 +197,7 @@ class Programs:
             self._take_reply(program, Failed(f"took more than {self._timeout_s:g} s; see --reply-timeout"))
 
     def _take_reply(self, program: Program, reply: Reply) -> None:
-        program.seconds += time.monotonic() - self._since.pop(program)
+        now = time.monotonic()
+        program.seconds += now - self._since.pop(program, now)
         self._replies.append((program, reply))
         event_loop().stop_waiting()

@@ -102,10 +102,6 @@ class Setup:
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         changed = ", ".join(self.folder.changed_flags(self._flags))
-        refuse(
-            changed and not config.trains,
-            f"{self.folder.path}: this evaluation began with other flags: {changed}; take another --run-name",
-        )
         self._notes = [f"this run last started with other flags: {changed}"] if changed else []
         with self.folder.removed_if_refused():
             self._read_files(task, tools=tools, scalar_head=scalar_head)

@@ -69,10 +69,10 @@ two_at_a_time.max_episodes = 2
 """
 
 
-def in_turns(episode):
+async def in_turns(episode):
     """The requests of the programs above."""
-    turn = yield episode.generate(max_tokens=5, stop="e")
+    turn = await episode.generate(max_tokens=5, stop="e")
     for number in (1, 2):
         said = turn.text.partition("e")[0]
         reply = {"role": "user", "content": said[:3] + " go on"}
-        turn = yield episode.generate(after=reply, max_tokens=5 + number, stop="e")
+        turn = await episode.generate(after=reply, max_tokens=5 + number, stop="e")
