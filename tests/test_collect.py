@@ -16,11 +16,9 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
-from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.generation.engine import Engine
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.run.checkpoint import check_remembered
 from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
@@ -35,7 +33,6 @@ from support.collecting import (
     replies_of,
     replying,
     resumed,
-    rollout_records,
     sums,
 )
 from support.engines import VOCAB, cached_model, make_engine, scores_of
@@ -265,10 +262,10 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
     [(one_turn, Prompts, 7), slow(replying, chat_prompts, 20)],
 )
 def test_a_budget_a_checkpoint_and_a_small_cache_change_nothing_in_a_rollout(rollout, make_prompts, budget):
-    """Other programs are in test_rollout_workers. Pitfall 40."""
-    make = functools.partial(make_collector, make_prompts(), rollout=rollout)
+    """Other functions are in test_programs. Pitfall 40."""
     tight = {"cache_tokens": 512, "max_running_requests": 5}
-    assert_pauses_change_nothing(functools.partial(make, engine_options=tight), make, make, budget=budget)
+    make = functools.partial(make_collector, make_prompts(), rollout=rollout, engine_options=tight)
+    assert_pauses_change_nothing(make, budget=budget)
 
 
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
@@ -327,44 +324,29 @@ def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_stalen
     assert sum(counts[6:]) / 8 < 49 / 3
 
 
-def long_if_odd(rollout_id: RolloutId) -> int:
-    """Of every second prompt."""
-    return 20 if rollout_id.prompt_ordinal % 2 else 2
+@pytest.mark.parametrize("later", [0, 1, 3])
+def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
+    """With the same `max_staleness`, another, or 0. Prompts in flight begin again, before new ones. Fault 12."""
+    lengths = random.Random(0)
+    length_of = {}
 
+    def length(rollout_id):
+        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
 
-@pytest.mark.parametrize("differs", ["request", "tokens"])
-def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_counted(capsys, differs):
-    """Its function asks for something else, or the same is other tokens now, as of a template that writes the date."""
-    replies = ["a"]
+    def make(max_staleness):
+        return make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
 
-    async def moody(episode):
-        await episode.generate(max_tokens=1)
-        await episode.generate(after=replies[-1])
-
-    def make():
-        return make_collector(
-            Prompts(lambda one: 1 + long_if_odd(one)), rollout=moody, round_tokens=5, max_staleness=3
-        )
-
-    first, second = make(), make()
-    first.collect(1)
-    paused = {
-        tuple(record["rollout_id"]) for record in rollout_records(first) if record["finish_reason"] is None
-    }
-    if differs == "request":
-        replies.append("b")
-    else:
-        other = second._prompts.tokenizer.encode_text("b", "")
-        second._prompts.appended_ids = lambda after, *_, **__: other if after else []
-    resumed(first, second)
-    assert second.take_count("restarted") == len(paused) > 0
-    assert "moody(episode), for the row at f:" in capsys.readouterr().out
-    rollouts = [r for _ in range(3) for r in second.collect(1, weight_version=7).rewarded.rollouts]
-    again = [r for r in rollouts if r.rollout_id in paused]
-    assert len(again) == len(paused)
-    for rollout in again:
-        assert set(rollout.weight_version[rollout.loss_mask].tolist()) == {7}
-    assert second.take_count("restarted") == 0
+    trained = []
+    collector = make(3)
+    for number in range(4):
+        for _ in range(3):
+            trained += collector.collect(3).table.prompt_ordinal[::2].tolist()
+        before = collector.in_flight
+        assert sorted(trained + before) == list(range(collector.num_served))
+        assert before or number, "nothing was in flight"
+        collector = resumed(collector, make(later))
+        assert collector.in_flight == before
+    collector.close()
 
 
 def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:
@@ -428,25 +410,6 @@ def test_groups_count_rollouts_and_have_all_their_branches():
     assert [len(r.branches) for r in groups.rewarded.rollouts] == [2, 2]
     assert selection.left.rollouts == []
     assert (selection.num_selected, selection.num_missing) == (2, 1)
-
-
-def as_tuples(rollout: Rollout) -> list[tuple]:
-    return [
-        (*facts(branch), branch.num_prompt_tokens, branch.weight_version.tolist())
-        for branch in rollout.branches
-    ]
-
-
-def test_a_record_has_all_branches(tmp_path):
-    """Fault 12."""
-    (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
-    branched = in_two_branches(rollout)
-    record = finished_record(branched, [None, 0.5], failed=True)
-    check_remembered("records", {"in_flight": [record]})
-    torch.save(record, tmp_path / "record.pt")
-    saved = torch.load(tmp_path / "record.pt", weights_only=True)
-    assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
-    assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
 
 
 def test_refills_come_from_new_prompts_and_end():

@@ -150,7 +150,7 @@ def in_workers(folder: Path, make=load_reward, **defaults):
             workers.pool.stop()
 
 
-def unhurried(rollout, *, seconds=0.02):
+def unhurried(rollout, *, seconds=0.004):
     """The same function with a random wait before each request."""
 
     async def waiting(episode):
