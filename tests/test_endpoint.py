@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import functools
-import inspect
 import json
 import re
-import resource
 import runpy
 import time
+import types
 from http import HTTPStatus
 from pathlib import Path
 
@@ -20,16 +19,15 @@ from minirl.agents.loopback import Answer, HttpError, LoopbackServer
 from minirl.agents.openai_format import read_request
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
-from minirl.episodes.generate import Generate
-from minirl.episodes.program import Ended
 from minirl.errors import RolloutError
 from minirl.rewards.functions import EpisodeReward
+from minirl.run.config import RunConfig
+from minirl.run.load_task import load_rollout
 from minirl.truncation import Truncation
 from support.collecting import (
     chat_prompts,
     collected,
     facts,
-    in_workers,
     make_collector,
 )
 from support.jobs import SLACK
@@ -42,27 +40,22 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Functions of the file above in their workers, which are killed when the test is over."""
-    (tmp_path / "mine.py").write_text(AT_A_URL)
-    monkeypatch.setattr("minirl.workers.pool.GRACE_S", 0.5)
-    with in_workers(tmp_path, timeout_s=20.0) as load_function:
-        yield load_function
+def load(tmp_path):
+    """Functions of a file; the one above, if none is given."""
+
+    def load_one(name, source=AT_A_URL):
+        (tmp_path / "mine.py").write_text(source)
+        return load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:{name}")).function
+
+    return load_one
 
 
-def rollouts_of(rollout, num_steps=1, num_groups=5, *, is_chat=True, **options):
-    prompts = chat_prompts(120) if is_chat else None
-    return collected(make_collector(prompts, rollout=rollout, **options), num_steps, num_groups)
-
-
-async def of_ids(episode):
-    await episode.generate(max_tokens=4)
-    await episode.generate(after=[7, 8], max_tokens=4)
-    await episode.generate(after=[7, 9], max_tokens=4)
+def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
+    return collected(make_collector(chat_prompts(120), rollout=rollout, **options), num_steps, num_groups)
 
 
 async def unseen(episode):
-    """Turns that nobody saw; a copy of it runs in a worker."""
+    """Turns that nobody saw."""
     await episode.generate(max_tokens=4)
     episode.reward(1.0)
     other = episode.branch("abc")
@@ -80,26 +73,14 @@ async def seen(episode):
     await episode.branch("xyz").generate(max_tokens=6)
 
 
-def test_turns_that_nobody_saw_are_no_part_of_the_rollout(load, tmp_path):
+def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
     """Fault 60."""
-    (tmp_path / "mine.py").write_text(inspect.getsource(unseen))
 
     def made(rollout):
         groups = make_collector(functions={"mine": EpisodeReward()}, rollout=rollout).collect(2)
         return [(facts(one), one.episode) for one in groups.rewarded.rollouts]
 
-    assert made(unseen) == made(load("unseen")) == made(seen)
-
-
-def test_an_agents_process_takes_so_many_episodes_and_further_ones_get_another(load):
-    workers = load("two_at_a_time")
-    assert rollouts_of(workers, 2, 2) == rollouts_of(in_turns, 2, 2)
-    assert len(workers.pool.workers) == 3
-
-
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_token_ids_are_continued_by_their_prefix_and_come_back_with_their_logprobs(load, is_chat):
-    assert rollouts_of(load("by_completion"), is_chat=is_chat) == rollouts_of(of_ids, is_chat=is_chat)
+    assert made(unseen) == made(seen)
 
 
 OPENAI = """
@@ -153,11 +134,9 @@ async def client_program(url, episode):
 
 
 @pytest.mark.parametrize("name", ["client_async", slow("client_sync"), slow("client_program")])
-def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, tmp_path, name):
+def test_an_agent_written_with_the_openai_package_trains_as_it_is(load, name):
     pytest.importorskip("openai")
-    (tmp_path / "mine.py").write_text(OPENAI)
-    rollout = load(name, timeout_s=60)
-    assert rollouts_of(rollout, num_groups=1, group_size=2) == rollouts_of(
+    assert rollouts_of(load(name, OPENAI), num_groups=1, group_size=2) == rollouts_of(
         in_turns, num_groups=1, group_size=2
     )
 
@@ -181,26 +160,19 @@ async def agent(url, episode):
 
 
 @pytest.mark.slow
-def test_a_client_that_256_episodes_share_loses_no_request_within_512_descriptors(load, tmp_path):
-    """64 in each process. One in four asks for a second turn, on a connection that others have used, and none again."""
+def test_a_client_that_256_episodes_share_loses_no_request(load):
+    """One in four asks for a second turn, on a connection that others have used, and none again."""
     pytest.importorskip("openai")
-    (tmp_path / "mine.py").write_text(SHARED)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    try:
-        host = load("agent", timeout_s=120)
-        episodes = [made_episode(seed=i, is_chat=True) for i in range(256)]
-        running = {host.begin(episode): episode for episode in episodes}
-        while running:
-            for number, reply in host.replies(1.0):
-                if isinstance(reply, Generate):
-                    host.send(number, sampled_turn(running[number]))
-                else:
-                    assert reply == Ended({}), reply
-                    assert running.pop(number).rewards[0] == {"reward": 1.0}
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [len(episode.turns) for episode in episodes] == [1, 1, 1, 2] * 64
+    functions = {"mine": EpisodeReward()}
+    prompts = chat_prompts(120)
+    collector = make_collector(
+        prompts, functions=functions, rollout=load("agent", SHARED), group_size=8, reply_timeout=120
+    )
+    groups = collector.collect(32)
+    assert groups.rewards.eq(1).all()
+    for rollout in groups.rewarded.rollouts:
+        num_turns = 1 + prompts.key(rollout.rollout_id) % 4 // 3
+        assert len(rollout.episode.turns) == num_turns or rollout.is_truncated
 
 
 def in_a_loop(coroutine):
@@ -417,23 +389,14 @@ def made_episode(*, seed=0, **options):
 
 # By path the request, and the refusal.
 REFUSED = {
-    "v1/embeddings": {"{}": "there is no /v1/embeddings; there are /v1/chat/completions, /v1/completions"},
-    "v1/completions": {
+    "v1/embeddings": {"{}": "there is no /v1/embeddings; there is /v1/chat/completions"},
+    "v1/chat/completions": {
         "{": "the request is no JSON",
         "[" * 100_000: "the request is no JSON",
-        '{"prompt": "hi"}': "prompt: expected token ids",
-        '{"prompt": ["hi"]}': "prompt: expected token ids",
-        '{"prompt": []}': "prompt: expected token ids",
-        '{"prompt": [true]}': "prompt: expected token ids",
-        '{"prompt": [-1]}': "prompt: expected token ids",
-        '{"prompt": [1], "stream": true}': "stream: only chat completions",
-        '{"prompt": [1], "top_k": 257}': "top_k 257: must be a number from 0 to 256",
-        '{"prompt": [1], "top_k": 5.0}': "top_k 5.0: must be a number",
-        '{"prompt": [1], "top_k": true}': "top_k True: must be a number",
-        '{"prompt": [1], "features": 3}': "'features': not known here",
-    },
-    "v1/chat/completions": {
         "[]": "is not a JSON object",
+        '{"top_k": 257}': "top_k 257: must be a number from 0 to 256",
+        '{"top_k": 5.0}': "top_k 5.0: must be a number",
+        '{"top_k": true}': "top_k True: must be a number",
         "{}": "messages: expected a list of one or more",
         '{"messages": "hi"}': "messages: expected a list",
         '{"messages": []}': "messages: expected a list",
@@ -517,7 +480,7 @@ def test_a_request_asks_for_a_part_of_its_turns_truncation_and_the_run_gives_the
         body = json.dumps({"messages": [HI], **fields}).encode()
         assert read_request("v1/chat/completions", body, episode).truncation == asked
     with pytest.raises(HttpError, match=r"top_p 0\.95: needs top_k") as raised:
-        read_request("v1/completions", b'{"prompt": [1], "top_k": -1}', episode)
+        read_request("v1/chat/completions", b'{"top_k": -1}', episode)
     assert raised.value.status == HTTPStatus.BAD_REQUEST
 
 
@@ -537,39 +500,46 @@ def message_in(answer):
 def sampled_turn(branch, text="yes", finish_reason="stop", **said):
     """A turn of one token per letter, with this message; None for one that nobody can read."""
     message = {"role": "assistant", "content": text, **said}
-    readable = {"error": "no response template"} if "message" in said else {"said": message}
+    readable = {} if "message" in said else {"message": message}
     ids = [ord(letter) for letter in text]
-    branch.prompt_ids = branch.prompt if type(branch.prompt[0]) is int else [5, 6]
+    branch.prompt_ids = [5, 6]
     branch.max_tokens = 50
     facts = {"branch": branch.number, "finish_reason": finish_reason, "logprobs": [-0.5] * len(ids)}
     return told_turn(len(branch.tokens), ids, text, **facts, **readable)
 
 
 def drive(program, *turns, sample=lambda: asyncio.sleep(0)):
-    """A program's requests when it gets these turns; closes it when it asks for more. `program(post, episode)`.
+    """A program's requests, with their branches, when it gets these turns; ends it when it asks for more.
 
-    sample: awaited while a turn is sampled.
+    program: `program(post, episode)`.     sample: awaited while a turn is sampled.
     """
+    asked, left = [], list(turns)
 
     async def with_post(url, episode):
         return await program(functools.partial(post, url), episode)
 
     async def run():
         episode = made_episode(is_chat=True)
-        rollout = serve(with_post)(episode)
-        asked = []
-        with contextlib.suppress(StopAsyncIteration):
-            asked.append(await rollout.asend(None))
-            for fields in turns:
-                await sample()
-                branch = episode.branches[asked[-1].branch]
-                branch.turns.append(sampled_turn(branch, **fields))
-                asked.append(await rollout.asend(branch.turns[-1]))
-        await sample()
-        await rollout.aclose()
-        return asked
 
-    return in_a_loop(run())
+        async def ask(request):
+            asked.append(request)
+            await sample()
+            if not left:
+                raise asyncio.CancelledError
+            branch = episode.branches[request.branch]
+            branch.turns.append(sampled_turn(branch, **left.pop(0)))
+            return branch.turns[-1]
+
+        episode.ask = ask
+        with contextlib.suppress(asyncio.CancelledError):
+            await serve(with_post)(episode)
+        return episode
+
+    episode = in_a_loop(run())
+    return [
+        types.SimpleNamespace(**{**vars(episode.branches[request.branch]), **vars(request)})
+        for request in asked
+    ]
 
 
 def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode():
@@ -763,12 +733,21 @@ def test_row_60_an_episode_that_is_closed_ends_its_program_and_what_that_started
 
     async def run():
         for program in (stubborn, threaded, starting):
-            rollout = serve(program)(made_episode(is_chat=True))
-            await rollout.asend(None)
+            episode = made_episode(is_chat=True)
+            has_asked = asyncio.Event()
+
+            async def ask(_, has_asked=has_asked):
+                has_asked.set()
+                await asyncio.sleep(1000)
+
+            episode.ask = ask
+            rollout = asyncio.create_task(serve(program)(episode))
+            await has_asked.wait()
             while program is starting and not pid.exists():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-            await rollout.aclose()
+            rollout.cancel()
+            await asyncio.wait([rollout])
         await asyncio.sleep(0.1)
 
     in_a_loop(run())
@@ -833,8 +812,8 @@ def stops_in_thread(url, episode):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("silent", "took more than 0.7 s for a reply; see --reply-timeout"),
-        ("silent_thread", "took more than 0.7 s for a reply; see --reply-timeout"),
+        ("silent", "took more than 0.7 s; see --reply-timeout"),
+        ("silent_thread", "took more than 0.7 s; see --reply-timeout"),
         ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
         ("exits", r"raised\n(.|\n)*the program raised SystemExit\(3\)"),
         ("interrupts", r"raised\n(.|\n)*the program raised KeyboardInterrupt"),
@@ -842,13 +821,11 @@ def stops_in_thread(url, episode):
         ("stops_in_thread", r"raised\n(.|\n)*StopIteration"),
     ],
 )
-def test_row_60_a_program_that_fails_is_the_runs_clear_error_and_nothing_is_left(load, tmp_path, name, said):
-    (tmp_path / "mine.py").write_text(AT_A_URL + HOSTILE)
-    workers = load(name, timeout_s=0.7 if "silent" in name else 60.0)
+def test_row_60_a_program_that_fails_is_the_runs_clear_error(load, name, said):
+    rollout = load(name, AT_A_URL + HOSTILE)
+    timeout_s = 0.7 if "silent" in name else 60.0
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
-        rollouts_of(workers, num_groups=2, group_size=2)
-    workers.pool.stop()
-    assert not any(is_alive(worker.pid) for worker in workers.pool.workers)
+        rollouts_of(rollout, num_groups=2, group_size=2, reply_timeout=timeout_s)
 
 
 def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():
@@ -865,32 +842,29 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
         await post(messages=[HI])
         await post(messages=[system, HI, {"role": "assistant", "content": "otherwise"}, HI])
         await post(messages=own)
-        for ids in ([5, 6, *b"yesyesyes"], [9, 9], [9, 9, *b"yes", 7]):
-            await post(path="/completions", prompt=ids)
 
-    asked = drive(program, *[{}] * 9)
-    assert [generate.branch for generate in asked] == [1, 1, 0, 2, 3, 1, 1, 4, 4]
+    asked = drive(program, *[{}] * 6)
+    assert [generate.branch for generate in asked] == [1, 1, 0, 2, 3, 1]
     assert asked[0].prompt == [system, HI]
     assert [generate.after for generate in asked[:4]] == ["", [HI], "", ""]
-    assert (asked[7].prompt, asked[8].after) == ([9, 9], [7])
 
 
 def test_the_documented_agent_is_rewarded_for_its_last_answer():
     pytest.importorskip("openai")
     example = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "examples" / "openai_agent.py"))
-    given = []
+    asked, texts = [], ["so 3", "so 1,200."]
 
     async def run():
         episode = made_episode(is_chat=True)
         episode.row.columns["answer"] = 1200.0
-        episode.reward = lambda value, name, branch: given.append((name, value))
-        rollout = example["agent"](episode)
-        asked = await rollout.asend(None)
-        for text in ("so 3", "so 1,200."):
-            episode.turns.append(sampled_turn(episode, text))
-            with contextlib.suppress(StopAsyncIteration):
-                asked = await rollout.asend(episode.turns[-1])
-        assert asked.after == [{"role": "user", "content": "Check each step, then answer again."}]
 
-    in_a_loop(run())
-    assert given == [("reward", 1.0)]
+        async def ask(request):
+            asked.append(request.after)
+            episode.turns.append(sampled_turn(episode, texts[len(asked) - 1]))
+            return episode.turns[-1]
+
+        episode.ask = ask
+        return await example["agent"](episode)
+
+    assert in_a_loop(run()) == 1.0
+    assert asked == ["", [{"role": "user", "content": "Check each step, then answer again."}]]
