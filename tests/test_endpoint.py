@@ -34,7 +34,7 @@ from support.jobs import SLACK
 from support.marks import slow
 from support.processes import is_alive
 from support.programs import AT_A_URL, in_turns
-from support.turns import told_turn
+from support.turns import UnreadableTurn, told_turn
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -500,7 +500,7 @@ def message_in(answer):
 def sampled_turn(branch, text="yes", finish_reason="stop", **said):
     """A turn of one token per letter, with this message; None for one that nobody can read."""
     message = {"role": "assistant", "content": text, **said}
-    readable = {} if "message" in said else {"message": message}
+    readable = {"kind": UnreadableTurn} if "message" in said else {"message": message}
     ids = [ord(letter) for letter in text]
     branch.prompt_ids = [5, 6]
     branch.max_tokens = 50
@@ -815,7 +815,7 @@ def stops_in_thread(url, episode):
         ("silent", "took more than 0.7 s; see --reply-timeout"),
         ("silent_thread", "took more than 0.7 s; see --reply-timeout"),
         ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
-        ("exits", r"raised\n(.|\n)*the program raised SystemExit\(3\)"),
+        ("exits", r"raised\n(.|\n)*RuntimeError: raised SystemExit\(3\)"),
         ("interrupts", r"raised\n(.|\n)*the program raised KeyboardInterrupt"),
         ("stops", r"raised\n(.|\n)*StopIteration"),
         ("stops_in_thread", r"raised\n(.|\n)*StopIteration"),
