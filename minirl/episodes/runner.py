@@ -16,6 +16,7 @@ from typing import Literal
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Episode, RolloutFunction
+from minirl.episodes.event_loop import event_loop
 from minirl.episodes.generate import Generate
 from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.programs import Ended, Failed, Program, Programs, Reply
@@ -121,6 +122,7 @@ class EpisodeRunner:
         for running in self._running.values():
             self._leave(running)
         self._release_over()
+        event_loop().run_slice()  # functions of episodes that ended clean up
 
     def close(self) -> None:
         """End all episodes without a rollout, and let their functions clean up."""
