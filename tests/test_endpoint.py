@@ -301,7 +301,7 @@ REFUSED = {
     '{"logit_bias": {"3": 4}}': "logit_bias: only {} is possible here",
     '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is possible",
     '{"tool_choice": "required"}': "tool_choice: only 'auto' is possible here",
-    '{"top_logprobs": 5}': "top_logprobs: only 0 is possible here",
+    '{"logprobs": true}': "logprobs: only False is possible here",
     '{"messages": [{"role": "user"}], "stop": 3}': "stop: expected text or a list of texts",
     '{"messages": [{"role": "user"}], "tools": 3}': "tools: 3: expected a list",
     json.dumps({"messages": [HI], "tools": [TOOL, TOOL]}): "tools: two have the name 'add'; rename one",

@@ -187,27 +187,13 @@ def test_a_turn_has_its_own_truncation():
 
 
 AGENT = """
-import openai
-from minirl.agents.endpoint import serve
-
-@serve
-def agent(url, episode):
-    client = openai.OpenAI(base_url=url, api_key="-")
-    ids = episode.prompt_ids
-    turns = [
-        {"extra_body": {"top_k": 5}},
-        {},
-        {"extra_body": {"top_k": 1}},
-        {"top_p": 0.9, "extra_body": {"top_k": 20, "min_p": 0.01}},
-    ]
-    for fields in turns:
-        extra = {**fields.pop("extra_body", {}), "return_token_ids": True}
-        asked = {"model": "m", "prompt": ids, "max_tokens": 2, "logprobs": 1}
-        (choice,) = client.completions.create(**asked, **fields, extra_body=extra).choices
-        if extra.get("top_k") == 1 and episode.temperature:
-            assert not any(choice.logprobs.token_logprobs)
-        ids = [*ids, *choice.token_ids]
-        if choice.finish_reason == "stop":
+async def agent(episode):
+    turns = [{"top_k": 5}, {}, {"top_k": 1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}]
+    for truncation in turns:
+        turn = await episode.generate(max_tokens=2, **truncation)
+        if truncation.get("top_k") == 1 and episode.temperature:
+            assert not any(turn.logprobs)
+        if turn.finish_reason == "stop":
             break
 """
 
@@ -236,7 +222,6 @@ def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bit
     """
     script, flags = CASES[case]
     if "mine.py" in flags:
-        pytest.importorskip("openai")
         (tmp_path / "mine.py").write_text(AGENT)
         flags = flags.format(folder=tmp_path)
     run_in_pool(two_ranks, script, TINY, flags, f"--run-name truncated-{case}", runs=runs)

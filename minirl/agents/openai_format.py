@@ -19,14 +19,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
-    "top_logprobs": (0,),
+    "logprobs": (False,),
     "modalities": (["text"],),
     "functions": ([],),
 }
 # All other fields are ignored: the run alone decides how it samples.
 _READ = {
     *("messages", "tools", "stop", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
-    *("logprobs", "return_token_ids", "model", "user", "metadata", "store"),
+    *("return_token_ids", "model", "user", "metadata", "store"),
 }
 
 
@@ -156,14 +156,6 @@ def completion_of(turn: Turn, branch: Branch, request: ChatRequest, number: int)
         "model": "policy",
     }
     completion |= {"choices": [choice], "usage": usage}
-    if fields.get("logprobs"):
-        # Named like vLLM's: a token may be a part of a character.
-        choice["logprobs"] = {
-            "content": [
-                {"token": f"token_id:{i}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-                for i, logprob in zip(turn.ids, turn.logprobs, strict=True)
-            ]
-        }
     if fields.get("return_token_ids"):
         choice["token_ids"] = turn.ids
         completion["prompt_token_ids"] = [*branch.prompt_ids, *branch.tokens][:num_before]
