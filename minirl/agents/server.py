@@ -4,7 +4,6 @@ It runs on the event loop of users' functions, from the first URL to the end of 
 """
 
 import asyncio
-import atexit
 import contextlib
 import json
 import logging
@@ -16,7 +15,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError
 
 # The most bytes of a request.
@@ -60,9 +58,8 @@ class Server:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{key}/v1/{path:.*}", self._respond)
         # A handler is cancelled when its client hangs up.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await runner.setup()
-        atexit.register(_stop, runner)
         await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
         host, port = runner.addresses[0]
         return f"http://{host}:{port}"
@@ -93,13 +90,6 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise InputError(f"the request is no JSON: {error}") from None
         return await handler(fields)
-
-
-def _stop(runner: web.AppRunner) -> None:
-    """Close all connections."""
-    stopping = event_loop().create_task(runner.cleanup())
-    while not stopping.done():
-        event_loop().run_slice(1.0)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
