@@ -166,7 +166,7 @@ def test_a_client_that_256_episodes_share_loses_no_request(load):
     functions = {"mine": EpisodeReward()}
     prompts = chat_prompts(120)
     collector = make_collector(
-        prompts, functions=functions, rollout=load("agent", SHARED), group_size=8, reply_timeout=120
+        prompts, functions=functions, rollout=load("agent", SHARED), group_size=8, call_timeout=120
     )
     groups = collector.collect(32)
     assert groups.rewards.eq(1).all()
@@ -812,8 +812,8 @@ def stops_in_thread(url, episode):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("silent", "took more than 0.7 s; see --reply-timeout"),
-        ("silent_thread", "took more than 0.7 s; see --reply-timeout"),
+        ("silent", "took more than 0.7 s; see --call-timeout"),
+        ("silent_thread", "took more than 0.7 s; see --call-timeout"),
         ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
         ("exits", r"raised\n(.|\n)*RuntimeError: raised SystemExit\(3\)"),
         ("interrupts", r"raised\n(.|\n)*the program raised KeyboardInterrupt"),
@@ -825,7 +825,7 @@ def test_row_60_a_program_that_fails_is_the_runs_clear_error(load, name, said):
     rollout = load(name, AT_A_URL + HOSTILE)
     timeout_s = 0.7 if "silent" in name else 60.0
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, after turn \d+: {said}"):
-        rollouts_of(rollout, num_groups=2, group_size=2, reply_timeout=timeout_s)
+        rollouts_of(rollout, num_groups=2, group_size=2, call_timeout=timeout_s)
 
 
 def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():

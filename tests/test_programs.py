@@ -14,7 +14,7 @@ import pytest
 from minirl.episodes.episode import one_turn
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
 from support.collecting import (
     Prompts,
@@ -121,8 +121,8 @@ async def asks_twice(episode):
 FAILING = {
     raises: r"raised\nTraceback(.|\n)*test_programs.py(.|\n)*KeyError: 'no such tool'",
     sys.exit: r"raised\n(.|\n)*SystemExit",
-    (lambda _: asyncio.sleep(1000)): "took more than 0.7 s; see --reply-timeout",
-    (lambda _: asyncio.to_thread(time.sleep, 3)): "took more than 0.7 s; see --reply-timeout",
+    (lambda _: asyncio.sleep(1000)): "took more than 0.7 s; see --call-timeout",
+    (lambda _: asyncio.to_thread(time.sleep, 3)): "took more than 0.7 s; see --call-timeout",
     cancels: r"generate\(\): was cancelled while its turn was sampled",
     leaves_a_turn: "ended while one of its turns was sampled; await all",
     asks_twice: r"generate\(\): asks for two turns at a time",
@@ -133,7 +133,7 @@ FAILING = {
 @pytest.mark.parametrize("action", FAILING, ids=range(len(FAILING)))
 def test_row_53_a_failure_stops_the_run_naming_function_row_and_turn(action):
     rollout = failing(action)
-    collector = make_collector(Prompts(num_rows=20), rollout=rollout, group_size=1, reply_timeout=0.7)
+    collector = make_collector(Prompts(num_rows=20), rollout=rollout, group_size=1, call_timeout=0.7)
     with pytest.raises(RolloutError) as raised:
         collector.collect(20)
     assert re.match(f"rollout mine for the row at f:3, after turn 1: {FAILING[action]}", str(raised.value))
@@ -279,14 +279,12 @@ async def async_generator(episode):
 
 @pytest.mark.parametrize("function", [of_generator, blocking, async_generator])
 def test_a_function_of_another_form_is_refused_with_the_right_one(load, function):
-    """In a file and in a script before anything is loaded, and by the collector."""
+    """In a file before anything is loaded, and by the collector."""
     expected = (
         rf"expected `async def {function.__name__}\(episode\)` with `turn = await episode.generate\(\)`"
     )
     with pytest.raises(InputError, match=rf"^--rollout .*mine.py:{function.__name__}: a rollout: {expected}"):
         load(function.__name__, inspect.getsource(function))
-    with pytest.raises(InputError, match=rf"^the script's rollout: {expected}"):
-        check_shared(RunConfig(), function)
     with pytest.raises(InputError, match=expected):
         make_collector(rollout=function)
 
