@@ -17,6 +17,7 @@ from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
 from support.collecting import (
+    CHAT,
     Prompts,
     assert_pauses_change_nothing,
     branching,
@@ -32,6 +33,7 @@ from support.collecting import (
 )
 from support.marks import slow
 from support.programs import AT_A_URL, in_turns
+from support.texts import HERMES
 
 
 @pytest.fixture
@@ -62,10 +64,13 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize(("function", "twin", "budget"), FUNCTIONS)
 def test_rollouts_do_not_depend_on_when_functions_reply(load, function, twin, budget):
-    """With a small cache, in parts, and after a resume; those at a URL make the rollouts of one that asks here."""
+    """With a small cache, in parts, and after a resume; those at a URL make the rollouts of one that asks here.
+
+    Fault 54.
+    """
     function = load(function) if isinstance(function, str) else unhurried(function)
     # Only `chatting` asks for the messages of its turns.
-    prompts = chat_prompts(120, tool_format="hermes" if twin is chatting else None)
+    prompts = chat_prompts(120, HERMES + CHAT if twin is chatting else CHAT)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     make = functools.partial(make_collector, prompts, rollout=function, engine_options=tight)
     found = assert_pauses_change_nothing(make, budget=budget)
@@ -190,7 +195,10 @@ async def polls(episode):
 
 @pytest.mark.parametrize("rollout", [naps, naps_in_thread, polls])
 def test_the_engine_decodes_while_functions_wait_block_or_poll(rollout):
-    """64 episodes, 3 turns of 10 tokens: were they to wait for one another, most steps would have a few rows."""
+    """64 episodes, 3 turns of 10 tokens: were they to wait for one another, most steps would have a few rows.
+
+    Fault 55.
+    """
     collector = make_collector(rollout=rollout, prompts=Prompts(lambda _: 60), group_size=8)
     collector.collect(8)
     stats = collector.engine.take_stats()
