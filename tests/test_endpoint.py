@@ -507,8 +507,8 @@ async def never_asks(url, episode):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("silent", "after turn 1: took more than 0.7 s; see --reply-timeout"),
-        ("silent_thread", "after turn 1: took more than 0.7 s; see --reply-timeout"),
+        ("silent", "after turn 1: took more than 0.7 s; see --call-timeout"),
+        ("silent_thread", "after turn 1: took more than 0.7 s; see --call-timeout"),
         ("raises", r"after turn 1: raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
         ("exits", r"after turn 1: raised\n(.|\n)*SystemExit\(3\)"),
         ("exits_in_loop", r"after turn 1: raised\n(.|\n)*SystemExit: 3"),
@@ -517,7 +517,7 @@ async def never_asks(url, episode):
     ],
 )
 def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name, said):
-    options = {"reply_timeout": 0.7 if "silent" in name else 60.0}
+    options = {"call_timeout": 0.7 if "silent" in name else 60.0}
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, (.|\n)*{said}"):
         rollouts_of(load(name, AT_A_URL + HOSTILE), num_groups=2, group_size=2, **options)
 

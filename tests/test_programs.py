@@ -14,9 +14,10 @@ import pytest
 from minirl.episodes.episode import one_turn
 from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
 from support.collecting import (
+    CHAT,
     Prompts,
     assert_pauses_change_nothing,
     branching,
@@ -32,6 +33,7 @@ from support.collecting import (
 )
 from support.marks import slow
 from support.programs import AT_A_URL, in_turns
+from support.texts import HERMES
 
 
 @pytest.fixture
@@ -62,10 +64,13 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize(("function", "twin", "budget"), FUNCTIONS)
 def test_rollouts_do_not_depend_on_when_functions_reply(load, function, twin, budget):
-    """With a small cache, in parts, and after a resume; those at a URL make the rollouts of one that asks here."""
+    """With a small cache, in parts, and after a resume; those at a URL make the rollouts of one that asks here.
+
+    Fault 54.
+    """
     function = load(function) if isinstance(function, str) else unhurried(function)
     # Only `chatting` asks for the messages of its turns.
-    prompts = chat_prompts(120, tool_format="hermes" if twin is chatting else None)
+    prompts = chat_prompts(120, HERMES + CHAT if twin is chatting else CHAT)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     make = functools.partial(make_collector, prompts, rollout=function, engine_options=tight)
     found = assert_pauses_change_nothing(make, budget=budget)
@@ -121,8 +126,8 @@ async def asks_twice(episode):
 FAILING = {
     raises: r"raised\nTraceback(.|\n)*test_programs.py(.|\n)*KeyError: 'no such tool'",
     sys.exit: r"raised\n(.|\n)*SystemExit",
-    (lambda _: asyncio.sleep(1000)): "took more than 0.7 s; see --reply-timeout",
-    (lambda _: asyncio.to_thread(time.sleep, 3)): "took more than 0.7 s; see --reply-timeout",
+    (lambda _: asyncio.sleep(1000)): "took more than 0.7 s; see --call-timeout",
+    (lambda _: asyncio.to_thread(time.sleep, 3)): "took more than 0.7 s; see --call-timeout",
     cancels: r"generate\(\): was cancelled while its turn was sampled",
     leaves_a_turn: "ended while one of its turns was sampled; await all",
     asks_twice: r"generate\(\): asks for two turns at a time",
@@ -133,7 +138,7 @@ FAILING = {
 @pytest.mark.parametrize("action", FAILING, ids=range(len(FAILING)))
 def test_row_53_a_failure_stops_the_run_naming_function_row_and_turn(action):
     rollout = failing(action)
-    collector = make_collector(Prompts(num_rows=20), rollout=rollout, group_size=1, reply_timeout=0.7)
+    collector = make_collector(Prompts(num_rows=20), rollout=rollout, group_size=1, call_timeout=0.7)
     with pytest.raises(RolloutError) as raised:
         collector.collect(20)
     assert re.match(f"rollout mine for the row at f:3, after turn 1: {FAILING[action]}", str(raised.value))
@@ -190,7 +195,10 @@ async def polls(episode):
 
 @pytest.mark.parametrize("rollout", [naps, naps_in_thread, polls])
 def test_the_engine_decodes_while_functions_wait_block_or_poll(rollout):
-    """64 episodes, 3 turns of 10 tokens: were they to wait for one another, most steps would have a few rows."""
+    """64 episodes, 3 turns of 10 tokens: were they to wait for one another, most steps would have a few rows.
+
+    Fault 55.
+    """
     collector = make_collector(rollout=rollout, prompts=Prompts(lambda _: 60), group_size=8)
     collector.collect(8)
     stats = collector.engine.take_stats()
@@ -279,14 +287,12 @@ async def async_generator(episode):
 
 @pytest.mark.parametrize("function", [of_generator, blocking, async_generator])
 def test_a_function_of_another_form_is_refused_with_the_right_one(load, function):
-    """In a file and in a script before anything is loaded, and by the collector."""
+    """In a file before anything is loaded, and by the collector."""
     expected = (
         rf"expected `async def {function.__name__}\(episode\)` with `turn = await episode.generate\(\)`"
     )
     with pytest.raises(InputError, match=rf"^--rollout .*mine.py:{function.__name__}: a rollout: {expected}"):
         load(function.__name__, inspect.getsource(function))
-    with pytest.raises(InputError, match=rf"^the script's rollout: {expected}"):
-        check_shared(RunConfig(), function)
     with pytest.raises(InputError, match=expected):
         make_collector(rollout=function)
 

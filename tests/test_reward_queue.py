@@ -239,7 +239,7 @@ def test_a_system_that_starts_no_more_processes_is_an_input_error(load, monkeypa
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start_two)
-    said = "--reward .*mine.py:raises: .*Too many open files; see --reward-workers"
+    said = "--reward .*mine.py:raises: .*Too many open files; see --workers"
     with pytest.raises(InputError, match=said):
         load("raises", num_workers=3)
     assert not any(is_alive(process.pid) for process in started)

@@ -166,7 +166,7 @@ def test_a_reply_that_comes_during_an_update_is_not_late():
         await asyncio.sleep(0.1)
         await episode.generate(after="ab", max_tokens=3)
 
-    collector = make_collector(make_prompts(), rollout=mine, reply_timeout=0.5, **OPTIONS)
+    collector = make_collector(make_prompts(), rollout=mine, call_timeout=0.5, **OPTIONS)
     collector._runner.patience_s = 0.0
     collector._serve(1, 1.0)
     collector._run_round(0)

@@ -1,20 +1,25 @@
 """Decoding from the shards that training holds: the bits of whole weights, by ranks that follow a leader."""
 
 import dataclasses
+import json
 import random
 import re
 import shutil
+import time
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from minirl.errors import GuardError
 from minirl.generation.engine import Engine
 from minirl.generation.group_engine import GroupEngine
+from minirl.generation.sampling import uniforms
 from minirl.kernels import paged_attention
 from minirl.model import batch_invariance, device_kernels
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
+from minirl.model.families import scalar_config
 from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
@@ -22,6 +27,9 @@ from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
 from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
+from minirl.run import planning, setup
+from minirl.training.batch import Batch
+from minirl.training.scoring import value_batch
 from support.engines import (
     CPU,
     cached_model,
@@ -30,14 +38,19 @@ from support.engines import (
     make_prompt,
     make_request,
     next_turn,
+    score_at,
 )
 from support.families import make_checkpoint, twin
 from support.jobs import ROOT
 from support.marks import slow
+from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
+from support.resuming import digests
 from support.scripts import (
     extended_fork,
     start_script,
+    trained,
+    untimed,
 )
 
 WORLD = torch.distributed.group.WORLD
@@ -140,7 +153,7 @@ def test_a_narrow_chunk_of_the_vocabulary_has_the_bits_of_a_wide_product(width):
 
 def decode_on_a_device(rank):
     """The requests on the host from whole weights, and on a pretended device from slices."""
-    whole = make_model("mixed", torch.float32, adapters=Adapters(12, 1.0, LINEAR_LAYERS))
+    whole = make_model("mixed", torch.float32, adapters=Adapters(12, 1.0))
     expected = decoded(make_engine(whole).generate(a_group_and_others()))
     rope_table.cache_clear()
     with (
@@ -228,6 +241,207 @@ def in_turns(rank, seeds):
         assert not engine.is_busy
         assert engine._cache is None, "followers give their memory back too"
     return equal
+
+
+@pytest.mark.slow
+def test_followers_do_as_a_leader_whose_replies_come_at_any_time(two_ranks):
+    """Turns with stop tests, a full cache, dropped and preempted requests: the order of calls is the leader's alone."""
+    seeds = [int(time.time() * 1000) % 100_000 + i for i in range(2)]
+    equal, _ = two_ranks.run(in_turns, seeds)
+    assert equal == [True] * 2, seeds
+
+
+def with_a_wrong_follower(rank):
+    """The error of a follower with other random numbers."""
+    model = sliced(cached_model("full", torch.float32), Slices(rank, 2, WORLD))
+    options = {"max_running_requests": 4, "cache_tokens": 512, "dtype": torch.float32, "device": CPU}
+    engine = GroupEngine(model, group=host_group(2), **options)
+
+    def others(keys, positions):
+        return torch.where(positions > 25, 1 - uniforms(keys, positions), uniforms(keys, positions))
+
+    with mock.patch("minirl.generation.sampling.uniforms", others if rank == 1 else uniforms):
+        if rank == 0:
+            engine.generate([make_request(make_prompt(20), temperature=0.7)])
+        try:
+            engine.sync()
+        except GuardError as error:
+            return str(error)
+    return ""
+
+
+def test_a_follower_that_samples_other_tokens_says_so(two_ranks):
+    leader, follower = two_ranks.run(with_a_wrong_follower)
+    assert leader == ""
+    assert follower.startswith("this rank sampled other tokens than rank 0, which leads it")
+
+
+def updates(rank, folder, shard_weights, options):
+    """Two updates of three microbatches each, some of them empty: scores, gradients' norms, masters, export."""
+    model = sharded(folder, shard_gradients=True, shard_weights=shard_weights, **options)
+    optimizer = adamw(model, 0.1)
+    found = []
+    for step in range(2):
+        for i, length in enumerate((20, 31, 12)):
+            tokens = (torch.arange(length) * (7 + rank + step)) % 33
+            batch = Batch((length,), tokens, loss_mask=torch.arange(length) >= 3)
+            if not model.module.config.scalar_head:
+                with torch.no_grad():
+                    found.append(score_at(model.scorer, batch, 0.9)[0])
+                new, entropy = score_at(model.module, batch, 0.9)
+                loss = (new * new).sum() + 0.1 * entropy.sum()
+            else:
+                loss = torch.stack(value_batch(model.module, batch)).square().sum()
+            model.backward(loss, is_last=i == 2)
+        found.append(model.step(optimizer, lr=0.01, max_grad_norm=1.0))
+    masters = {name: master.full_tensor().detach() for name, master in model.masters.items()}
+    held = sum(weight.nbytes for weight in {w.data_ptr(): w for w in model.compute_weights.values()}.values())
+    addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
+    model.refresh()
+    assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
+    for name in model._frozen if shard_weights else ():
+        if name in model._sliced and len(model.compute_weights[name]) * 2 == len(model._frozen[name]):
+            shard = model._frozen[name].to_local()
+            assert shard.data_ptr() == model.compute_weights[name].data_ptr(), "one storage"
+    whole = model.whole_weights(keep=rank == 1)
+    assert bool(whole) == (rank == 1)
+    return found, masters, whole, held
+
+
+ADAPTERS = Adapters(rank=3, alpha=6.0)
+
+
+def is_first_layer(name):
+    return "layers.0" in name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        slow({"recompute_layers": True}),
+        slow({"dtype": torch.bfloat16, "offload_optimizer": True}),
+        slow({"is_frozen": is_first_layer}),
+        slow({"adapters": ADAPTERS}),
+        slow({"adapters": ADAPTERS, "offload_optimizer": True, "dtype": torch.bfloat16}),
+        slow({"scalar_head": True}),
+    ],
+    ids=["tied", "untied_recomputed", "bf16_offloaded", "frozen", "adapters", "adapters_offloaded", "value"],
+)
+def test_updates_from_gathered_layers_have_the_bits_of_whole_weights(two_ranks, tmp_path, options):
+    """Scores, norms, masters and the export; the weights that decode are this rank's share, in place."""
+    is_tied = "recompute_layers" not in options
+    raw = {**RAW_CONFIG, "hidden_size": 64, "tie_word_embeddings": is_tied}
+    folder = make_folder(tmp_path / "folder", scalar_config(raw) if "scalar_head" in options else raw)
+    results = [two_ranks.run(updates, folder, shard, options) for shard in (False, True)]
+    for (found, masters, _, held), (same_found, same_masters, _, share) in zip(*results, strict=True):
+        for value, same in zip(found, same_found, strict=True):
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(same))
+        assert masters.keys() == same_masters.keys()
+        assert all(torch.equal(masters[name], same_masters[name]) for name in masters)
+        assert share < 0.6 * held
+    exported, same_export = (result[1][2] for result in results)
+    assert list(exported) == list(same_export)
+    assert all(torch.equal(exported[name], same_export[name]) for name in exported)
+
+
+COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 3"
+COMMON += " --max-new-tokens 10"
+WORKERS = "--data {rows} --eval-data {rows} --rollout {functions}:calculate"
+WORKERS += " --reward {functions}:right {functions}:sevenths"
+RUNS = {
+    "kl": ("train_grpo.py", "--kl-coef 0.05 --num-epochs 2 --num-minibatches 2"),
+    "ppo": ("train_ppo.py", "--kl-reward-coef 0.05"),
+    "lora": ("train_grpo.py", "--kl-coef 0.05 --lora-rank 3 --algorithm remax --offload-optimizer"),
+    "ppo_lora": ("train_ppo.py", "--lora-rank 3 --recompute-layers on"),
+    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --num-steps 4"),
+    "teacher": ("train_grpo.py", "--teacher {teacher} --teacher-kl reverse"),
+    "workers": ("train_grpo.py", WORKERS),
+    "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
+}
+FUNCTIONS = """
+async def calculate(episode):
+    turn = await episode.generate(max_tokens=4)
+    for _ in range(episode.seed % 3):
+        turn = await episode.generate(after="7 ", max_tokens=3, stop=["1"])
+    if episode.seed % 2:
+        await episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
+
+
+def right(completions, answer):
+    return [float(len(completion) % 3) for completion in completions]
+
+
+def sevenths(completions):
+    return [len(completion) % 7 / 7 for completion in completions]
+"""
+TIMED = ("perf/",)  # of groups there are fewer engines, with larger batches
+
+
+def untimed_digests(folder):
+    """`digests` without each rank's shards and records, which others hold, and without the engines' rates."""
+    found = {name: digest for name, digest in digests(folder).items() if "/resume/" not in name}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        kept = {name: value for name, value in untimed(line).items() if not name.startswith(TIMED)}
+        found[f"metrics {line['step']}"] = json.dumps(kept, sort_keys=True)
+    return found
+
+
+def sharding_gradients():
+    """As a run does whose gradients do not fit whole: ranks that decode together always shard them."""
+
+    def plan(*args, **options):
+        sizes, needed = planning.plan(*args, **options)
+        return dataclasses.replace(sizes, shard_gradients=True), needed
+
+    return mock.patch.object(setup, "plan", plan)
+
+
+def command(case, *more, **values):
+    """Script and flags of a run."""
+    script, flags = RUNS[case]
+    return script, COMMON, flags.format(**values), *more
+
+
+def run_of(pool, case, mode, runs, **values):
+    """The folder of a run, which several tests read."""
+    flags = command(case, MODES[mode], **values)
+    return trained(pool, runs / f"{case}{pool.num_ranks}-{mode}", *flags, under=sharding_gradients)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory, embedded_model):
+    """What flags of `RUNS` name."""
+    folder = tmp_path_factory.mktemp("values")
+    (folder / "functions.py").write_text(FUNCTIONS)
+    rows = [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
+
+
+MODES = {"on": "--decode-group 2", "off": "--decode-group 1"}
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        ("kl", 2),
+        slow("ppo", 2),
+        slow("lora", 2),
+        slow("ppo_lora", 2),
+        slow("partial", 2),
+        slow("teacher", 2),
+        slow("workers", 2),
+    ],
+)
+def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
+    request, two_ranks, runs, values, case, num_ranks
+):
+    """Rollouts' files, checkpoints and metrics: byte for byte."""
+    pool = two_ranks if num_ranks == 2 else request.getfixturevalue("four_ranks")
+    folders = [run_of(pool, case, mode, runs, **values) for mode in MODES]
+    in_slices, whole = map(untimed_digests, folders)
+    assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
 
 
 def test_the_workers_of_a_group_are_the_leaders(tmp_path):

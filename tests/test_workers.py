@@ -173,7 +173,7 @@ def error_of(function, action):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "action", RAISED, ids=["row-23-raise", "row-26-exit", "row-26-interrupt", "row-53-recursion"]
+    "action", RAISED, ids=["row-23-raise", "row-26-exit", "row-26-interrupt", "row-23-recursion"]
 )
 def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, action):
     """With the user's lines of the traceback and none of ours; also what would end the process."""
@@ -195,7 +195,7 @@ def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, acti
     ids=lambda action: f"row-25-{action}",
 )
 def test_a_process_that_dies_hangs_or_lies_is_told_and_replaced(functions, monkeypatch, kind, action):
-    """Fault 53 for a rollout, fault 26 for output: never taken for an answer."""
+    """Fault 26 for output: never taken for an answer."""
     function = functions[kind]
     with monkeypatch.context() as patch:
         if "hangs" in action:
@@ -218,7 +218,7 @@ def nothing_was_printed(functions):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("action", HARMLESS, ids=lambda action: f"row-26-{action}")
 def test_what_touches_only_its_process_is_harmless(functions, kind, action, capfd):
-    """Fault 55 for a rollout. One answer for each message, from the worker; the working directory is back."""
+    """One answer for each message, from the worker; the working directory is back."""
     before = random.getstate()
     for _ in range(2):
         assert error_of(functions[kind], action) is None
@@ -284,7 +284,7 @@ UNUSABLE = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", UNUSABLE)
 def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, kind, source):
-    """Before any model is loaded, with the flag. Faults 25, 26 and 53."""
+    """Before any model is loaded, with the flag. Faults 25 and 26."""
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--{kind} .*mine\.py:{kind}: (.|\n)*{UNUSABLE[source]}"):
         load(kind, tmp_path)
@@ -318,7 +318,7 @@ def test_what_names_no_function_is_refused_with_the_flag(make, spec):
         (None, r"raised\n(.|\n)*FileNotFoundError"),
         ("import os\nos._exit(5)", "ended its process, exit code 5"),
     ],
-    ids=["row-25-gone", "row-54-dies"],
+    ids=["row-25-gone", "row-25-dies"],
 )
 def test_a_worker_that_cannot_be_replaced_is_an_error_with_what_it_was_for(tmp_path, kind, content, said):
     """With its row; never an answer without a number."""

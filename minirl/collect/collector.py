@@ -63,9 +63,9 @@ class Collector:
         max_refills: int | None = None,
         max_staleness: int = 0,
         round_tokens: int | None = None,
-        reply_timeout: float | None = None,
+        call_timeout: float | None = None,
     ):
-        """functions: the K reward functions by name. rollout: see `episode`. reply_timeout: see `EpisodeRunner`.
+        """functions: the K reward functions by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
         limits: those of each episode.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
@@ -86,7 +86,7 @@ class Collector:
         self._num_greedy = num_greedy
         self._temperature = temperature
         self._max_refills = max_refills
-        self._reply_timeout = reply_timeout
+        self._call_timeout = call_timeout
         self._max_staleness = max_staleness
         self._round_tokens = NO_BUDGET
         if max_staleness:
@@ -100,7 +100,7 @@ class Collector:
             prompts,
             limits=limits,
             reward_names=reward_names,
-            reply_timeout=reply_timeout,
+            call_timeout=call_timeout,
         )
         self._queue = RewardQueue(functions, prompts)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
@@ -180,7 +180,7 @@ class Collector:
             limits=self._limits,
             group_size=0,
             num_greedy=1,
-            reply_timeout=self._reply_timeout,
+            call_timeout=self._call_timeout,
         )
 
     def take_count(self, counted: Counted) -> int:

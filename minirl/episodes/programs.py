@@ -194,7 +194,7 @@ class Programs:
         limit = time.monotonic() - self._timeout_s
         while self._since and (program := next(iter(self._since))) and self._since[program] < limit:
             program.cancel()
-            self._take_reply(program, Failed(f"took more than {self._timeout_s:g} s; see --reply-timeout"))
+            self._take_reply(program, Failed(f"took more than {self._timeout_s:g} s; see --call-timeout"))
 
     def _take_reply(self, program: Program, reply: Reply) -> None:
         now = time.monotonic()

@@ -52,14 +52,14 @@ class EpisodeRunner:
         *,
         limits: EpisodeLimits = NO_LIMITS,
         reward_names: Collection[str] = (),
-        reply_timeout: float | None = None,
+        call_timeout: float | None = None,
     ):
-        """rollout: see `episode`. reply_timeout: the most seconds from a turn to the function's next request.
+        """rollout: see `episode`. call_timeout: the most seconds from a turn to the function's next request.
 
         reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
         """
         self._engine = engine
-        self._programs = Programs(rollout, timeout_s=reply_timeout)
+        self._programs = Programs(rollout, timeout_s=call_timeout)
         self._name = self._programs.name
         self._prompts = prompts
         self._limits = limits

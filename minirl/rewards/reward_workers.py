@@ -21,7 +21,7 @@ from minirl.workers.pool import NO_ANSWER, Kind, Pool, Reply, WorkerError, wait_
 
 POLL_S = 0.5  # the longest wait for an event
 REWARD = Kind(
-    flag="--reward", called="reward", adapter=ADAPTER, too_long="and was killed; see --reward-timeout"
+    flag="--reward", called="reward", adapter=ADAPTER, too_long="and was killed; see --call-timeout"
 )
 
 # A reward or an error string for each completion; a single string: the whole call failed.

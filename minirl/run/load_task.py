@@ -90,7 +90,7 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
             "--reward-model DIR or --task gsm8k"
         )
     else:
-        task = load_jsonl_task(data, eval_data, prompt_field=config.prompt_field)
+        task = load_jsonl_task(data, eval_data)
     if functions or config.reward_model:
         only_logged = {**task.rewards, **task.extra_scores}
         for taken in sorted(functions.keys() & only_logged):
@@ -120,12 +120,7 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            function = load_reward(
-                spec,
-                timeout_s=config.reward_timeout,
-                on_error=config.on_reward_error,
-                num_workers=config.reward_workers,
-            )
+            function = load_reward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
             functions[name] = _called_here(spec) if _sees_environments(function) else function
     return functions
 
