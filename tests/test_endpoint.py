@@ -326,7 +326,7 @@ def test_fields_without_effect_are_named_in_a_header_and_noted_once(capfd):
     assert asked[0] == Generate()
     ignored = "reasoning_effort, seed, temperature, top_p"
     assert [given["x-minirl-ignored"] for given in headers] == [ignored] * 2
-    assert capfd.readouterr().err.count("'reasoning_effort', which has no effect") == 1
+    assert capfd.readouterr().out.count("'reasoning_effort', which has no effect") == 1
 
 
 def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_goes_on(capfd):

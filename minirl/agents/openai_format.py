@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
+from minirl.ranks.process_group import print0
 
 # An agent relies on what these ask for, which is not possible here. The values ask for nothing.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -20,7 +20,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "logprobs": (False,),
-    "modalities": (["text"],),
     "functions": ([],),
 }
 # All other fields are ignored: the run alone decides how it samples.
@@ -80,8 +79,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
 @functools.cache
 def _note_ignored(key: str) -> None:
     """Tell once that a field has no effect."""
-    note = f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags decide"
-    print(note, file=sys.stderr, flush=True)
+    print0(f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags decide")
 
 
 def read_message(message: Any, place: str) -> dict[str, Any]:
