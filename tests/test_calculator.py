@@ -113,9 +113,7 @@ def test_rollouts_depend_neither_on_ranks_nor_on_batch_and_cache(request, callin
 
 
 @pytest.mark.slow
-def test_the_function_in_a_script_gives_the_run_of_the_flag(
-    two_ranks, calling, on_two_ranks, tmp_path
-):
+def test_the_function_in_a_script_gives_the_run_of_the_flag(two_ranks, calling, on_two_ranks, tmp_path):
     shutil.copy(EXAMPLE, tmp_path / "calculator.py")
     named = {"        rollout,\n": "        calculator,\n"}
     imported = {

@@ -1,7 +1,6 @@
 """The ends of episodes, their finish reasons, and the records of their turns."""
 
 import asyncio
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,11 @@ import torch
 
 from minirl.data.view import view_of
 from minirl.episodes.episode import END_REASONS, Episode, one_turn
-from minirl.episodes.limits import EpisodeLimits
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
 from support.collecting import (
     CHAT,
     Prompts,
-    assert_pauses_change_nothing,
     branching,
     calculator,
     chat_prompts,
@@ -66,27 +63,6 @@ async def endless(episode: Episode):
         await episode.generate(after="xyz", max_tokens=7)
 
 
-async def leaves_it_at_two(episode: Episode):
-    await episode.generate(max_tokens=7)
-    await episode.generate(after="xyz", max_tokens=7)
-
-
-@pytest.mark.parametrize(
-    ("function", "limit", "ends"),
-    [
-        (endless, 10, (10, "max_tokens")),
-        (leaves_it_at_two, 10, (10, "max_tokens")),
-        (leaves_it_at_two, 15, (14, "turn_length")),
-    ],
-)
-def test_the_limit_of_sampled_tokens_counts_them_over_all_turns_and_nothing_else(function, limit, ends):
-    """It cuts the turn that reaches it, and is the finish reason even if the function then returns."""
-    for rollout in rollouts_of(function, limits=EpisodeLimits(max_sampled_tokens=limit)):
-        assert (num_sampled(rollout), rollout.finish_reason) == ends
-        assert len(rollout.completion) > num_sampled(rollout)
-        assert rollout.is_truncated == (limit == 10)
-
-
 async def in_turn(episode: Episode):
     """Turns of two branches in turn; for the third the first one is asked again."""
     other = episode.branch("two")
@@ -112,7 +88,6 @@ async def full_and_done(episode: Episode):
         (in_turn, {}, "turn_length", ["turn_length", "turn_length"]),
         (in_turn, {"max_turns": 2}, "max_turns", ["max_turns", "turn_length"]),
         (in_turn, {"max_turns": 1}, "max_turns", ["turn_length"]),  # the second never began
-        (in_turn, {"max_sampled_tokens": 11}, "max_tokens", ["max_tokens", "max_tokens"]),
         (full_before, {}, "turn_length", ["turn_length", "length"]),
         (full_and_done, {}, "env_done", ["env_done", "length"]),
     ],
@@ -121,21 +96,11 @@ def test_a_branch_is_cut_off_where_a_limit_ended_it_and_not_where_its_episode_wa
     function, limits, reason, ends
 ):
     """The episode's end is that of the branch which had the last turn or may not go on; the others end as they did."""
-    groups = make_collector(
-        rollout=function, prompts=Prompts(lambda _: 60), limits=EpisodeLimits(**limits)
-    ).collect(2)
+    groups = make_collector(rollout=function, prompts=Prompts(lambda _: 60), **limits).collect(2)
     for rollout in groups.rewarded.rollouts:
         assert rollout.finish_reason == reason
         assert [branch.own_end for branch in rollout.branches] == ends
     assert groups.table.is_truncated.tolist() == [end in CUT_OFF for end in ends] * 6
-
-
-def test_limits_cut_the_same_rollouts_in_parts_and_over_a_resume():
-    """With a budget that ends within turns, between them and at the limit itself."""
-    limits = EpisodeLimits(max_sampled_tokens=13)
-    make = functools.partial(make_collector, rollout=calculator, limits=limits)
-    found = assert_pauses_change_nothing(make, budget=5)
-    assert "max_tokens" in {reason for _, reason, *_ in found.values()}
 
 
 def test_an_episode_ends_with_the_reason_that_it_gives():
@@ -156,22 +121,12 @@ def test_an_episode_ends_with_the_reason_that_it_gives():
     [
         slow({}, "length"),
         ({"max_turns": 3}, "max_turns"),
-        ({"max_sampled_tokens": 5}, "max_tokens"),
     ],
 )
 def test_row_56_each_limit_ends_an_endless_episode_with_its_own_reason(limits, reason):
-    for rollout in rollouts_of(naps, 1, limits=EpisodeLimits(**limits)):
+    for rollout in rollouts_of(naps, 1, **limits):
         assert rollout.finish_reason == reason
         assert rollout.is_truncated
-
-
-def test_the_limit_of_seconds_is_of_each_episode_by_itself():
-    """It ends an episode between turns. Fault 56."""
-    for rollout in rollouts_of(naps, 2, limits=EpisodeLimits(max_seconds=0.1)):
-        assert (rollout.finish_reason, rollout.is_truncated) == ("timeout", True)
-        assert 2 <= num_sampled(rollout) <= 6
-    limits = EpisodeLimits(max_turns=3, max_seconds=5.0)
-    assert {r.finish_reason for r in rollouts_of(naps, 8, limits=limits)} == {"max_turns"}
 
 
 @pytest.mark.parametrize(
@@ -243,14 +198,14 @@ def metrics_of(monkeypatch):
 
 
 def test_metrics_tell_sampled_tokens_from_those_of_the_environment(metrics_of):
-    rollouts = rollouts_of(endless, limits=EpisodeLimits(max_sampled_tokens=10))
+    rollouts = rollouts_of(endless, max_turns=2)
     rollouts = [*rollouts[:9], *(replace(rollout, finish_reason="env_done") for rollout in rollouts[9:])]
     found = metrics_of(rollouts)
-    assert found["len/mean"] == found["len/max"] == 10
-    assert found["count/tokens"] == 10 * 12
-    assert found["env/tokens"] == sum(len(r.completion) for r in rollouts) - 120
+    assert found["len/mean"] == found["len/max"] == 14
+    assert found["count/tokens"] == 14 * 12
+    assert found["env/tokens"] == sum(len(r.completion) for r in rollouts) - 14 * 12
     assert found["env/turns_mean"] == 2
-    assert (found["finish/max_tokens"], found["finish/env_done"]) == (9 / 12, 3 / 12)
+    assert (found["finish/max_turns"], found["finish/env_done"]) == (9 / 12, 3 / 12)
     assert found["len/truncated"] == 9 / 12
     plain = metrics_of(rollouts_of(one_turn))
     assert not any(name.startswith("env/") for name in plain)

@@ -14,7 +14,6 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.data.task import Row
-from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums
@@ -154,7 +153,7 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
             refused.append(True)
             raise
 
-    groups = collector_of(OF_EPISODE, mine, limits=EpisodeLimits(max_turns=4)).collect(2)
+    groups = collector_of(OF_EPISODE, mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
     assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
     assert len(refused) == 6

@@ -12,7 +12,6 @@ import time
 import pytest
 
 from minirl.episodes.episode import one_turn
-from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
@@ -160,9 +159,7 @@ def test_functions_clean_up_where_their_episode_ends_and_where_the_run_fails():
             closed.append(episode.row.place)
 
     for failing_place in ("", "f:3"):
-        collector = make_collector(
-            Prompts(num_rows=20), rollout=mine, group_size=1, limits=EpisodeLimits(max_turns=1)
-        )
+        collector = make_collector(Prompts(num_rows=20), rollout=mine, group_size=1, max_turns=1)
         if failing_place:
             with pytest.raises(RolloutError):
                 collector.collect(20)

@@ -134,8 +134,8 @@ DIED = {
     "is_killed": "ended its process, SIGKILL",
     "dies_of_a_signal_without_a_name": "ended its process, signal 40",
     "closes_everything": "closed the pipes of its process",
-    "hangs": "took more than 1 s .*; see --re(ward|ply)-timeout",
-    "hangs_in_c": "took more than 1 s .*; see --re(ward|ply)-timeout",
+    "hangs": "took more than 1 s .*; see --call-timeout",
+    "hangs_in_c": "took more than 1 s .*; see --call-timeout",
     "writes_to_all": NO_ANSWER,
     "answers_itself": NO_ANSWER,
     "floods": NO_ANSWER,
@@ -339,7 +339,7 @@ def test_the_worker_loads_no_more_than_it_needs(functions, kind, capfd):
     loaded = {*ast.literal_eval(capfd.readouterr().out.splitlines()[1])}
     assert {name.partition(".")[0] for name in loaded} == {"minirl"}
     if kind == "reward":
-        parts = "minirl rewards rewards.reward_adapter rewards.values workers workers.child"
+        parts = "minirl errors rewards rewards.reward_adapter rewards.values workers workers.child"
         parts += " workers.containment workers.conversation workers.user_code"
         assert {name.removeprefix("minirl.") for name in loaded} == {*parts.split()}
 

@@ -19,7 +19,6 @@ from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
-from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET
 from minirl.errors import refuse
@@ -56,7 +55,7 @@ class Collector:
         functions: Mapping[str, RewardFunction],
         *,
         rollout: RolloutFunction = one_turn,
-        limits: EpisodeLimits = NO_LIMITS,
+        max_turns: int = 0,
         group_size: int = 1,
         num_greedy: int = 0,
         temperature: float = 1.0,
@@ -67,7 +66,7 @@ class Collector:
     ):
         """functions: the K reward functions by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
-        limits: those of each episode.
+        max_turns: of each episode; 0: MAX_TURNS.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
         max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; after
         that such groups fill up the step. None: do not replace them.
@@ -79,7 +78,7 @@ class Collector:
         self.num_served = 0
         self.engine = engine
         self._rollout = rollout
-        self._limits = limits
+        self._max_turns = max_turns
         self._prompts = prompts
         self._functions = functions
         self._group_size = group_size
@@ -98,7 +97,7 @@ class Collector:
             engine,
             rollout,
             prompts,
-            limits=limits,
+            max_turns=max_turns,
             reward_names=reward_names,
             call_timeout=call_timeout,
         )
@@ -177,7 +176,7 @@ class Collector:
             prompts,
             self._functions,
             rollout=self._rollout,
-            limits=self._limits,
+            max_turns=self._max_turns,
             group_size=0,
             num_greedy=1,
             call_timeout=self._call_timeout,

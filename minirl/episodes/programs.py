@@ -71,11 +71,10 @@ def function_name(function: Callable[..., Any]) -> str:
 class Program:
     """A function that writes one episode. It replies when it asks for a turn, and once more when it ends.
 
-    seconds: how long it has worked and waited, without the time of its turns. task: ends after its `finally`.
+    task: ends after its `finally`.
     """
 
     def __init__(self, function: RolloutFunction, episode: Episode, take_reply: "TakeReply"):
-        self.seconds = 0.0
         self._take_reply = take_reply
         self._is_over = False
         # The turn that it waits for.
@@ -197,7 +196,6 @@ class Programs:
             self._take_reply(program, Failed(f"took more than {self._timeout_s:g} s; see --call-timeout"))
 
     def _take_reply(self, program: Program, reply: Reply) -> None:
-        now = time.monotonic()
-        program.seconds += now - self._since.pop(program, now)
+        self._since.pop(program, None)
         self._replies.append((program, reply))
         event_loop().stop_waiting()

@@ -18,7 +18,6 @@ from minirl.data.task import is_messages
 from minirl.episodes.episode import Episode, RolloutFunction
 from minirl.episodes.event_loop import event_loop
 from minirl.episodes.generate import Generate
-from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
 from minirl.episodes.programs import Ended, Failed, Program, Programs, Reply
 from minirl.episodes.refusals import check_rewards
 from minirl.episodes.running import NO_BUDGET, RunningEpisode
@@ -29,6 +28,8 @@ from minirl.rollouts import Request, Rollout, RolloutId
 
 # The longest wait for replies while there is nothing to decode, before rewards get attention.
 WAIT_S = 0.05
+# The limit without --max-turns: some programs would never stop.
+MAX_TURNS = 1000
 # How a tool's result begins if it is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 # A runner counts: tokens that all episodes sampled; appended results of tools, and how many of them are errors, as TRL
@@ -50,11 +51,13 @@ class EpisodeRunner:
         rollout: RolloutFunction,
         prompts: PromptStream,
         *,
-        limits: EpisodeLimits = NO_LIMITS,
+        max_turns: int = 0,
         reward_names: Collection[str] = (),
         call_timeout: float | None = None,
     ):
-        """rollout: see `episode`. call_timeout: the most seconds from a turn to the function's next request.
+        """rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
+
+        call_timeout: the most seconds from a turn to the function's next request.
 
         reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
         """
@@ -62,9 +65,9 @@ class EpisodeRunner:
         self._programs = Programs(rollout, timeout_s=call_timeout)
         self._name = self._programs.name
         self._prompts = prompts
-        self._limits = limits
+        self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._turn_maker = TurnMaker(self._name, prompts, limits)
+        self._turn_maker = TurnMaker(self._name, prompts)
         self._counts: Counter[Counted] = Counter()
         # All open episodes; those whose turn waits for the next round's budget.
         self._running: dict[Program, RunningEpisode] = {}
@@ -210,7 +213,7 @@ class EpisodeRunner:
         try:
             if self._turn_maker.make(running, asked) is not None:
                 self._count_results(asked)
-                limit = self._limits.reached(running.episode, running.program.seconds) or ""
+                limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         except InputError as error:
             raise self._failure(running, str(error)) from None
         if limit:
@@ -290,7 +293,7 @@ class EpisodeRunner:
             raise self._failure(running, "ended, and hung up before it got any of its turns")
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
         # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
-        ends = self._limits.ends(episode)
+        ends = _branch_ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
@@ -313,3 +316,13 @@ class EpisodeRunner:
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
         row = running.episode.row
         return RolloutError(escaped(f"rollout {self._name} for the row at {row.place}, {when}: {why}"))
+
+
+def _branch_ends(episode: Episode) -> dict[int, str]:
+    """Return the finish reasons of an episode's branches, by number, if they end with their last turns."""
+    branches = episode.branches
+    ends = {}
+    for turn in episode.all_turns:
+        is_own_limit = turn.finish_reason == "length" and turn.end < branches[turn.branch].max_tokens
+        ends[turn.branch] = "turn_length" if is_own_limit else turn.finish_reason
+    return ends

@@ -6,7 +6,6 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
-from minirl.episodes.limits import EpisodeLimits
 from minirl.episodes.running import RunningBranch, RunningEpisode
 from minirl.episodes.turn import Turn
 from minirl.errors import refuse
@@ -15,10 +14,9 @@ from minirl.errors import refuse
 class TurnMaker:
     """Makes the turns that one function asks for; refuses impossible ones naming function and row."""
 
-    def __init__(self, function: str, prompts: PromptStream, limits: EpisodeLimits):
+    def __init__(self, function: str, prompts: PromptStream):
         self._function = function
         self._prompts = prompts
-        self._limits = limits
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
@@ -44,11 +42,9 @@ class TurnMaker:
                 f"{self._function}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        # If nothing more may be sampled the episode ends, unless it had this turn before.
-        room_to_sample = max(1, self._limits.room_to_sample(episode))
         present.request = replace(
             present.request,
-            max_new_tokens=start + min(room, room_to_sample, asked.max_tokens or room),
+            max_new_tokens=start + min(room, asked.max_tokens or room),
             holds=True,
             stop=asked.stop,
             turn_start=start,

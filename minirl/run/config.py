@@ -68,9 +68,7 @@ class GenerationFlags:
     """file.py:Class with reset, get_reward and methods that a chat model may call, like TRL's `environment_factory`"""
     workers: int = 1
     """processes of each --reward on each rank"""
-    call_timeout: float = (
-        60.0  # seconds from a turn of --rollout to its next request, and of a call of a --reward
-    )
+    call_timeout: float = 60.0  # seconds of a call of a --reward, or from a turn of --rollout to its next
     max_turns: int = 0  # most turns of a completion; 0: as many as the rollout asks for, up to 1,000
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 

@@ -22,7 +22,6 @@ from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
 from minirl.data.view import view_of
 from minirl.episodes.episode import RolloutFunction
-from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.generation.group_engine import GroupEngine
@@ -261,7 +260,7 @@ class Setup:
             self.prompts,
             self.reward_functions,
             rollout=self._user_rollout.function if self._user_rollout else rollout,
-            limits=EpisodeLimits(self.config.max_turns),
+            max_turns=self.config.max_turns,
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,
