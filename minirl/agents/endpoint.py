@@ -13,6 +13,7 @@ branch appends to its tokens, so that sampled tokens are never tokenized again; 
 import asyncio
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -132,7 +133,8 @@ class Endpoint:
             completion = await answered
         finally:
             self._pending.discard(answered)
-        headers = {"x-minirl-ignored": ", ".join(request.ignored)}
+        # As JSON: a name may be anything.
+        headers = {"x-minirl-ignored": json.dumps(request.ignored)}
         if request.fields.get("stream"):
             return web.Response(text=streamed(completion), content_type="text/event-stream", headers=headers)
         return web.json_response(completion, headers=headers)
