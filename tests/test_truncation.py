@@ -248,6 +248,8 @@ def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bit
         first = next(line for line in lines if "policy/ratio_max" in line)
         assert first["policy/ratio_max"] == 1.0
         assert first.get("policy/kl_ref_k3") == (0.0 if "--kl-coef" in flags else None)
+    if "--max-staleness" in flags:  # a resume begins rollouts in flight again
+        return
     copy = interrupted_copy(runs / f"truncated-{case}", f"truncated-{case}-resumed", 1)
     run_in_pool(two_ranks, script, TINY, flags, f"--run-name {copy.name}", runs=runs)
     assert digests(copy) == digests(runs / f"truncated-{case}")
