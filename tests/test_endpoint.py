@@ -8,8 +8,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from minirl.agents.endpoint import run_program, serve
+from minirl.agents.openai_format import read_request
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.event_loop import event_loop
@@ -24,11 +27,6 @@ from support.marks import slow
 from support.processes import is_alive
 from support.programs import AT_A_URL, in_turns
 from support.turns import told_turn
-
-aiohttp = pytest.importorskip("aiohttp")
-
-from minirl.agents.endpoint import run_program, serve  # noqa: E402
-from minirl.agents.openai_format import read_request  # noqa: E402
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
