@@ -154,7 +154,7 @@ class Programs:
         program = Program(self._function, episode, self._take_reply)
         self._since[program] = time.monotonic()
         self._open.add(program)
-        program.task.add_done_callback(lambda _: self._open.discard(program))
+        program.task.add_done_callback(lambda _: self._forget(program))
         return program
 
     def send(self, program: Program, turn: Turn) -> None:
@@ -194,6 +194,11 @@ class Programs:
         while self._since and (program := next(iter(self._since))) and self._since[program] < limit:
             program.cancel()
             self._take_reply(program, Failed(f"took more than {self._timeout_s:g} s; see --call-timeout"))
+
+    def _forget(self, program: Program) -> None:
+        self._open.discard(program)
+        if not self._open:
+            event_loop().stop_waiting()
 
     def _take_reply(self, program: Program, reply: Reply) -> None:
         self._since.pop(program, None)
