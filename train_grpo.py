@@ -25,7 +25,7 @@ import tyro
 from torch import Tensor
 
 from minirl.collect.step_groups import Groups
-from minirl.episodes.episode import Episode, Turns
+from minirl.episodes.episode import Episode
 from minirl.objective.advantages import (
     group_advantages,
     returns_to_go,
@@ -133,12 +133,13 @@ class Config(RunConfig):
         return 1.0 if self.teacher_coef is None else self.teacher_coef
 
 
-def rollout(episode: Episode) -> Turns:
-    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
+async def rollout(episode: Episode) -> None:
+    """Write one rollout: ask for turns, which the engine samples together with those of all other rollouts.
 
-    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
+    rewards: a number, or a dict of them.
     """
-    yield episode.generate()
+    await episode.generate()
 
 
 def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minirl.collect.step_groups import Groups
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.episode import Episode, Turns
+from minirl.episodes.episode import Episode
 from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -97,12 +97,13 @@ class Config(RunConfig):
         return self.value_lr or default
 
 
-def rollout(episode: Episode) -> Turns:
-    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
+async def rollout(episode: Episode) -> None:
+    """Write one rollout: ask for turns, which the engine samples together with those of all other rollouts.
 
-    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
+    rewards: a number, or a dict of them.
     """
-    yield episode.generate()
+    await episode.generate()
 
 
 def kl_to_reference(batch: Batch) -> Tensor:

@@ -114,14 +114,14 @@ class EpisodeRecord:
     """The stored facts of a finished episode, besides its tokens. Empty if no episode made the rollout.
 
     turns: branch by branch. rewards: by name, the sum given and returned; None for one that does not apply.
-    environment: the attributes of its environment's object that reward functions see; None if none asks for them.
+    environment: `Episode.environment`, for reward functions that ask for it.
     prompt: the prompt of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
     schemas of the tools that it shows; None for the run's.
     """
 
     turns: Sequence[TurnFacts] = field(default_factory=list)
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    environment: Mapping[str, Any] | None = None
+    environment: Any = None
     prompt: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -132,8 +132,7 @@ class Rollout:
 
     A completion of several turns has appended tokens between them, which are not in the loss mask.
     finish_reason: "stop" (by a stop id or stop string) or "length"; for episodes also "turn_length" (the last turn
-    reached its own `max_tokens`), one of `CUT_OFF`, one of `episodes.generate.END_REASONS` from its function, or
-    "error".
+    reached its own `max_tokens`), one of `CUT_OFF`, or one of `episodes.episode.END_REASONS` from its function.
 
     An episode that does more than append to its tokens (a rewritten conversation, a second conversation) has several
     branches: each is a prompt with a completion, and a training sample with its own end and reward. They share the

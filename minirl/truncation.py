@@ -1,7 +1,4 @@
-"""Truncated sampling, for evaluations: which tokens may be sampled.
-
-Standard library only: a process that runs a rollout function starts quickly.
-"""
+"""Truncated sampling, for evaluations: which tokens may be sampled."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,5 +1,6 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
+import asyncio
 import functools
 import inspect
 import itertools
@@ -13,11 +14,9 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.data.task import Row
-from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
-from minirl.rewards.reward_workers import load_reward
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
@@ -28,40 +27,32 @@ from support.collecting import (
     evaluated,
     in_workers,
     make_collector,
-    rollout_records,
 )
 from support.scripts import ROOT, load_script, patched_fork, read_metrics, run_in_pool, untimed
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
 
 
-def giving(episode):
+async def giving(episode):
     """Three turns; "early" is what their lengths say, "total" is returned."""
     episode.reward(0.5, "early")
-    yield episode.generate(max_tokens=5, stop="e")
+    await episode.generate(max_tokens=5, stop="e")
     episode.reward(len(episode.turns[-1].ids), "early")
     episode.reward(10, "early")
-    yield episode.generate(after="abc", max_tokens=4)
-    yield episode.generate(after="d", max_tokens=6, stop=["a", "b"])
+    await episode.generate(after="abc", max_tokens=4)
+    await episode.generate(after="d", max_tokens=6, stop=["a", "b"])
     episode.reward(100.0, "early")
     return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
 
 
-async def giving_async(episode):
-    for asked in giving(episode):
-        yield asked
-    episode.reward(1000.0, "early")
-    episode.reward(float(sum(episode.turns[-1].ids)), "total")
-
-
-def rewriting(episode):
+async def rewriting(episode):
     """Two branches, the second of which may be cut off; rewards given in both and returned."""
     other = episode.branch("abc")
-    yield episode.generate(max_tokens=2)
+    await episode.generate(max_tokens=2)
     episode.reward(1.0)
-    yield other.generate(max_tokens=2)
+    await other.generate(max_tokens=2)
     episode.reward(0.5)
-    yield other.generate(after="de")
+    await other.generate(after="de")
     return episode.seed % 5
 
 
@@ -84,9 +75,8 @@ def by_hand(rollout):
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(name)`: a rollout or reward function of a file, in its workers, which are killed at the end."""
-    functions = (giving, giving_async, of_last_turn)
-    source = "import os\n\n" + "\n\n".join(map(inspect.getsource, functions))
+    """`load(name)`: a reward function of a file, in its workers, which are killed at the end."""
+    source = inspect.getsource(of_last_turn)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
 
         def load_one(name, more="", **options):
@@ -96,9 +86,8 @@ def load(tmp_path):
         yield load_one
 
 
-@pytest.mark.parametrize("where", ["here", "giving", "giving_async"])
-def test_what_is_returned_and_given_are_columns_of_the_rewards(load, where):
-    collector = collector_of(OF_EPISODE, giving if where == "here" else load(where, num_workers=2))
+def test_what_is_returned_and_given_are_columns_of_the_rewards():
+    collector = collector_of(OF_EPISODE, giving)
     groups = collector.collect(4)
     expected = [by_hand(rollout) for rollout in groups.rewarded.rollouts]
     assert groups.rewards.view(-1, 2).tolist() == expected
@@ -134,8 +123,8 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
     given, value, message = HOSTILE[name]
     says = "episode.reward, for the row at" if given else r"rollout mine for the row at f:\d+, after turn 1:"
 
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
         for amount in given:
             episode.reward(amount, "total")
         return value
@@ -147,43 +136,26 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
 def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
     refused = []
 
-    def mine(episode):
+    async def mine(episode):
         try:
             while True:
-                yield episode.generate(max_tokens=3)
+                await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
-        except GeneratorExit:
-            with pytest.raises(InputError, match="the episode ended; give rewards before a `yield`"):
+        except asyncio.CancelledError:
+            with pytest.raises(InputError, match="the episode ended; give rewards before `await"):
                 episode.reward(1.0, "total")
             refused.append(True)
             raise
 
-    groups = collector_of(OF_EPISODE, mine, limits=EpisodeLimits(max_turns=4)).collect(2)
+    groups = collector_of(OF_EPISODE, mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
     assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
     assert len(refused) == 6
 
 
-def test_an_episode_that_fails_has_what_it_gave_and_the_rest_does_not_apply(load):
-    fails = """
-def fails(episode):
-    yield episode.generate(max_tokens=3)
-    episode.reward(7.0, "early")
-    if episode.row.place == "f:3":
-        raise KeyError("no such tool")
-    return {"total": 1.0}
-"""
-    rollout = load("fails", fails, on_error="end")
-    groups = collector_of(OF_EPISODE, rollout, group_size=1).collect(40)
-    for rollout, rewards in zip(groups.rewarded.rollouts, groups.rewards[:, 0].tolist(), strict=True):
-        assert rewards[1] == 7.0
-        assert math.isnan(rewards[0]) == (rollout.finish_reason == "error")
-    assert groups.rewards.isnan().sum() == 1
-
-
 def test_a_reward_that_is_returned_as_none_does_not_apply():
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
         episode.reward(1.0, "early")
         return {"total": None, "early": None}
 
@@ -196,16 +168,10 @@ def if_odd(completion_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["here", "workers"])
-def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
+def test_rollouts_that_pause_have_the_rewards_of_those_that_do_not():
     """With groups judged whole, and rewards that do not apply to all."""
-    rollout = giving if where == "here" else load("giving", num_workers=2)
-    make = functools.partial(collector_of, {**OF_EPISODE, "last": of_last_turn, "if_odd": if_odd}, rollout)
-    paused = make(round_tokens=12, max_staleness=3)
-    paused.collect(2)
-    assert {record["finish_reason"] is None for record in rollout_records(paused)} == {True, False}
-    assert {*paused._rewarded.rewards[:, 3].isnan().tolist()} == {True, False}
-    assert_pauses_change_nothing(make, budget=12)
+    functions = {**OF_EPISODE, "last": of_last_turn, "if_odd": if_odd}
+    assert_pauses_change_nothing(functools.partial(collector_of, functions, giving), budget=12)
 
 
 def branches_of_a_step(rank):
@@ -241,9 +207,9 @@ def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_
 def test_the_overlong_penalty_of_a_rollout_is_the_sum_of_its_branches():
     """Its limit is that of a branch; end to end both would be over it."""
 
-    def long_in_one_branch(episode):
-        yield episode.generate(max_tokens=3)
-        yield episode.branch("abc").generate()
+    async def long_in_one_branch(episode):
+        await episode.generate(max_tokens=3)
+        await episode.branch("abc").generate()
 
     overlong = {"overlong": OverlongPenalty(limit=40, buffer=20)}
     groups = collector_of(overlong, long_in_one_branch, prompts=Prompts(lambda _: 35)).collect(2)
@@ -251,11 +217,11 @@ def test_the_overlong_penalty_of_a_rollout_is_the_sum_of_its_branches():
     assert overlong["overlong"]([[7] * 38]) == [-0.9]
 
 
-def noting(episode):
+async def noting(episode):
     """Two turns in two branches, each with a reward that only a fork of the script uses."""
-    turn = yield episode.generate(max_tokens=2)
+    turn = await episode.generate(max_tokens=2)
     turn.extra["reward"] = 1.0
-    turn = yield episode.branch("abc").generate(max_tokens=3)
+    turn = await episode.branch("abc").generate(max_tokens=3)
     turn.extra["reward"] = float(episode.seed % 5)
     return 1.0
 
@@ -299,7 +265,7 @@ def pairwise(rollouts):
 
 @pytest.mark.parametrize("where", ["here", "worker"])
 def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
-    function = of_last_turn if where == "here" else load("of_last_turn", make=load_reward, num_workers=2)
+    function = of_last_turn if where == "here" else load("of_last_turn", num_workers=2)
     sizes = []
 
     def size(episodes):
@@ -369,13 +335,13 @@ def one_is_nan(episodes):
     ],
 )
 def test_row_24_a_bad_call_for_a_group_stops_the_run(load, name, message):
-    function = load(name, BAD_GROUPS, make=load_reward)
+    function = load(name, BAD_GROUPS)
     with pytest.raises(RewardError, match=message):
         collector_of({name: function, **OF_EPISODE}, giving).collect(40)
 
 
 def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
-    function = load("raises", BAD_GROUPS, make=load_reward, on_error="zero")
+    function = load("raises", BAD_GROUPS, on_error="zero")
     groups = collector_of({"raises": function, **OF_EPISODE}, giving).collect(40)
     places = [row.place for row in groups.rewarded.rows]
     expected = [0.0 if place == "f:3" else 1.0 for place in places]
@@ -391,12 +357,12 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
     conversations = {}
     seen = []
 
-    def chatting(episode):
-        yield episode.generate(max_tokens=5)
+    async def chatting(episode):
+        await episode.generate(max_tokens=5)
         episode.reward(episode.seed % 7, "early")
         if episode.seed % 2:
-            yield episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
-            yield episode.generate(after=" and", max_tokens=3)
+            await episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
+            await episode.generate(after=" and", max_tokens=3)
         conversations[episode.seed] = episode.messages, {"early": episode.seed % 7}
 
     def mine(prompts, completions, messages, rewards_given, episodes, **others):
@@ -468,14 +434,14 @@ def test_the_flag_names_episode_rewards():
 
 
 FILE = """
-def rollout(episode):
-    turn = yield episode.generate(max_tokens=3)
-    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+async def rollout(episode):
+    turn = await episode.generate(max_tokens=3)
+    turn = await episode.generate(after="=" if "1" in turn.text else "==")
     return float(len(episode.tokens)) + sum(episode.tokens) % 7
 
-def silent(episode):
-    turn = yield episode.generate(max_tokens=3)
-    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+async def silent(episode):
+    turn = await episode.generate(max_tokens=3)
+    turn = await episode.generate(after="=" if "1" in turn.text else "==")
 
 def episode(completion_ids):
     return [float(len(ids)) + sum(ids) % 7 for ids in completion_ids]

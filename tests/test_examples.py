@@ -114,7 +114,7 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
         load_file(folder / "model.safetensors")
         for folder in (first, checkpoints / "000001", checkpoints / "000002")
     ]
-    averages = remembered(checkpoints / "000002", "extra", "ema")
+    averages = remembered(checkpoints / "000002", "ema")
     assert averages.keys() == weights[0].keys()
     for name, average in averages.items():
         expected = 0.5625 * weights[0][name] + 0.1875 * weights[1][name] + 0.25 * weights[2][name]

@@ -47,13 +47,13 @@ SCRIPTS = {
 }
 
 
-def two_turns_in_two_branches(episode):
+async def two_turns_in_two_branches(episode):
     """The second branch may be cut off, and one reward does not apply."""
     other = episode.branch("two" * (episode.seed % 3 + 1))
-    yield episode.generate(max_tokens=4)
-    yield other.generate(stop=["e", "a"], max_tokens=5)
-    yield episode.generate(after="xyz", max_tokens=3)
-    turn = yield other.generate(after=" so ")
+    await episode.generate(max_tokens=4)
+    await other.generate(stop=["e", "a"], max_tokens=5)
+    await episode.generate(after="xyz", max_tokens=3)
+    turn = await other.generate(after=" so ")
     return {"reward": None} if episode.seed % 7 == 0 else 1.0 / len(turn.ids)
 
 

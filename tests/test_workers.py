@@ -1,6 +1,6 @@
-"""Users' code in worker processes, the same for rewards and rollouts: faults stay in the process and are reported.
+"""Users' reward functions in worker processes: faults stay in the process and are reported.
 
-Tests of rewards alone or episodes alone are in test_faults_rewards, test_reward_queue and test_rollout_workers.
+Further tests are in test_faults_rewards and test_reward_queue.
 """
 
 import ast
@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minirl.data.task import Row
-from minirl.episodes.episode import Episode
-from minirl.episodes.program import Failed
-from minirl.episodes.rollout_workers import load_rollout
-from minirl.errors import InputError, RewardError, RolloutError
+from minirl.errors import InputError, RewardError
 from minirl.rewards.reward_workers import load_reward
 from support.forked import fork, make_pipe
 from support.marks import slow
@@ -30,16 +26,7 @@ def reward(completions):
         globals()[action]()
     return [1.0] * len(completions)
 
-def rollout(episode):
-    globals()[episode.row.prompt]()
-    yield episode.generate()
-
-async def rollout_async(episode):
-    await asyncio.sleep(0)
-    globals()[episode.row.prompt]()
-    yield episode.generate()
-
-def fine():
+async def fine():
     pass
 
 def raises():
@@ -154,13 +141,12 @@ DIED = {
     "floods": NO_ANSWER,
 }
 HARMLESS = ("prints", "forks", "forks_and_raises", "moves", "closes_much", "seeds")
-KINDS = ("reward", "rollout", "rollout_async")
+KINDS = ("reward",)
 
 
 def load(kind, folder, **options):
     """The function of that name in its workers."""
-    make = load_reward if kind == "reward" else load_rollout
-    return make(f"{folder}/mine.py:{kind}", **options)
+    return load_reward(f"{folder}/mine.py:{kind}", **options)
 
 
 @pytest.fixture(scope="module")
@@ -179,25 +165,15 @@ def functions(tmp_path_factory):
 def error_of(function, action):
     """The error of a function that does this; None without an error."""
     try:
-        if hasattr(function, "compute"):
-            assert function(completions=[action]) == [1.0]
-            return None
-        number = function.begin(Episode(Row(action, {}, "f:1"), 7, 100))
-        while not (replies := function.replies(1.0)):
-            pass
-    except (RewardError, RolloutError) as error:
+        assert function(completions=[action]) == [1.0]
+    except RewardError as error:
         return str(error)
-    ((replied, reply),) = replies
-    assert replied == number
-    if isinstance(reply, Failed):
-        return reply.why
-    function.close(number)
     return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "action", RAISED, ids=["row-23-raise", "row-26-exit", "row-26-interrupt", "row-53-recursion"]
+    "action", RAISED, ids=["row-23-raise", "row-26-exit", "row-26-interrupt", "row-23-recursion"]
 )
 def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, action):
     """With the user's lines of the traceback and none of ours; also what would end the process."""
@@ -212,14 +188,14 @@ def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, acti
     assert function.pool.workers[0].pid == pid
 
 
-@pytest.mark.parametrize("kind", [slow("reward"), slow("rollout"), "rollout_async"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "action",
     [slow(action) if action == "hangs_in_c" else action for action in DIED],
     ids=lambda action: f"row-25-{action}",
 )
 def test_a_process_that_dies_hangs_or_lies_is_told_and_replaced(functions, monkeypatch, kind, action):
-    """Fault 53 for a rollout, fault 26 for output: never taken for an answer."""
+    """Fault 26 for output: never taken for an answer."""
     function = functions[kind]
     with monkeypatch.context() as patch:
         if "hangs" in action:
@@ -242,7 +218,7 @@ def nothing_was_printed(functions):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("action", HARMLESS, ids=lambda action: f"row-26-{action}")
 def test_what_touches_only_its_process_is_harmless(functions, kind, action, capfd):
-    """Fault 55 for a rollout. One answer for each message, from the worker; the working directory is back."""
+    """One answer for each message, from the worker; the working directory is back."""
     before = random.getstate()
     for _ in range(2):
         assert error_of(functions[kind], action) is None
@@ -305,10 +281,10 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["reward", "rollout"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", UNUSABLE)
 def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, kind, source):
-    """Before any model is loaded, with the flag. Faults 25, 26 and 53."""
+    """Before any model is loaded, with the flag. Faults 25 and 26."""
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--{kind} .*mine\.py:{kind}: (.|\n)*{UNUSABLE[source]}"):
         load(kind, tmp_path)
@@ -326,7 +302,7 @@ UNNAMED = {
 }
 
 
-@pytest.mark.parametrize("make", [load_reward, load_rollout])
+@pytest.mark.parametrize("make", [load_reward])
 @pytest.mark.parametrize("spec", UNNAMED)
 def test_what_names_no_function_is_refused_with_the_flag(make, spec):
     """The error repeats the flag and the value."""
@@ -335,14 +311,14 @@ def test_what_names_no_function_is_refused_with_the_flag(make, spec):
     assert str(error.value).startswith(f"--{make.__name__.removeprefix('load_')} {spec}: {UNNAMED[spec]}")
 
 
-@pytest.mark.parametrize("kind", ["reward", "rollout"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, r"raised\n(.|\n)*FileNotFoundError"),
         ("import os\nos._exit(5)", "ended its process, exit code 5"),
     ],
-    ids=["row-25-gone", "row-54-dies"],
+    ids=["row-25-gone", "row-25-dies"],
 )
 def test_a_worker_that_cannot_be_replaced_is_an_error_with_what_it_was_for(tmp_path, kind, content, said):
     """With its row; never an answer without a number."""
@@ -363,7 +339,7 @@ def test_the_worker_loads_no_more_than_it_needs(functions, kind, capfd):
     loaded = {*ast.literal_eval(capfd.readouterr().out.splitlines()[1])}
     assert {name.partition(".")[0] for name in loaded} == {"minirl"}
     if kind == "reward":
-        parts = "minirl rewards rewards.reward_adapter rewards.values workers workers.child"
+        parts = "minirl errors rewards rewards.reward_adapter rewards.values workers workers.child"
         parts += " workers.containment workers.conversation workers.user_code"
         assert {name.removeprefix("minirl.") for name in loaded} == {*parts.split()}
 
@@ -390,11 +366,10 @@ def test_no_process_is_left_after_stop(tmp_path, kind):
 
 def hang_in_workers(pipe, folder):
     """Start processes in all workers, send the workers' ids, and wait for one that hangs."""
-    functions = [load(kind, folder) for kind in (*KINDS, "rollout")]
-    for function in functions[:3]:
-        assert error_of(function, "starts") is None
+    functions = [load(kind, folder) for kind in (*KINDS, "reward")]
+    assert error_of(functions[0], "starts") is None
     pipe.send([function.pool.workers[0].pid for function in functions])
-    error_of(functions[3], "hangs")
+    error_of(functions[1], "hangs")
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
@@ -406,7 +381,7 @@ def test_no_process_is_left_after_the_trainer_was_killed(tmp_path):
     pids = ours.recv()
     pids += [*map(int, (tmp_path / "mine.py.pids").read_text().split())]
     time.sleep(0.2)
-    assert len(pids) == 4 + 3 * 3
+    assert len(pids) == 2 + 3
     assert all(map(is_alive, pids))
     trainer.kill()
     trainer.join()

@@ -10,7 +10,7 @@ The game is Nim: who takes the last of the sticks wins. A position is a text suc
 MOVES = ("1", "2", "3")
 
 
-def play(episode):
+async def play(episode):
     """One game from 4 to 9 sticks, by the row's prompt: all games of a group begin alike.
 
     An illegal move loses. Each move of the winner gets 1, each of the loser -1; the game itself gets 0.
@@ -27,7 +27,7 @@ def play(episode):
             after = None
         else:
             after = {"role": "user", "content": position} if episode.is_chat else position
-        turn = yield sides[mover % 2].generate(after=after, max_tokens=1)
+        turn = await sides[mover % 2].generate(after=after, max_tokens=1)
         is_legal = turn.text in MOVES and int(turn.text) <= sticks
         sticks -= int(turn.text) if is_legal else 0
         has_ended = sticks == 0 or not is_legal

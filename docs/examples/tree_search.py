@@ -32,7 +32,7 @@ class Node:
         return max(self.children, key=lambda child: child.value + math.sqrt(log_visits / len(child.results)))
 
 
-def search(episode):
+async def search(episode):
     """Make completions one after another. Each is a branch; its turns get its result less the mean of its beginning."""
     root, made = Node(), []
     for _ in range(NUM_COMPLETIONS if episode.temperature else 1):
@@ -44,12 +44,12 @@ def search(episode):
             result = start.value
         else:
             branch = episode.branch([*episode.prompt_ids, *start.ids])
-            turn = yield branch.generate(max_tokens=NODE_TOKENS)
+            turn = await branch.generate(max_tokens=NODE_TOKENS)
             text = start.text + turn.text
             path.append(Node(start.ids + turn.ids, text, turn.finish_reason == "stop"))
             start.children.append(path[-1])
             if turn.finish_reason != "stop" and branch.room:
-                turn = yield branch.generate()
+                turn = await branch.generate()
                 text += turn.text
             result = float(text == episode.row.columns["answer"])
             made.append((branch, start, result))

@@ -255,7 +255,7 @@ class PromptStream:
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
-        """Return the row of a prompt. Raises InputError if its line in the file has changed."""
+        """Return the row of a prompt."""
         return self._rows[int(self._kept[self.index(prompt_ordinal)])]
 
     def index(self, prompt_ordinal: int) -> int:

@@ -8,8 +8,8 @@ Text prompts come with text completions, chat prompts with the messages after th
 `[{"role": "assistant", "content": text}]`.
 
 A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (unless the
-data has a field of this name); `rewards_given`, the episode's own rewards by name; `environments`, objects with the
-final attributes of those of --environment; `episodes`, objects with everything else (`episode_facts`).
+data has a field of this name); `rewards_given`, the episode's own rewards by name; `environments`, the objects of
+--environment; `episodes`, objects with everything else (`episode_facts`).
 With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template

@@ -45,11 +45,10 @@ class _CallConversation(Conversation):
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a reward function and wait for its result if it is an `async def`.
 
-    One that names `episodes` or `environments` gets them as objects.
+    One that names `episodes` gets them as objects.
     """
-    objects = {"episodes": _as_object, "environments": Environment}
-    for name in objects.keys() & arguments.keys() & inspect.signature(function).parameters.keys():
-        arguments = {**arguments, name: list(map(objects[name], arguments[name]))}
+    if "episodes" in arguments and "episodes" in inspect.signature(function).parameters:
+        arguments = {**arguments, "episodes": list(map(_as_object, arguments["episodes"]))}
     values = function(**arguments)
     if not inspect.iscoroutine(values):
         return values
@@ -57,21 +56,6 @@ def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> A
     import asyncio
 
     return asyncio.run(values)
-
-
-class Environment:
-    """The attributes that an object of --environment had at its episode's end; the object was in another process."""
-
-    def __init__(self, attributes: Mapping[str, Any]):
-        vars(self).update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        there = ", ".join(vars(self)) or "none"
-        raise AttributeError(
-            f"{name!r} is not an attribute of the environment that can be seen here; there are: {there}. Reward "
-            "functions see those that are numbers, texts, or lists and dicts of them: set one in `reset` or in a "
-            "tool, or write `get_reward(self)` and add --reward episode"
-        )
 
 
 def _as_object(episode: Mapping[str, Any]) -> types.SimpleNamespace:

@@ -19,7 +19,6 @@ from torch import Tensor
 from minirl.collect.collector import Collector
 from minirl.collect.step_groups import Groups
 from minirl.episodes.runner import Counted
-from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
 from minirl.objective.loss_weights import minibatch_of
 from minirl.objective.losses import sequence_sums
@@ -36,7 +35,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.report.progress_bar import show_progress
-from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, Models, check_remembered
+from minirl.run.checkpoint import Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
@@ -52,7 +51,8 @@ class Progress:
 
     step: steps done. update: optimizer steps done, which is the version of the weights. num_served: prompts
     taken from the stream. before: held-out scores before training. evaluated: held-out scores of this step, if the
-    run evaluated it. extra, records: values that the script has to remember, see `Run`.
+    run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later step. extra: values that
+    the script has to remember, see `Run`.
     """
 
     step: int = 0
@@ -60,8 +60,8 @@ class Progress:
     num_served: int = 0
     before: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, float] = field(default_factory=dict)
+    in_flight: list[int] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
-    records: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class Run:
@@ -78,19 +78,16 @@ class Run:
         *,
         folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
-        records: Mapping[str, list[Any]] | None = None,
         resolved: Mapping[str, Any] | None = None,
     ):
         """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
-        rollouts; a checkpoint holds those in flight, and evaluations use its engine; None in a script that generates
-        nothing. folders: of config and tokenizer of further models. resolved: values for args.json that the script's
-        flags left open.
+        rollouts, and evaluations use its engine; None in a script that generates nothing. folders: of config and
+        tokenizer of further models. resolved: values for args.json that the script's flags left open.
 
-        extra, records: first values of the script's memory between steps; each save takes the later ones from
-        `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
-        `records` are lists of this rank; a resume on another number of ranks deals them out again.
+        extra: first values of the script's memory between steps, the same on every rank; each save takes the later
+        ones from `progress`. Values are JSON's and tensors, nested in dicts and lists.
 
         Raises InputError for a checkpoint that this run cannot go on from.
         """
@@ -102,34 +99,19 @@ class Run:
         self._has_finished_step = False
         self.device = setup.device
         self.max_new_tokens = setup.max_new_tokens
-        extra, records = dict(extra or {}), dict(records or {})
-        refuse(
-            IN_FLIGHT in extra or IN_FLIGHT in records, f"{IN_FLIGHT}: is the collector's name, take another"
-        )
-        if collector and config.max_staleness:
-            extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
         self._folder = setup.folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
         self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=config.keep_checkpoints)
         self.progress = Progress()
         checkpoint = setup.folder.checkpoint
         if checkpoint is not None:
-            saved = self._checkpoints.restore(checkpoint)
-            self.progress = Progress(**saved)
-            fixed = {name: getattr(config, name) for name in ("task", "data", "seed", "group_size")}
-            changed = ", ".join(setup.folder.changed_flags(fixed))
-            refuse(
-                IN_FLIGHT in self.progress.extra and changed,
-                f"rollouts in flight were begun with other flags: {changed}; take another --run-name",
-            )
+            self.progress = Progress(**self._checkpoints.restore(checkpoint))
             if self.progress.step >= config.num_steps:
                 print0("already finished; a greater --num-steps continues it")
-        self.progress.extra = extra | self.progress.extra
-        self.progress.records = records | self.progress.records
+        self.progress.extra = dict(extra or {}) | self.progress.extra
         if collector:
             collector.num_served = self.progress.num_served
-        if collector and IN_FLIGHT in self.progress.extra:
-            collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
+            collector.restore(self.progress.in_flight)
         self._logger = Logger(
             self._folder,
             setup.args() | dict(resolved or {}),
@@ -294,13 +276,14 @@ class Run:
             self._save()
         elif not self._has_finished_step:
             # Refuse values that cannot be saved now, not after many steps that would be lost.
-            check_remembered("extra", self.progress.extra)
-            check_remembered("records", self.progress.records)
+            check_remembered(self.progress.extra)
         self._has_finished_step = True
 
     def close(self) -> int:
         """Print scores and paths; returns the exit code (collective)."""
         self._logger.finish()
+        if self._collector:
+            self._collector.close()
         for name, score in self.progress.evaluated.items():
             before = self.progress.before.get(name)
             if before is not None:
@@ -319,25 +302,20 @@ class Run:
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
         metrics.add_values("reward/errors", rewarded.failed)
-        counts: list[Counted] = []
         if self._config.max_staleness:
-            counts.append("restarted")
             updates_per_step = self._config.updates_per_step
             version = self.progress.update - updates_per_step  # in this step's generation
             add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
-        if self._setup.tokenizer.tools:
-            counts += ["tool_results", "tool_errors"]
-        for name in counts:
+        counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
+        for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
 
     def _save(self) -> None:
         """Save a checkpoint (collective)."""
-        progress = self.progress
-        if self._collector and self._config.max_staleness:
-            progress.extra[IN_FLIGHT] = self._collector.state()
-            progress.records[IN_FLIGHT] = self._collector.records()
-        self._checkpoints.save(vars(progress))
+        if self._collector:
+            self.progress.in_flight = self._collector.in_flight
+        self._checkpoints.save(vars(self.progress))
 
 
 def _is_due(step: int, every: int) -> bool:
