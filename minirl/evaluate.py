@@ -119,7 +119,7 @@ def evaluate_prompts(setup: Setup, prompt_ordinals: Sequence[int], path: Path) -
         num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
     ):
         scores = weighted_scores(rewarded.rewards, setup.score_weights)
-        records = setup.records(rewarded, reward=scores, failed=rewarded.failed)
+        records = setup.records(rewarded, reward=scores)
         durable.append_whole(path, json_lines(records).encode())
 
 
@@ -137,7 +137,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
         **(config.truncation._asdict() if config.top_k else {}),
-        "errors": sum(record["failed"] or record["finish_reason"] == "error" for record in records),
+        "errors": sum(record["finish_reason"] == "error" for record in records),
         "scores": scores,
     }
 

@@ -380,10 +380,7 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
             )
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
-    failed = torch.zeros(len(rollouts), dtype=torch.bool)
-    return RewardedRollouts(
-        rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1), failed
-    )
+    return RewardedRollouts(rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1))
 
 
 @pytest.mark.parametrize(
@@ -441,12 +438,12 @@ def test_a_record_has_all_branches(tmp_path):
     """Fault 12."""
     (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
     branched = in_two_branches(rollout)
-    record = finished_record(branched, [None, 0.5], failed=True)
+    record = finished_record(branched, [None, 0.5])
     check_remembered("records", {"in_flight": [record]})
     torch.save(record, tmp_path / "record.pt")
     saved = torch.load(tmp_path / "record.pt", weights_only=True)
     assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
-    assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
+    assert saved["rewards"] == [None, 0.5]
 
 
 def test_refills_come_from_new_prompts_and_end():

@@ -38,7 +38,7 @@ from minirl.episodes.rollout_workers import load_rollout
 from minirl.errors import InputError, RolloutError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
-from minirl.rewards.reward_adapter import call_reward
+from minirl.rewards.worker import call_reward
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_tokenizer
 from minirl.run.load_task import load_task, rollout_workers

@@ -18,7 +18,7 @@ from minirl.errors import InputError, RewardError, RolloutError
 from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.rewarded import turn_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
@@ -381,7 +381,7 @@ def pairwise(rollouts):
 
 @pytest.mark.parametrize("where", ["here", "worker"])
 def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
-    function = of_last_turn if where == "here" else load("of_last_turn", make=load_reward, num_workers=2)
+    function = of_last_turn if where == "here" else load("of_last_turn", make=RewardWorkers, num_workers=2)
     sizes = []
 
     def size(episodes):
@@ -445,24 +445,15 @@ def one_is_nan(episodes):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"reward raises for the row at f:3, .*raised\n(.|\n)*KeyError: 'a pair'"),
-        ("short", r"reward short for the row at f:\d+, .*returned 1 values for 3 completions"),
+        ("raises", r"reward raises for the row at f:3: raised\n(.|\n)*KeyError: 'a pair'"),
+        ("short", r"reward short for the row at f:\d+: returned 1 values for 3 completions"),
         ("one_is_nan", r"reward one_is_nan for the row at f:\d+, .*returned nan"),
     ],
 )
 def test_row_24_a_bad_call_for_a_group_stops_the_run(load, name, message):
-    function = load(name, BAD_GROUPS, make=load_reward)
+    function = load(name, BAD_GROUPS, make=RewardWorkers)
     with pytest.raises(RewardError, match=message):
         collector_of({name: function, **OF_EPISODE}, giving).collect(40)
-
-
-def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
-    function = load("raises", BAD_GROUPS, make=load_reward, on_error="zero")
-    groups = collector_of({"raises": function, **OF_EPISODE}, giving).collect(40)
-    places = [row.place for row in groups.rewarded.rows]
-    expected = [0.0 if place == "f:3" else 1.0 for place in places]
-    assert groups.rewards[:, :, 0].flatten().tolist() == expected
-    assert groups.rewarded.failed.tolist() == [place == "f:3" for place in places]
 
 
 # The arguments of functions.

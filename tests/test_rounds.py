@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from minirl.episodes.runner import EpisodeRunner
-from minirl.errors import InputError, RewardError, RolloutError
+from minirl.errors import InputError, RolloutError
 from minirl.ranks import time_account
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.reward_model import RewardModel
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.workers.pool import wait_for_any
 from support.collecting import (
     Prompts,
@@ -60,9 +61,6 @@ async def ends_late(episode):
 def large(episode):
     yield episode.generate(max_tokens=3)
     yield episode.generate(after="a" * 100_000)
-
-def raises(completions):
-    raise ValueError("never")
 """
 NUM_STEPS = 5
 OPTIONS = {"round_tokens": 4, "max_staleness": 3}
@@ -184,34 +182,20 @@ def test_a_worker_that_cannot_be_replaced_during_an_evaluation_is_an_error_that_
 
 
 def test_an_evaluation_is_judged_as_a_whole_however_late_a_reward_comes(load, tmp_path):
-    """A function without workers, such as a reward model, gets all completions in one call."""
+    """A reward model gets all completions in one call."""
     judged = []
 
-    def judge(completions):
+    def judge(prompts, completions):
         judged.append(len(completions))
         return [0.0] * len(completions)
 
-    functions = {"reward": load("reward", make=load_reward), "judge": judge}
+    functions = {"reward": load("reward", make=RewardWorkers), "judge": RewardModel(judge)}
     requests = make_prompts().requests(0, 3, group_size=0, num_greedy=1)
     opening = threading.Timer(1.0, (tmp_path / "open").touch)
     opening.start()
     rewarded = evaluated(make_collector(make_prompts(), rollout=here, functions=functions), requests)
     opening.join()
     assert (len(rewarded.rollouts), judged) == (3, [3])
-
-
-def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(load):
-    """Also after a resume, which begins none of these."""
-    functions = {"raises": load("raises", make=load_reward, on_error="zero")}
-    options = {"functions": functions, "rollout": here, **OPTIONS}
-    first = make_collector(make_prompts(), **options)
-    first._serve(20, 1.0)
-    second = resumed(first, make_collector(make_prompts(), **options))
-    assert second._runner._failures.num_total == 60
-    requests = make_prompts().requests(0, 40, group_size=0, num_greedy=1)
-    evaluator = make_collector(make_prompts(), rollout=here, functions=functions)
-    with pytest.raises(RewardError, match=r"^3 of this step's 40 .* forgives 2"):
-        evaluated(evaluator, requests)
 
 
 @pytest.mark.slow
@@ -243,26 +227,24 @@ def test_what_is_in_flight_and_would_be_taken_too_late_is_refused_before_decodin
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
-    function = load("reward", make=load_reward, num_workers=2)
+    function = load("reward", make=RewardWorkers, num_workers=2)
     options = {"functions": {"reward": function}, "rollout": here, **OPTIONS}
     collector = make_collector(make_prompts(), **options)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     (unrewarded,) = [group for group in collector.records() if group["rollouts"][0]["rollout_id"][0] == 1]
     assert [record["rewards"] for record in unrewarded["rollouts"]] == [None] * 3
-    pids = [worker.pid for worker in function.pool.workers]
     (tmp_path / "open").touch()
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), **options))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
     assert sum(1 in step for step in ordinals(steps)) == 1
-    assert [worker.pid for worker in function.pool.workers] == pids
     for rollout_id, _, tokens, is_sampled, *_, rewards in itertools.chain(*steps):
         assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
 
 
 def test_waits_for_rewards_are_counted(load):
-    function = load("reward", make=load_reward, num_workers=2)
+    function = load("reward", make=RewardWorkers, num_workers=2)
     collector = make_collector(make_prompts(), functions={"reward": function}, rollout=here, **OPTIONS)
     time_account.this_process.begin()
     collector.collect(2)

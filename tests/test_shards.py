@@ -25,7 +25,6 @@ from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
-from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
@@ -484,17 +483,6 @@ def records_in_flight(folder, step):
     """Of each rank."""
     paths = sorted((folder / "checkpoints" / f"{step:06d}" / "resume").glob("*-of-*.pt"))
     return [load(path)["records"][IN_FLIGHT] for path in paths]
-
-
-def test_the_workers_of_a_group_are_the_leaders(tmp_path):
-    """A pool gets more that have loaded the code, or none."""
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    reward = load_reward(f"{tmp_path}/functions.py:right", num_workers=1)
-    reward.pool.resize(3)
-    assert [worker.is_ready for worker in reward.pool.workers] == [True] * 3
-    assert reward(completions=["ab"], answer=["1"]) == [2.0]
-    reward.pool.resize(0)
-    assert reward.pool.workers == []
 
 
 FAILS = """

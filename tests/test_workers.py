@@ -1,6 +1,6 @@
-"""Users' code in worker processes, the same for rewards and rollouts: faults stay in the process and are reported.
+"""Users' rollout functions in worker processes: faults stay in the process and are reported.
 
-Tests of rewards alone or episodes alone are in test_faults_rewards, test_reward_queue and test_rollout_workers.
+More of them are in test_rollout_workers; those of rewards are in test_faults_rewards.
 """
 
 import ast
@@ -16,19 +16,13 @@ from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.program import Failed
 from minirl.episodes.rollout_workers import load_rollout
-from minirl.errors import InputError, RewardError, RolloutError
-from minirl.rewards.reward_workers import load_reward
+from minirl.errors import InputError, RolloutError
 from support.forked import fork, make_pipe
 from support.marks import slow
 from support.processes import is_alive
 
 SOURCE = """
 import asyncio, os, random, re, subprocess, sys, time
-
-def reward(completions):
-    for action in completions:
-        globals()[action]()
-    return [1.0] * len(completions)
 
 def rollout(episode):
     globals()[episode.row.prompt]()
@@ -147,20 +141,19 @@ DIED = {
     "is_killed": "ended its process, SIGKILL",
     "dies_of_a_signal_without_a_name": "ended its process, signal 40",
     "closes_everything": "closed the pipes of its process",
-    "hangs": "took more than 1 s .*; see --re(ward|ply)-timeout",
-    "hangs_in_c": "took more than 1 s .*; see --re(ward|ply)-timeout",
+    "hangs": "took more than 1 s .*; see --reply-timeout",
+    "hangs_in_c": "took more than 1 s .*; see --reply-timeout",
     "writes_to_all": NO_ANSWER,
     "answers_itself": NO_ANSWER,
     "floods": NO_ANSWER,
 }
 HARMLESS = ("prints", "forks", "forks_and_raises", "moves", "closes_much", "seeds")
-KINDS = ("reward", "rollout", "rollout_async")
+KINDS = ("rollout", "rollout_async")
 
 
 def load(kind, folder, **options):
     """The function of that name in its workers."""
-    make = load_reward if kind == "reward" else load_rollout
-    return make(f"{folder}/mine.py:{kind}", **options)
+    return load_rollout(f"{folder}/mine.py:{kind}", **options)
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +172,10 @@ def functions(tmp_path_factory):
 def error_of(function, action):
     """The error of a function that does this; None without an error."""
     try:
-        if hasattr(function, "compute"):
-            assert function(completions=[action]) == [1.0]
-            return None
         number = function.begin(Episode(Row(action, {}, "f:1"), 7, 100))
         while not (replies := function.replies(1.0)):
             pass
-    except (RewardError, RolloutError) as error:
+    except RolloutError as error:
         return str(error)
     ((replied, reply),) = replies
     assert replied == number
@@ -212,7 +202,7 @@ def test_what_code_raises_is_told_and_its_process_lives_on(functions, kind, acti
     assert function.pool.workers[0].pid == pid
 
 
-@pytest.mark.parametrize("kind", [slow("reward"), slow("rollout"), "rollout_async"])
+@pytest.mark.parametrize("kind", [slow("rollout"), "rollout_async"])
 @pytest.mark.parametrize(
     "action",
     [slow(action) if action == "hangs_in_c" else action for action in DIED],
@@ -260,39 +250,6 @@ def test_what_touches_only_its_process_is_harmless(functions, kind, action, capf
         assert out == ""
 
 
-ANSWERS = (
-    "3",
-    '{**ANSWER, "id": "0"}',
-    '{**ANSWER, "number": 7}',
-    '{**ANSWER, "printed": None}',
-    '{**ANSWER, "reply": None}',
-    '{**ANSWER, "reply": [1.0, 1.0]}',
-    '{**ANSWER, "error": 3}',
-    "dict(list(ANSWER.items())[:-1])",
-)
-
-
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_row_26_an_answer_of_another_shape_is_an_error(monkeypatch, answer):
-    """Whatever a worker sends, the trainer takes only the protocol's answers."""
-    program = (
-        "import json, sys\n"
-        "ID = json.loads(sys.stdin.readline())['id']\n"
-        "takes = dict(parameters=[['completions', 'KEYWORD_ONLY', True]])\n"
-        "print(json.dumps(dict(id=ID, is_async=False, max_conversations=None, description=takes, printed='')),"
-        " flush=True)\n"
-        "request = json.loads(sys.stdin.readline())\n"
-        "ANSWER = dict(id=ID, number=request['number'], reply=[1.0], facts=None, is_last=True, printed='',"
-        " seconds=0.1)\n"
-        f"print(json.dumps({answer}), flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    monkeypatch.setattr("minirl.workers.pool.PROGRAM", program)
-    function = load_reward("minirl.data.gsm8k:f")
-    assert NO_ANSWER in error_of(function, "fine")
-    function.pool.stop()
-
-
 # The file, and the process
 
 
@@ -301,17 +258,16 @@ UNUSABLE = {
     "import sys\nsys.exit(4)\n": "SystemExit: 4",
     "import no_such_module_of_mine\n": r'mine\.py", line 1',
     "import os\nos._exit(4)\n": "ended its process, exit code 4",
-    "reward = rollout = 3\n": r"mine\.py has no function r",
+    "rollout = 3\n": r"mine\.py has no function rollout",
 }
 
 
-@pytest.mark.parametrize("kind", ["reward", "rollout"])
 @pytest.mark.parametrize("source", UNUSABLE)
-def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, kind, source):
+def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, source):
     """Before any model is loaded, with the flag. Faults 25, 26 and 53."""
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(InputError, match=rf"--{kind} .*mine\.py:{kind}: (.|\n)*{UNUSABLE[source]}"):
-        load(kind, tmp_path)
+    with pytest.raises(InputError, match=rf"--rollout .*mine\.py:rollout: (.|\n)*{UNUSABLE[source]}"):
+        load("rollout", tmp_path)
 
 
 NO_SPEC = "expected file.py:function or module:function"
@@ -326,16 +282,14 @@ UNNAMED = {
 }
 
 
-@pytest.mark.parametrize("make", [load_reward, load_rollout])
 @pytest.mark.parametrize("spec", UNNAMED)
-def test_what_names_no_function_is_refused_with_the_flag(make, spec):
+def test_what_names_no_function_is_refused_with_the_flag(spec):
     """The error repeats the flag and the value."""
     with pytest.raises(InputError) as error:
-        make(spec)
-    assert str(error.value).startswith(f"--{make.__name__.removeprefix('load_')} {spec}: {UNNAMED[spec]}")
+        load_rollout(spec)
+    assert str(error.value).startswith(f"--rollout {spec}: {UNNAMED[spec]}")
 
 
-@pytest.mark.parametrize("kind", ["reward", "rollout"])
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -344,15 +298,15 @@ def test_what_names_no_function_is_refused_with_the_flag(make, spec):
     ],
     ids=["row-25-gone", "row-54-dies"],
 )
-def test_a_worker_that_cannot_be_replaced_is_an_error_with_what_it_was_for(tmp_path, kind, content, said):
+def test_a_worker_that_cannot_be_replaced_is_an_error_with_what_it_was_for(tmp_path, content, said):
     """With its row; never an answer without a number."""
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
-    function = load(kind, tmp_path)
+    function = load("rollout", tmp_path)
     file.unlink() if content is None else file.write_text(content)
     function.pool.stop()
     error = error_of(function, "fine")
-    assert re.match(rf"{kind} {kind}.*: {said}", error)
+    assert re.match(rf"rollout rollout.*: {said}", error)
     assert "for the row at" in error
 
 
@@ -362,10 +316,6 @@ def test_the_worker_loads_no_more_than_it_needs(functions, kind, capfd):
     assert error_of(functions[kind], "shows_modules") is None
     loaded = {*ast.literal_eval(capfd.readouterr().out.splitlines()[1])}
     assert {name.partition(".")[0] for name in loaded} == {"minirl"}
-    if kind == "reward":
-        parts = "minirl rewards rewards.reward_adapter rewards.values workers workers.child"
-        parts += " workers.containment workers.conversation workers.user_code"
-        assert {name.removeprefix("minirl.") for name in loaded} == {*parts.split()}
 
 
 def assert_gone(pids):
@@ -391,10 +341,10 @@ def test_no_process_is_left_after_stop(tmp_path, kind):
 def hang_in_workers(pipe, folder):
     """Start processes in all workers, send the workers' ids, and wait for one that hangs."""
     functions = [load(kind, folder) for kind in (*KINDS, "rollout")]
-    for function in functions[:3]:
+    for function in functions[:2]:
         assert error_of(function, "starts") is None
     pipe.send([function.pool.workers[0].pid for function in functions])
-    error_of(functions[3], "hangs")
+    error_of(functions[2], "hangs")
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
@@ -406,7 +356,7 @@ def test_no_process_is_left_after_the_trainer_was_killed(tmp_path):
     pids = ours.recv()
     pids += [*map(int, (tmp_path / "mine.py.pids").read_text().split())]
     time.sleep(0.2)
-    assert len(pids) == 4 + 3 * 3
+    assert len(pids) == 3 + 2 * 3
     assert all(map(is_alive, pids))
     trainer.kill()
     trainer.join()

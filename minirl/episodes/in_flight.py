@@ -54,25 +54,21 @@ def paused_episode(record: Mapping[str, Any], request: Request) -> PausedEpisode
     return PausedEpisode(request, branches, record["turns"], record["asked"])
 
 
-def finished_record(
-    rollout: Rollout, rewards: Sequence[float | None] | None = None, *, failed: bool = False
-) -> dict[str, Any]:
+def finished_record(rollout: Rollout, rewards: Sequence[float | None] | None = None) -> dict[str, Any]:
     """Return the record of a finished rollout.
 
     rewards: None while other rollouts of its prompt are missing on its rank; within the list, None where a reward does
     not apply.
     """
-    return {**_record(rollout), "rewards": rewards, "failed": failed}
+    return {**_record(rollout), "rewards": rewards}
 
 
 def rewarded_records(rewarded: RewardedRollouts) -> list[dict[str, Any]]:
     """Return the records of rollouts with their rewards."""
     records = []
-    for rollout, rewards, failed in zip(
-        rewarded.rollouts, rewarded.rewards.tolist(), rewarded.failed.tolist(), strict=True
-    ):
+    for rollout, rewards in zip(rewarded.rollouts, rewarded.rewards.tolist(), strict=True):
         applicable = [None if math.isnan(reward) else reward for reward in rewards]
-        records.append(finished_record(rollout, applicable, failed=failed))
+        records.append(finished_record(rollout, applicable))
     return records
 
 
@@ -85,7 +81,6 @@ def rewarded_of(records: Sequence[Mapping[str, Any]], prompts: PromptStream) -> 
         rows=[prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in rollouts],
         texts=[prompts.completion_text(rollout) for rollout in rollouts],
         rewards=torch.tensor(rewards, dtype=torch.float64),
-        failed=torch.tensor([record["failed"] for record in records], dtype=torch.bool),
     )
 
 
@@ -96,7 +91,7 @@ def id_of(record: Mapping[str, Any]) -> RolloutId:
 
 def finished_rollout(record: Mapping[str, Any]) -> Rollout:
     """Return the rollout of `finished_record`."""
-    return _rollout({name: value for name, value in record.items() if name not in ("rewards", "failed")})
+    return _rollout({name: value for name, value in record.items() if name != "rewards"})
 
 
 def _record(rollout: Rollout) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from minirl.data.task import RewardFunction, Task
 from minirl.episodes.rollout_workers import RolloutWorkers, load_rollout
 from minirl.errors import InputError, refuse
 from minirl.rewards.functions import EPISODE, EpisodeReward, check_columns
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
-RESERVED = {*"reward before mean std errors frac_equal_groups kl_coef reward_model overlong".split()}
+RESERVED = {*"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
 
 
 def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
@@ -105,10 +105,7 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            functions[name] = load_reward(
-                spec,
-                timeout_s=config.reward_timeout,
-                on_error=config.on_reward_error,
-                num_workers=config.reward_workers,
+            functions[name] = RewardWorkers(
+                spec, timeout_s=config.reward_timeout, num_workers=config.reward_workers
             )
     return functions

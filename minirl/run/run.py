@@ -327,7 +327,6 @@ class Run:
         sampled_version = self.progress.update - updates_per_step  # this step's
         add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        metrics.add_values("reward/errors", rewarded.failed)
         counts: list[Counted] = []
         if self._config.max_staleness:
             counts.append("restarted")

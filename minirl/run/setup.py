@@ -375,14 +375,11 @@ class Setup:
         self._budget = lines(self.sizes, needed)
 
     def _lead_or_follow(self, group: int) -> None:
-        """Give the first rank of each `group` ranks the requests of all, and the workers for them."""
+        """Give the first rank of each `group` ranks the requests of all, and the rollout workers for them."""
         self.prompts.decode_group = self.held_out.decode_group = group
         share = group if rank() % group == 0 else 0
         if self._rollout_workers is not None:
             self._rollout_workers.pool.resize(share * self.config.rollout_workers)
-        for function in self.reward_functions.values():
-            if isinstance(function, RewardWorkers):
-                function.pool.resize(share * self.config.reward_workers)
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""

@@ -1,9 +1,9 @@
 """Conversations with a user's code in worker processes: open one, send to it, close it.
 
-A call of a reward function is a conversation of one message, an episode one of several (`child` is the program that a
-worker runs). If a process dies, takes too long or sends nonsense, another one takes over its conversations and is told
-everything that the first was told. Conversations still without a reply are suspects: they are opened one at a time, and
-if a process dies with one of them, that one has failed.
+An episode is a conversation of several messages (`child` is the program that a worker runs). If a process dies, takes
+too long or sends nonsense, another one takes over its conversations and is told everything that the first was told.
+Conversations still without a reply are suspects: they are opened one at a time, and if a process dies with one of them,
+that one has failed.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import Any
 from minirl.errors import InputError, escaped
 from minirl.ranks.process_group import print_here, rank
 from minirl.workers.process import UserProcess
+from minirl.workers.user_code import source_and_name
 
 # For the imports of the user's file, in addition to the time limit of a reply.
 LOAD_TIMEOUT_S = 60.0
@@ -77,22 +78,6 @@ class Kind:
     expected: str = "function"
     describes_apart: bool = False
 
-    def source_and_name(self, spec: str) -> tuple[str, str]:
-        """Return the file or module, and the name in it, of "file.py:name" or "module:name".
-
-        Raises InputError naming the flag if it is neither, or if the file is missing.
-        """
-        source, _, name = spec.rpartition(":")
-        is_file = source.endswith(".py")
-        is_module = all(part.isidentifier() for part in source.split("."))
-        if not name or not (is_file or is_module):
-            raise InputError(
-                f"{self.flag} {spec}: expected file.py:{self.expected} or module:{self.expected}"
-            )
-        if is_file and not Path(source).is_file():
-            raise InputError(f"{self.flag} {spec}: there is no file {source}")
-        return source, name
-
 
 class Pool:
     """Workers that have loaded a user's code. Nothing here is collective, and only the constructor waits.
@@ -107,7 +92,7 @@ class Pool:
 
         timeout_s: limit of one reply. Raises InputError if the code is missing or cannot be loaded.
         """
-        source, self.name = kind.source_and_name(spec)
+        source, self.name = source_and_name(kind.flag, spec, kind.expected)
         self.what = f"{kind.called} {self.name}"
         self._start_worker = functools.partial(
             _Worker, kind, source, self.name, note=self._note, timeout_s=timeout_s

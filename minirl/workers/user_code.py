@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from minirl.errors import refuse
+
 # Of this package.
 OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # The most characters that the trainer receives of each.
@@ -17,6 +19,22 @@ MAX_REPR = 80
 
 class UnusableError(Exception):
     """Why a user's code cannot be used; it needs no traceback."""
+
+
+def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
+    """Return the file or module, and the name in it, of a flag's value: "file.py:name" or "module:name".
+
+    expected: what the name stands for, in messages. Raises InputError if it is neither, or the file is missing.
+    """
+    source, _, name = spec.rpartition(":")
+    is_file = source.endswith(".py")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    refuse(
+        not name or not (is_file or is_module),
+        f"{flag} {spec}: expected file.py:{expected} or module:{expected}",
+    )
+    refuse(is_file and not os.path.isfile(source), f"{flag} {spec}: there is no file {source}")
+    return source, name
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:

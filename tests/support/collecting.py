@@ -137,7 +137,7 @@ def end_of(turn) -> list[int]:
 def in_workers(folder: Path, make=load_rollout, **defaults):
     """`load(name, **options)` for functions of a folder's mine.py; their workers are killed at the end of the block.
 
-    make: load_rollout or load_reward; `load` may name the other one.
+    make: load_rollout or RewardWorkers; `load` may name the other one.
     """
     loaded = []
 
@@ -149,7 +149,7 @@ def in_workers(folder: Path, make=load_rollout, **defaults):
         yield load
     finally:
         for workers in loaded:
-            workers.pool.stop()
+            getattr(workers, "pool", workers).stop()
 
 
 def branching(episode: Episode):
