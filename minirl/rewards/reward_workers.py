@@ -204,25 +204,23 @@ class _Process:
             while line := await self._process.stdout.readline():
                 answer = json.loads(line)
                 self._calls[answer["number"]].set_result(answer)
-            why = await self._how_it_ended()
+            # One that has only closed its pipes is killed; it does not change how another one ended.
+            self._kill()
+            why = _ended_with(await self._process.wait())
         self._kill()
         self._why_lost = why
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(_WorkerError(why))
 
-    async def _how_it_ended(self) -> str:
-        try:
-            code = await asyncio.wait_for(self._process.wait(), 1.0)
-        except TimeoutError:
-            return "closed the pipes of its process"
-        if code < 0:
-            return f"ended its process, signal {-code} ({signal.strsignal(-code)})"
-        return f"ended its process, exit code {code}"
-
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _ended_with(code: int) -> str:
+    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+    return f"ended its process, {how}"
 
 
 def _signature(parameters: Sequence[tuple[str, str, bool]]) -> inspect.Signature:

@@ -19,8 +19,6 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-
-# Bound before user code runs, which may replace functions of the module.
 from json import dumps, loads
 from typing import Any, BinaryIO
 

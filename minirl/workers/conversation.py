@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Conversation:
-    """One use of a user's code: a call of a reward function has a single message, an episode several.
+    """One use of a user's code, such as an episode.
 
     Messages and replies are JSON values. Exceptions of user code pass through.
 

@@ -136,11 +136,6 @@ class Pool:
             wait_for_any([self], 1.0)
             self.poll()
 
-    @property
-    def has_free_worker(self) -> bool:
-        """Return whether some worker is idle."""
-        return any(not worker.held for worker in self.workers)
-
     def open(self, seed: int, opening: Callable[[], Any]) -> int:
         """Open a conversation with the worker that has the fewest; returns its number.
 
