@@ -25,11 +25,9 @@ import tyro
 from torch import Tensor
 
 from minirl.episodes.episode import Episode, Turns
-from minirl.errors import refuse
 from minirl.objective.advantages import (
     group_advantages,
     returns_to_go,
-    separate_advantages,
     weighted_scores,
     whiten,
 )
@@ -45,9 +43,10 @@ from minirl.objective.losses import (
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_skipped, add_tokens
 from minirl.report.progress_bar import show_progress
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.checks import check_grpo
+from minirl.run.config import RunConfig
 from minirl.run.dry_run import dry_run
-from minirl.run.flags import check_needed, flag_of, run_script
+from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
@@ -70,13 +69,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
     },
     "reinforce++": {
         "baseline": "none",
-        "advantage_norm": "none",
-        "whiten": True,
+        "advantage_norm": "whiten",
         "clip_high": 0.2,
         "kl_reward_coef": 0.01,
-        "kl_reward_level": "token",
     },
-    "reinforce++_baseline": {"advantage_norm": "none", "whiten": True, "clip_high": 0.2},
+    "reinforce++_baseline": {"advantage_norm": "whiten", "clip_high": 0.2},
     "remax": {"baseline": "greedy", "advantage_norm": "none", "group_size": 1},
     "gspo": {
         "ratio_level": "sequence_mean",
@@ -87,13 +84,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
     },
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
 }
-# Flags that only change the advantages from rewards.
-OF_REWARDS = ("baseline", "advantage_norm", "whiten", "separate_rewards")
+MAX_REFILLS = 10  # most rounds of new prompts in a step; then groups of equal rewards fill it
 Algorithm = Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
 
 
 Baseline = Literal["mean", "leave_one_out", "greedy", "none"]
-AdvantageNorm = Literal["group_std", "batch_std", "none"]
+AdvantageNorm = Literal["group_std", "batch_std", "whiten", "none"]
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
 
 
@@ -103,20 +99,15 @@ class Config(RunConfig):
 
     algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags given with it win
     dynamic_sampling: bool = False  # replace groups of equal rewards by groups of new prompts
-    max_refills: int = 10  # most rounds of new prompts; then groups of equal rewards fill the step
     baseline: Baseline = "mean"  # of a group; greedy: the reward of one more rollout
-    advantage_norm: AdvantageNorm = "group_std"  # the std that divides advantages
-    advantage_eps: float = 1e-6  # added to that std
-    whiten: bool = False  # then shift and scale them to mean 0 and variance 1 over the step's tokens
-    separate_rewards: bool = False  # normalise each of several rewards before they are summed, not their sum
-    kl_reward_coef: float = 0.0  # weight of the KL term (k1) in the reward
-    kl_reward_level: Literal["sequence", "token"] = "sequence"
-    """summed over a completion before subtracting the baseline, or per token after it"""
-    kl_coef: float = 0.0  # weight of the KL term in the loss; without KL terms there is no reference model
-    kl_estimator: Literal["k2", "k3"] = "k3"  # of the KL term in the loss
+    advantage_norm: AdvantageNorm = "group_std"
+    """the std that divides advantages; whiten: shift and scale them to mean 0 and variance 1 over the step's tokens"""
+    kl_reward_coef: float = 0.0
+    """weight of the KL term (k1) in the reward: of a completion before subtracting the baseline, without one of each
+    token"""
+    kl_coef: float = 0.0  # weight of the KL term (k3) in the loss; without KL terms no reference is loaded
     teacher: str | None = None
     """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
-    teacher_prompt: str | None = None  # field of a row with the teacher's prompt; none: the policy's
     teacher_kl: Literal["sampled", "reverse", "forward"] = "sampled"
     """sampled: the reverse KL at sampled tokens, as advantages; else a loss over the vocabulary"""
     teacher_coef: float | None = None
@@ -129,6 +120,11 @@ class Config(RunConfig):
     def has_reference(self) -> bool:
         """True if a KL term needs the initial model."""
         return bool(self.kl_coef or self.kl_reward_coef)
+
+    @property
+    def has_token_kl(self) -> bool:
+        """True if the KL term in the reward is of each token, as no baseline is subtracted from their sum."""
+        return self.baseline == "none"
 
     @property
     def is_rewarded(self) -> bool:
@@ -169,11 +165,9 @@ def branch_advantages(
     """
     if not config.is_rewarded:
         return torch.zeros_like(scores)
-    if config.separate_rewards:
-        return separate_advantages(rewards, reward_weights, eps=config.advantage_eps)
     greedy_scores = weighted_scores(greedy_rewards, reward_weights)
     baseline = greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
-    return group_advantages(scores, baseline=baseline, norm=config.advantage_norm, eps=config.advantage_eps)
+    return group_advantages(scores, baseline=baseline, norm=config.advantage_norm)
 
 
 def token_advantages(
@@ -197,18 +191,18 @@ def token_advantages(
     token_kl = None
     if config.kl_reward_coef:
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
-    if token_kl is not None and config.kl_reward_level == "sequence":
+    if token_kl is not None and not config.has_token_kl:
         kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
         scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
 
     advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
     stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
 
-    if token_kl is not None and config.kl_reward_level == "token":
+    if token_kl is not None and config.has_token_kl:
         mask = batch.loss_mask
         kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
-    if config.whiten:
+    if config.advantage_norm == "whiten":
         has_score = ~scores.isnan().flatten(0, 1)
         mask = batch.spread(has_score[episode, branch])
         stream[mask] = whiten(stream[mask])
@@ -252,7 +246,8 @@ def can_skip(
     without one. If you add such a term, return False for its branches, or for all. Each step computes one of the
     branches all the same, and refuses a gradient there. The other arguments are those of `token_advantages`.
     """
-    if config.whiten or config.kl_reward_coef:  # its statistics cover all tokens of the step
+    # These are of all tokens of the step.
+    if config.advantage_norm == "whiten" or config.kl_reward_coef:
         return torch.zeros(len(weights), dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
         return weights == 0
@@ -275,23 +270,17 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         loss = cispo_loss(new, ratio, micro.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
     else:
         loss = clipped_policy_loss(
-            ratio,
-            micro.advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
+            ratio, micro.advantages, clip_low=config.clip_low, clip_high=config.clip_high
         )
     if config.importance_correction != "none":
         loss = loss * importance_weights(
             old,
             micro.sample_logprobs,
             correction=config.importance_correction,
-            low=config.correction_low,
-            high=config.correction_high,
             lengths=micro.lengths,
         )
     if config.kl_coef:
-        loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, config.kl_estimator)
+        loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, "k3")
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     if config.has_kl_loss:
@@ -301,7 +290,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
-    check(config)
+    check_grpo(config)
     if config.dry_run:
         return dry_run(config)
     setup = Setup(config, name="grpo")
@@ -318,7 +307,7 @@ def main(config: Config) -> int:
         engine,
         rollout,
         num_greedy=1 if config.baseline == "greedy" else 0,
-        max_refills=config.max_refills if config.dynamic_sampling else None,
+        max_refills=MAX_REFILLS if config.dynamic_sampling else None,
     )
     run = Run(setup, {"policy": (policy, optimizer)}, collector)
     progress = run.progress
@@ -402,75 +391,6 @@ def main(config: Config) -> int:
         run.finish_step(step, metrics, groups, scores)
 
     return run.close()
-
-
-def check(config: Config) -> None:
-    """Refuse combinations without a meaning, before anything is loaded. Raises InputError naming the flag."""
-    refuse(
-        config.algorithm not in ALGORITHMS, f"--algorithm {config.algorithm}: one of {', '.join(ALGORITHMS)}"
-    )
-    check_shared(config, rollout)
-    check_needed(
-        config,
-        needs={
-            "kl_estimator": "kl_coef",
-            "kl_reward_level": "kl_reward_coef",
-            "max_refills": "dynamic_sampling",
-            "advantage_eps": "advantage_norm",
-            "teacher_prompt": "teacher",
-            "teacher_kl": "teacher",
-            "teacher_coef": "teacher",
-            **dict.fromkeys(OF_REWARDS, (config.is_rewarded, "--teacher-coef")),
-        },
-        preset=ALGORITHMS[config.algorithm],
-    )
-    size = f"--group-size {config.group_size}"
-    is_grouped = config.is_rewarded and config.baseline in ("mean", "leave_one_out")
-    refuse(is_grouped and config.group_size < 2, f"{size}: --baseline {config.baseline} needs at least 2")
-    refuse(config.dynamic_sampling and config.group_size < 2, f"{size}: --dynamic-sampling needs at least 2")
-    refuse(
-        config.is_rewarded and not is_grouped and config.advantage_norm != "none",
-        f"--baseline {config.baseline}: needs --advantage-norm none; equal rewards have no std",
-    )
-    refuse(
-        config.kl_coef and config.kl_reward_coef,
-        "--kl-coef with --kl-reward-coef: put the KL term into one of the two",
-    )
-    refuse(
-        config.dual_clip and config.policy_loss == "cispo",
-        "--dual-clip with --policy-loss cispo, where every token learns",
-    )
-    is_default = (config.baseline, config.advantage_norm, config.whiten) == ("mean", "group_std", False)
-    refuse(
-        config.separate_rewards and not is_default,
-        "--separate-rewards has its own baseline, norm and whitening",
-    )
-    refuse(config.separate_rewards and config.num_rewards < 2, "--separate-rewards: there is only one reward")
-    is_sequence_kl = config.kl_reward_coef and config.kl_reward_level == "sequence"
-    refuse(
-        is_sequence_kl and config.advantage_norm == "group_std",
-        "--kl-reward-coef: --advantage-norm group_std would divide it away; use --kl-reward-level token",
-    )
-    is_token_kl = config.kl_reward_coef and config.kl_reward_level == "token"
-    refuse(
-        is_token_kl and config.ratio_level != "token",
-        f"--kl-reward-level token: --ratio-level {config.ratio_level} has one ratio for all tokens",
-    )
-    refuse(
-        config.teacher and not config.has_kl_loss and config.ratio_level != "token",
-        f"--teacher-kl sampled: --ratio-level {config.ratio_level} has one ratio for all tokens",
-    )
-    refuse(
-        config.top_k and config.has_kl_loss,
-        f"--teacher-kl {config.teacher_kl}: compares whole vocabularies, and --top-k {config.top_k} truncates them; "
-        "use --teacher-kl sampled",
-    )
-    for name in ("dynamic_sampling", "kl_reward_coef"):
-        refuse(
-            getattr(config, name) and not config.is_rewarded,
-            f"{flag_of(name)}: --teacher alone does not train on rewards; leave it out, or add --teacher-coef",
-        )
-    refuse(config.teacher_coef == 0, "--teacher-coef 0: must be greater than 0; none: the teacher alone")
 
 
 if __name__ == "__main__":

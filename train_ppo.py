@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode, Turns
-from minirl.errors import InputError, refuse
+from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.objective.advantages import explained_variance, gae, token_rewards, weighted_scores, whiten
@@ -45,9 +45,10 @@ from minirl.objective.losses import (
 from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
 from minirl.report.progress_bar import show_progress
-from minirl.run.config import RunConfig, check_shared, named_folder
+from minirl.run.checks import check_ppo
+from minirl.run.config import RunConfig, named_folder
 from minirl.run.dry_run import dry_run
-from minirl.run.flags import check_needed, check_numbers, run_script
+from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
@@ -180,20 +181,12 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
     """
     old = micro.old_logprobs
     ratio = importance_ratio(new, old, lengths=micro.lengths, loss_mask=micro.loss_mask)
-    loss = clipped_policy_loss(
-        ratio,
-        micro.advantages,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
+    loss = clipped_policy_loss(ratio, micro.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
     if config.importance_correction != "none":
         loss = loss * importance_weights(
             old,
             micro.sample_logprobs,
             correction=config.importance_correction,
-            low=config.correction_low,
-            high=config.correction_high,
             lengths=micro.lengths,
         )
     if config.entropy_coef:
@@ -203,7 +196,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
-    check(config)
+    check_ppo(config)
     if config.dry_run:
         return dry_run(config)
     setup = Setup(config, name="ppo")
@@ -338,21 +331,6 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
             f"--value-model {folder}: must read the policy's tokens, up to {setup.max_tokens} of them"
         )
     return model_config, folder
-
-
-def check(config: Config) -> None:
-    """Refuse combinations without a meaning, before anything is loaded. Raises InputError naming the flag."""
-    check_shared(config, rollout)
-    check_numbers(config, positive=("value_lr", "kl_horizon"))
-    check_needed(config, needs={"kl_target": "kl_reward_coef", "kl_horizon": "kl_target"})
-    refuse(config.gamma > 1, f"--gamma {config.gamma}: must be at most 1")
-    refuse(config.gae_lambda > 1, f"--gae-lambda {config.gae_lambda}: must be at most 1")
-    warmup = f"--value-warmup-steps {config.value_warmup_steps}"
-    refuse(config.value_warmup_steps >= config.num_steps, f"{warmup}: all steps of the run")
-    refuse(
-        config.bootstrap_truncated and config.drop_truncated,
-        "--bootstrap-truncated with --drop-truncated: those completions have no loss",
-    )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def make_rollouts(count: int, prompts: PromptStream) -> list[Rollout]:
 
 def measure_step(count: int, folder: Path) -> None:
     """Process a step's rollouts as a step does before and after the model."""
-    process_group.start(device="cpu")
+    process_group.start()
     rows = [Row(f"row {i}", {"answer": i}, f"f:{i}") for i in range(count // GROUP_SIZE)]
     prompts = PromptStream(
         rows, Tokenizer(folder), purpose="train", max_tokens=4096, max_new_tokens=1200, vocab_size=VOCAB_SIZE
@@ -170,7 +170,7 @@ def measure_data(path: Path, folder: Path) -> None:
     tokenizer.encode(Row("warm", {}, ""))
     before = resident_mib()
     with measured("data: read"):
-        task = load_jsonl_task(str(path), [], prompt_field="prompt")
+        task = load_jsonl_task(str(path), [])
     with measured("data: check"):
         prompts = PromptStream(
             task.train_rows,

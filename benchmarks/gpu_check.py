@@ -59,8 +59,7 @@ class Place:
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags of a run there; without a device its steps are small."""
-        small = () if self.is_cuda else ("--prompts-per-step", "4", "--eval-rows", "8")
-        return ("--device", self.device, *small)
+        return () if self.is_cuda else ("--prompts-per-step", "4")
 
 
 @dataclass
@@ -375,8 +374,14 @@ def run_alone(name: str, device: str, folder: Path) -> Outcome:
     check = CHECKS[name]
     began = time.monotonic()
     command = [sys.executable, __file__, "--here", name, "--device", device, "--folder", str(folder)]
+    hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | hidden,
     )
     try:
         output, _ = job.communicate(timeout=check.limit_s)

@@ -46,7 +46,7 @@ class GrpoLoop:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.device = process_group.start(device=args.device)
+        self.device = process_group.start()
         self.dtype = getattr(torch, args.dtype)
         self.config = train_grpo.Config(kl_coef=args.kl_coef)
         self.tokenizer = Tokenizer(args.model)
@@ -147,7 +147,6 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of compute")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=int, default=8, help="per step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from workload import ROOT, start_script
 
-FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6 --eval-rows 16"
+FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6"
 
 
 def start(script: str, runs: Path, name: str) -> subprocess.Popen:

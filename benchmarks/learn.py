@@ -18,15 +18,16 @@ so that `compare.py` can run another trainer on this recipe:
 
 import argparse
 import csv
-import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from grpo_step import GrpoLoop, make_parser
+from grpo_step import GrpoLoop, make_parser, train_grpo
 from workload import print_figures, print_result
 
+from minirl.objective.advantages import group_advantages
 from minirl.ranks import process_group
 
 LEVELS = (0.3, 0.5, 0.7, 0.8)  # of the mean reward
@@ -50,7 +51,7 @@ def parse_args() -> argparse.Namespace:
 def learn(args: argparse.Namespace) -> Iterator[dict[str, float]]:
     """Train; yields the curve's point (values of COLUMNS) after each step."""
     loop = GrpoLoop(args)
-    loop.config = dataclasses.replace(loop.config, advantage_eps=STD_EPS)
+    train_grpo.group_advantages = functools.partial(group_advantages, eps=STD_EPS)
     loop.optimizer = loop.policy.make_optimizer(betas=(0.9, 0.999), weight_decay=0.0)
     start = time.process_time()
     for step in range(args.steps):

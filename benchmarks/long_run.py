@@ -15,8 +15,6 @@ FLAGS = (
     *("--run-name", "long"),
     *("--prompts-per-step", "4"),
     *("--save-every", "10"),
-    *("--keep-rollouts", "20"),
-    *("--eval-rows", "32"),
     *("--eval-every", "100"),
 )
 

@@ -36,6 +36,7 @@ from objectives import (
     NUM_COMPLETIONS,
     STD_EPS,
     Example,
+    follow_trl,
     gradient,
     make_batch,
     make_example,
@@ -202,7 +203,8 @@ def differences(x: Example, loss: Tensor, expected_loss: Tensor) -> Tensor:
 def compare(case: Case, folder: str) -> tuple[int, list[float]]:
     """In how many batches the fork acts, and the greatest differences of loss and gradient over all."""
     fork = load_script(objective_fork(Path(folder), case.name))
-    config = Config(**case.config, advantage_eps=STD_EPS)
+    follow_trl(fork)
+    config = Config(**case.config)
     peer = case.peer
     if case.trl:
         trainer = make_trainer(config, folder, **case.trl)

@@ -11,9 +11,9 @@ flags. The output has the greatest differences of the loss, relative to TRL's, a
 the greatest of TRL's. Exits with 1 above the tolerance, with 2 without TRL.
 
 Conventions that differ, and are made equal here or left out:
-- To a std minirl adds 1e-6 and TRL 1e-4: here --advantage-eps 1e-4. TRL weights the KL term in the loss by the ratio;
-  this is switched off here (use_bias_correction_kl=False) and is not in the GRPO paper. Its cap of CISPO is absolute,
-  5 for --clip-high 4. Its two-sided clipping (delta) is --dual-clip, as long as the bound is above 1 + clip_high.
+- To a std minirl adds 1e-6 and TRL 1e-4, as both do here. TRL weights the KL term in the loss by the ratio; this is
+  switched off here (use_bias_correction_kl=False) and is not in the GRPO paper. Its cap of CISPO is absolute, 5 for
+  --clip-high 4.
 - --drop-truncated: sequence_mean and constant divide by the kept completions in minirl and by all of them in TRL; left
   out. Both divide by the kept tokens for token_mean, as in dapo.
 - token_mean, several updates per step: by the update's own tokens in minirl, by the mean update's in TRL. One here.
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from minirl.objective.advantages import group_advantages
+from minirl.objective.losses import importance_weights
 from minirl.ranks import process_group
 from minirl.rewards.functions import OverlongPenalty
 from minirl.run.embedded_model import save_tokenizer
@@ -47,6 +50,7 @@ from train_grpo import ALGORITHMS, Config
 NUM_BATCHES = 50
 TOLERANCE = 1e-9
 STD_EPS = 1e-4  # TRL's
+WEIGHT_BOUNDS = {"low": 0.8, "high": 1.1}  # of importance weights: the scripts' are wide for these examples
 NUM_GROUPS = 3
 GROUP_SIZE = 3  # TRL rounds n / (n - 1) of its stds to fp32: for 3 that is exact
 NUM_COMPLETIONS = NUM_GROUPS * GROUP_SIZE
@@ -57,24 +61,10 @@ NUM_PROMPT_TOKENS = 2
 CASES: dict[str, dict[str, Any]] = {
     **{name: ALGORITHMS[name] for name in ("default", "grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")},
     "default, batch_std": {"advantage_norm": "batch_std"},
-    "default, separate_rewards": {"separate_rewards": True},
-    "default, dual_clip": {"dual_clip": 1.5},
-    "grpo, token_truncate": {
-        **ALGORITHMS["grpo"],
-        "correction": "token_truncate",
-        "correction_high": 1.1,
-    },
-    "gspo, token_mask": {
-        **ALGORITHMS["gspo"],
-        "correction": "token_mask",
-        "correction_low": 0.9,
-    },
-    "cispo, sequence_truncate": {
-        **ALGORITHMS["cispo"],
-        "correction": "sequence_truncate",
-        "correction_high": 1.1,
-    },
-    "default, sequence_mask": {"correction": "sequence_mask", "correction_low": 0.5},
+    "grpo, token_truncate": {**ALGORITHMS["grpo"], "correction": "token_truncate"},
+    "gspo, token_mask": {**ALGORITHMS["gspo"], "correction": "token_mask"},
+    "cispo, sequence_truncate": {**ALGORITHMS["cispo"], "correction": "sequence_truncate"},
+    "default, sequence_mask": {"correction": "sequence_mask"},
 }
 
 
@@ -159,6 +149,12 @@ def make_table(x: Example, rewards: Tensor) -> RolloutTable:
     )
 
 
+def follow_trl(script: Any) -> None:
+    """Give the script or a fork the constants of TRL and of this comparison."""
+    script.group_advantages = partial(group_advantages, eps=STD_EPS)
+    script.importance_weights = partial(importance_weights, **WEIGHT_BOUNDS)
+
+
 def minirl_loss(config: Config, x: Example, script: Any = train_grpo) -> Tensor:
     """Run the example through the functions of the script, or of a fork, as its `main` does."""
     batch, new = make_batch(x)
@@ -225,20 +221,16 @@ def make_trainer(config: Config, folder: str, **more: Any) -> Any:
 def grpo_settings(config: Config) -> dict[str, Any]:
     """The settings that only TRL's GRPO trainer has."""
     loss_types = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
-    settings = {
+    return {
         "beta": config.kl_coef,
         "use_bias_correction_kl": False,
-        "delta": config.dual_clip or None,
         "loss_type": "cispo" if config.policy_loss == "cispo" else loss_types[config.loss_norm],
         "scale_rewards": config.advantage_norm.removesuffix("_std"),
         "importance_sampling_level": config.ratio_level.removesuffix("_mean"),
         "vllm_importance_sampling_mode": config.importance_correction,
-        "vllm_importance_sampling_clip_min": config.correction_low,
-        "vllm_importance_sampling_clip_max": config.correction_high,
+        "vllm_importance_sampling_clip_min": WEIGHT_BOUNDS["low"],
+        "vllm_importance_sampling_clip_max": WEIGHT_BOUNDS["high"],
     }
-    if config.separate_rewards:
-        settings["multi_objective_aggregation"] = "normalize_then_sum"
-    return settings
 
 
 def trl_loss(trainer: Any, config: Config, x: Example) -> Tensor:
@@ -300,7 +292,7 @@ def gradient(x: Example, loss: Tensor) -> Tensor:
 
 def compare(name: str, folder: str) -> tuple[float, float]:
     """Greatest relative differences of loss and gradient over all batches."""
-    config = Config(**CASES[name], advantage_eps=STD_EPS)
+    config = Config(**CASES[name])
     trainer = make_trainer(config, folder)
     worst = torch.zeros(2, dtype=torch.float64)
     for seed in range(NUM_BATCHES):
@@ -321,7 +313,8 @@ def start_beside_trl() -> str:
     import trl
     from transformers.utils.logging import disable_progress_bar
 
-    process_group.start(device="cpu")
+    process_group.start()
+    follow_trl(train_grpo)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     disable_progress_bar()

@@ -99,7 +99,7 @@ def main() -> None:
         (folder / "data.jsonl").write_text("\n".join(rows))
         slept = "0.5" if args.per == "call" else "0.06 * len(completions)"
         (folder / "reward.py").write_text(REWARD.format(seconds=slept))
-        flags = ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--device", "cpu"]
+        flags = ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl")]
         flags += [
             "--reward",
             f"{folder / 'reward.py'}:slow",
@@ -120,7 +120,7 @@ def main() -> None:
         ]
         for _ in range(args.num_runs):
             for name, checkout in checkouts.items():
-                more = ["--reward-workers", str(args.workers)] if name == "here" else []
+                more = ["--workers", str(args.workers)] if name == "here" else []
                 found[name] += step_times(checkout, folder, flags + more)
     result: dict[str, float] = {}
     for name, steps in found.items():

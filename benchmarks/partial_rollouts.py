@@ -144,7 +144,7 @@ def measure_step(collector: Collector, engine: Engine, step: int, clock: PhaseCl
 
 def generate(args: argparse.Namespace) -> None:
     """Compare the seconds of generation (collective)."""
-    device = process_group.start(device="cpu")
+    device = process_group.start()
     engine = make_engine(device)
     clock = PhaseClock(device)
     time_account.this_process.begin()

@@ -1,7 +1,7 @@
 """The cost of waiting for replies: 256 episodes of 4 turns, whose environment takes 50 ms for each of 3 replies.
 
     python benchmarks/replies.py TOKENIZER [--seconds 0.05] [--no-async] [--workers 1] [--num-runs 3]
-        [--slow-seconds 10] [--reward-seconds 5 --reward-workers 8] [--num-steps 3] [--max-staleness 2]
+        [--slow-seconds 10] [--reward-seconds 5] [--num-steps 3] [--max-staleness 2]
 
 TOKENIZER is a Hugging Face folder with a small vocabulary; the model is a random one of 3M parameters. Runs
 train_grpo.py on one CPU rank and prints the means of a step's seconds by cause, the share of the generation in which
@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--slow-seconds", type=float)
     parser.add_argument("--reward-seconds", type=float, default=0.0)
-    parser.add_argument("--reward-workers", type=int, default=1)
     parser.add_argument("--no-async", action="store_true")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--num-runs", type=int, default=3)
@@ -92,9 +91,9 @@ def main() -> None:
             ENVIRONMENT.format(seconds=args.seconds, slow_seconds=slow_seconds)
         )
         function = "in_turn" if args.no_async else "at_once"
-        flags = f"""--model {folder}/model --data {folder}/data.jsonl --reward {folder}/reward.py:length --device cpu
-            --rollout {folder}/environment.py:{function} --rollout-workers {args.workers} --num-steps {args.num_steps}
-            --reward-workers {args.reward_workers} --prompts-per-step 32 --group-size 8 --max-new-tokens 200
+        flags = f"""--model {folder}/model --data {folder}/data.jsonl --reward {folder}/reward.py:length
+            --rollout {folder}/environment.py:{function} --workers {args.workers} --num-steps {args.num_steps}
+            --prompts-per-step 32 --group-size 8 --max-new-tokens 200
             --lr 1e-5 --max-staleness {args.max_staleness}""".split()
         for _ in range(args.num_runs):
             steps += step_figures(folder, flags)

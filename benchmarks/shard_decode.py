@@ -1,4 +1,4 @@
-"""A model of `--shard-decode` on H100s: the time of a decode step, and tokens an hour over those with whole weights.
+"""Decoding from shards on H100s, modelled: the time of a decode step, and tokens an hour over those with whole weights.
 
     PYTHONPATH=. python benchmarks/shard_decode.py [--model 32B] [--ranks 8] [--gather-us 10 20] [--context 2048]
         [--lengths lognormal:2200:16384:1.1] [--prompts 64] [--group 8]

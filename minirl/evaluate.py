@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from minirl.episodes.episode import one_turn
-from minirl.errors import refuse
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_lines, read_json_object
 from minirl.model.weights import load_replica
@@ -29,8 +30,16 @@ from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
-from minirl.run.config import EVALUATION_FLAGS, RunConfig, check_shared
-from minirl.run.flags import check_needed, early_value, parse
+from minirl.run.checks import check_shared
+from minirl.run.config import (
+    GenerationFlags,
+    MachineFlags,
+    ModelAndDataFlags,
+    RewardFlags,
+    RunConfig,
+    RunNameFlags,
+)
+from minirl.run.flags import early_value, parse
 from minirl.run.run_folder import newest_checkpoint, run_of
 from minirl.run.setup import Setup
 from minirl.show import is_rollout
@@ -38,19 +47,26 @@ from minirl.show import is_rollout
 JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
 # The flags of a run that its evaluation repeats.
 OF_RUN = (
-    "task eval_data prompt_field long_prompts chat chat_template_kwargs tool_format max_new_tokens rollout tools "
-    "environment reward reward_timeout on_reward_error reward_workers reward_model reward_weights overlong_buffer"
+    "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
+    "reward_model reward_weights overlong_buffer"
 ).split()
 
 
 @dataclass(frozen=True)
-class Config(RunConfig):
-    """Evaluation"""
+class EvaluationFlags(MachineFlags, RunNameFlags, RewardFlags, GenerationFlags, ModelAndDataFlags):
+    """The flags of an evaluation."""
 
     model: str | None = None
     """Hugging Face folder, hub id, or a run, for its newest checkpoint; none: a tiny embedded model"""
     data: str | None = None  # JSONL file of prompts, if there is no --eval-data
     eval_rows: int = 10**9  # most rows used from each file
+    eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
+    """completions of each row, sampled at --temperature; 0: one, greedy"""
+
+
+@dataclass(frozen=True)
+class Config(EvaluationFlags, RunConfig):
+    """Those of training have their defaults."""
 
     @property
     def trains(self) -> bool:
@@ -66,13 +82,13 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     if early_value("data", arguments):
         args["eval_data"] = []
     values = {name: args[name] for name in OF_RUN if name in args}
-    return parse(
-        Config,
+    flags = parse(
+        EvaluationFlags,
         description=__doc__ or "",
         defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
         arguments=arguments,
-        groups=EVALUATION_FLAGS,
     )
+    return Config(**vars(flags))
 
 
 def checked(config: Config) -> Config:
@@ -80,9 +96,7 @@ def checked(config: Config) -> Config:
     files = config.eval_data or tuple(filter(None, [config.data]))
     # No other rows are read, as nothing is trained on them.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
-    check_shared(config, one_turn)
-    check_needed(config, needs=dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "eval_samples"))
-    refuse(config.eval_rows == 0, "--eval-rows 0: nothing is evaluated")
+    check_shared(config)
     return config
 
 
@@ -144,7 +158,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
 
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate the prompts that are not finished yet; returns the JSON on rank 0, else {} (collective)."""
-    process_group.start(device=config.device, threads=config.threads, hang_timeout=config.hang_timeout)
+    process_group.start(hang_timeout=config.hang_timeout)
     # On rank 0 alone: meanwhile the run may save another one. An evaluation that goes on must have the same.
     model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")

@@ -29,9 +29,7 @@ Runs = list[tuple[str, Lines]]  # each with its name
 def read_run(name: str) -> tuple[str, Lines]:
     """A run's name and the numbers of its steps. Raises InputError if it has no steps."""
     folder = find_run(name, "metrics.jsonl")
-    lines, damaged = read_metrics(folder / "metrics.jsonl")
-    for number in damaged:
-        print(f"note: {folder}/metrics.jsonl:{number} is not a whole line and is left out", file=sys.stderr)
+    lines, _ = read_metrics(folder / "metrics.jsonl")
     if not lines:
         raise InputError(f"{folder}/metrics.jsonl has no steps yet")
     return folder.resolve().name, lines
@@ -43,56 +41,37 @@ def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def running_mean(values: list[float], width: int) -> list[float]:
-    """Each value's mean with up to `width` - 1 values before it."""
-    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+def running_mean(values: list[float]) -> list[float]:
+    """Each value's mean with up to `SMOOTHED_STEPS` - 1 values before it."""
+    return [fmean(values[max(0, end - SMOOTHED_STEPS) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_lines(axes: Any, runs: Runs, title: str, metric: str) -> None:
-    """Draw a metric of all runs that have it."""
-    axes.set_title(title, loc="left", fontsize=11)
+def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
+    """Draw a metric of all runs that have it; on the reward, also each evaluation (at step 0 that before training)."""
     for i, (name, lines) in enumerate(runs):
         steps, values = series(lines, metric)
         axes.plot(steps, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, running_mean(values, SMOOTHED_STEPS), color=f"C{i}", linewidth=1.8, label=name)
+        axes.plot(steps, running_mean(values), color=f"C{i}", linewidth=1.8, label=name)
+        if metric == "reward/mean":
+            evaluated, scores = series(lines, "eval/reward")
+            _, before = series(lines, "eval/before")
+            steps = [0] * len(before) + evaluated
+            axes.plot(steps, before + scores, "o", color=f"C{i}", label=f"{name}, held out")
+            axes.legend(fontsize=8, frameon=False)
 
 
-def draw_held_out(axes: Any, runs: Runs) -> None:
-    """Mark each evaluation on the held-out rows, at step 0 the one before training."""
-    for i, (_, lines) in enumerate(runs):
-        steps, values = series(lines, "eval/reward")
-        _, before = series(lines, "eval/before")
-        if before:
-            steps, values = [0, *steps], before + values
-        label = "held out" if i == 0 and steps else None
-        axes.plot(steps, values, "o", color=f"C{i}", markersize=5, markeredgecolor="white", label=label)
+def draw_time(axes: Any, lines: Lines) -> None:
+    """The seconds of a run's steps by cause, one upon the other; a fork's own causes last."""
+    from matplotlib import colormaps
 
-
-def stack_of_causes(lines: Lines) -> dict[str, list[float]]:
-    """The seconds of each step by cause, as running means; only the causes that the run has, a fork's own ones last."""
     found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
-    own = sorted(found - {*CAUSES, "step"})
-    stack = {}
-    for cause in [*(cause for cause in CAUSES if cause in found), *own]:
-        seconds = [line.get(f"time/{cause}") or 0.0 for line in lines]  # none in the steps without it
-        stack[cause] = running_mean(seconds, SMOOTHED_STEPS)
-    return stack
-
-
-def draw_time(axes: Any, name: str, lines: Lines) -> None:
-    """The seconds of a run's steps by cause, one upon the other."""
-    from matplotlib.colors import hsv_to_rgb
-
-    axes.set_title(f"seconds of a step\n{name}", loc="left", fontsize=9)
-    stack = stack_of_causes(lines)
-    if not stack:
-        return
-    # A hue each; neighbours also differ in brightness.
-    colors = [hsv_to_rgb((i / len(stack), 0.65, 0.6 + 0.3 * (i % 2))) for i in range(len(stack))]
-    steps = [line["step"] for line in lines]
-    axes.stackplot(steps, *stack.values(), labels=list(stack), colors=colors, linewidth=0)
-    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
+    causes = [cause for cause in CAUSES if cause in found] + sorted(found - {*CAUSES, "step"})
+    stack = [running_mean([line.get(f"time/{cause}") or 0.0 for line in lines]) for cause in causes]
+    if stack:
+        colors = colormaps["tab20"](range(len(causes)))
+        axes.stackplot([line["step"] for line in lines], stack, labels=causes, colors=colors, linewidth=0)
+        axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
+        axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
 
 
 def draw(runs: Runs) -> Any:
@@ -100,28 +79,21 @@ def draw(runs: Runs) -> Any:
     from matplotlib.figure import Figure
 
     has_reference = any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs)
-    kl = ("reference", "ref") if has_reference else ("policy before the update", "old")
-    panels = [
-        ("reward", "reward/mean"),
-        ("entropy (nats per token)", "policy/entropy"),
-        (f"KL to the {kl[0]} (k3)", f"policy/kl_{kl[1]}_k3"),
-        ("completion tokens", "len/mean"),
-        ("greatest gap of sampled to training logprobs", "policy/logp_gap_max"),
-    ]
-    num_axes = len(panels) + len(runs)
+    kl = "policy/kl_ref_k3" if has_reference else "policy/kl_old_k3"
+    metrics = ["reward/mean", "policy/entropy", kl, "len/mean", "policy/logp_gap_max"]
+    num_axes = len(metrics) + len(runs)
     num_rows = math.ceil(num_axes / 3)
     figure = Figure(figsize=(13, 3.5 * num_rows), layout="constrained")
-    grid = [figure.add_subplot(num_rows, 3, number) for number in range(1, num_axes + 1)]
-    for axes, (title, metric) in zip(grid, panels, strict=False):
-        draw_lines(axes, runs, title, metric)
-    draw_held_out(grid[0], runs)
-    grid[0].legend(fontsize=8, frameon=False, loc="lower right")
-    for axes, (name, lines) in zip(grid[len(panels) :], runs, strict=True):
-        draw_time(axes, name, lines)
-    for axes in grid:
-        axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
+    for i in range(num_axes):
+        axes = figure.add_subplot(num_rows, 3, i + 1, xlabel="step")
         axes.grid(alpha=0.25)
+        if i < len(metrics):
+            axes.set_title(metrics[i], loc="left", fontsize=11)
+            draw_lines(axes, runs, metrics[i])
+        else:
+            name, lines = runs[i - len(metrics)]
+            axes.set_title(f"seconds of a step\n{name}", loc="left", fontsize=9)
+            draw_time(axes, lines)
     return figure
 
 

@@ -12,13 +12,8 @@ from torch import Tensor
 from minirl.truncation import NO_TRUNCATION, Truncation
 from minirl.turn_facts import TurnFacts
 
-# The finish reasons of rollouts that a limit cut off, each with the flag that sets the limit.
-CUT_OFF = {
-    "length": "--max-new-tokens",
-    "max_turns": "--max-turns",
-    "max_tokens": "--max-sampled-tokens",
-    "timeout": "--max-episode-seconds",
-}
+# The finish reasons of rollouts that a limit cut off.
+CUT_OFF = frozenset({"length", "max_turns", "max_tokens", "timeout"})
 
 
 class RolloutId(NamedTuple):

@@ -16,7 +16,6 @@ from minirl.objective.advantages import (
     mean_and_variance,
     returns_to_go,
     select_groups,
-    separate_advantages,
     token_rewards,
     weighted_scores,
     whiten,
@@ -210,40 +209,39 @@ def test_the_score_of_a_sequence_without_tokens_is_paid_to_nobody():
     assert token_rewards(double([7.0]), double([]), torch.tensor([0]), kl_coef=0.1).shape == (0,)
 
 
-def rloo_with_kl(rank, level):
-    """The script's advantages of the worked responses under a KL term of this level."""
+def with_kl(rank, baseline):
+    """The script's advantages of the worked responses under a KL term in the reward."""
     zeros, counts = torch.zeros(4, dtype=torch.int64), torch.tensor(LENGTHS)
     rewards = REWARDS.view(4, 1)
     table = RolloutTable(zeros, torch.arange(4), zeros, zeros, counts, counts, zeros.bool(), rewards, rewards)
     tokens = torch.arange(14)
     batch = Batch(LENGTHS, tokens, tokens >= 0, double(flat(K1)), table_index=torch.arange(4))
-    flags = {"baseline": "leave_one_out", "advantage_norm": "none"}
-    config = train_grpo.Config(**flags, kl_reward_coef=0.05, kl_reward_level=level)
+    config = train_grpo.Config(baseline=baseline, advantage_norm="none", kl_reward_coef=0.05)
     given = rewards.view(1, 4, 1, 1), torch.zeros(1, 0, 1).double(), double([1.0])
     return train_grpo.token_advantages(config, *given, table, batch.replace(ref_logprobs=double([0.0] * 14)))
 
 
 @pytest.mark.parametrize(
-    ("level", "expected"),
+    ("baseline", "expected"),
     [
-        ("sequence", [[0.5] * 3, [-0.866667] * 5, [-0.166667] * 2, [0.533333] * 4]),
+        ("leave_one_out", [[0.5] * 3, [-0.866667] * 5, [-0.166667] * 2, [0.533333] * 4]),
         (
-            "token",
+            "none",
             [
-                [0.5, 0.505, 0.495],
-                [-0.858333, -0.853333, -0.843333, -0.853333, -0.838333],
-                [-0.166667, -0.169167],
-                [0.525, 0.520, 0.515, 0.520],
+                [1.0, 1.005, 0.995],
+                [-0.025, -0.020, -0.010, -0.020, -0.005],
+                [0.5, 0.4975],
+                [1.025, 1.020, 1.015, 1.020],
             ],
         ),
     ],
 )
-def test_kl_is_before_the_baseline_or_stays_with_its_own_tokens(one_rank, level, expected):
+def test_kl_is_before_the_baseline_or_without_one_stays_with_its_own_tokens(one_rank, baseline, expected):
     """Pitfall 28. RLOO in TRL: each score loses its sequence's KL, then the leave-one-out baseline is taken.
 
-    REINFORCE in verl: the baseline uses the scores alone; then each token loses the KL from there on.
+    REINFORCE in verl: each token loses the KL from there on.
     """
-    (advantages,) = one_rank.run(rloo_with_kl, level)
+    (advantages,) = one_rank.run(with_kl, baseline)
     assert_six_decimals(advantages, flat(expected))
 
 
@@ -360,21 +358,6 @@ def test_completions_without_a_score_are_left_out_of_their_groups_statistics(bas
     """
     got = group_advantages(double(SCORES), baseline=baseline, norm=norm, eps=0.0)
     assert torch.allclose(got, double(expected), rtol=0, atol=1e-12)
-
-
-def test_separate_rewards_are_each_normalised_over_those_they_apply_to():
-    """Each in its group before the sum, which is whitened over the step, by worked numbers.
-
-    As TRL's normalize_then_sum with None: the second reward applies to two of the four, the fourth has none.
-    """
-    rewards = double([[[1, 0.2], [0, 0.2], [1, 0.8], [0, 0.4]]])
-    got = separate_advantages(rewards, double([1.0, 1.0]), eps=1e-4)
-    assert_six_decimals(got, [[0.094772, -0.937322, 1.358596, -0.516047]])
-    rewards = double([[[1, 3], [0, MISSING], [1, 5], [MISSING, MISSING]]])
-    got = separate_advantages(rewards, double([1.0, 0.5]), eps=0.0)
-    total = double([3**-0.5 - 0.5**1.5, -2 * 3**-0.5, 3**-0.5 + 0.5**1.5])
-    expected = [*((total - total.mean()) / total.std()).tolist(), 0.0]
-    assert got[0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_group_is_equal_by_the_scores_that_it_has():

@@ -15,7 +15,7 @@ from torch import Tensor
 from minirl.errors import InputError
 from minirl.generation.kv_cache import KVCache
 from minirl.model import attention
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
@@ -32,7 +32,7 @@ from support.memory import allocated_bytes, make_workload, saved_bytes
 from support.models import adamw, make_folder, sharded
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
-LORA = Adapters(16, 16.0, LINEAR_LAYERS)
+LORA = Adapters(16)
 TOGETHER = {"decode_group": 8, "num_shards": 8, "offloads_optimizer": True, "longest": 4396}
 
 
@@ -194,8 +194,8 @@ def test_gradients_are_sharded_before_layers_are_recomputed_unless_the_host_adds
 
 def test_a_size_that_is_given_wins():
     """Also one that does not fit."""
-    given = Sizes(3, 90_000_000, 100_000, recompute_layers=False, shard_gradients=True)
-    for name, value in dataclasses.asdict(given).items():
+    given = {"cache_tokens": 90_000_000, "max_tokens_per_microbatch": 100_000, "recompute_layers": False}
+    for name, value in given.items():
         assert getattr(choose_sizes(make_workload(QWEN_7B), {name: value}), name) == value
 
 
@@ -323,41 +323,29 @@ def test_the_cache_takes_what_the_budget_says():
     assert needed.decoding["requests"] == of_states + 4 * 4 * config.vocab_size
 
 
-AUTO, ON, OFF = ({"shard_decode": mode} for mode in ("auto", "on", "off"))
-
-
 @pytest.mark.parametrize(
-    ("flags", "num_heads", "recorded", "groups"),
+    ("group", "num_heads", "recorded", "groups"),
     [
-        (AUTO, 8, {}, [1, 8]),
-        (AUTO | {"decode_group": 4}, 4, {}, [1, 4]),
-        (AUTO, 4, {}, [1, 4]),  # 4 key/value heads cannot be split among 8 ranks
-        (AUTO | {"shard_gradients": "off"}, 8, {}, [1]),
-        (AUTO, 8, {"decode_group": 8}, [8]),
-        (AUTO, 8, {"decode_group": 1}, [1]),
-        (AUTO, 8, {"decode_group": 4}, [1, 8]),  # the run began on other nodes
-        (ON, 8, {"decode_group": 1}, [8]),
-        (ON | {"decode_group": 2}, 4, {}, [2]),
-        (OFF, 8, {"decode_group": 8}, [1]),
+        (0, 8, {}, [1, 8]),
+        (0, 4, {}, [1, 4]),  # 4 key/value heads cannot be split among 8 ranks
+        (0, 8, {"decode_group": 8}, [8]),
+        (0, 8, {"decode_group": 1}, [1]),
+        (0, 8, {"decode_group": 4}, [1, 8]),  # the run began on other nodes
+        (8, 8, {"decode_group": 1}, [8]),
+        (2, 4, {}, [2]),
+        (1, 8, {"decode_group": 8}, [1]),
     ],
 )
 def test_ranks_decode_together_if_flags_heads_and_the_runs_beginning_allow_it(
-    flags, num_heads, recorded, groups
+    group, num_heads, recorded, groups
 ):
     """On nodes of 8 ranks."""
-    assert decode_groups(RunConfig(**flags), num_heads, 8, recorded) == groups
+    assert decode_groups(RunConfig(decode_group=group), num_heads, 8, recorded) == groups
 
 
-@pytest.mark.parametrize("flags", [AUTO | {"decode_group": 8}, ON | {"decode_group": 8}])
-def test_heads_that_cannot_be_split_are_refused_with_the_numbers_that_can(flags):
+def test_heads_that_cannot_be_split_are_refused_with_the_numbers_that_can():
     with pytest.raises(InputError, match=r"--decode-group 8: 4 key/value heads .* a divisor of 4"):
-        decode_groups(RunConfig(**flags), 4, 8, {})
-
-
-def test_nodes_of_one_rank_decode_together_only_if_their_number_is_given():
-    with pytest.raises(InputError, match="4 key/value heads cannot be split so"):
-        decode_groups(RunConfig(**ON), 4, 1, {})
-    assert decode_groups(RunConfig(**ON, decode_group=2), 4, 1, {}) == [2]
+        decode_groups(RunConfig(decode_group=8), 4, 8, {})
 
 
 def test_the_model_of_a_decode_step_from_shards_is_the_one_of_its_page(monkeypatch):

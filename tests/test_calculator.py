@@ -17,7 +17,7 @@ from support.scripts import ROOT, changed_fork, evaluated, read_metrics, read_ro
 
 EXAMPLE = ROOT / "docs" / "examples" / "calculator.py"
 TOOL = f"--rollout {EXAMPLE}:calculator"
-SMALL = "--task calculator --num-steps 3 --prompts-per-step 3 --group-size 4 --eval-rows 3 --save-every 1"
+SMALL = "--task calculator --num-steps 3 --prompts-per-step 3 --group-size 4 --save-every 1"
 SMALL += " --keep-checkpoints 0"
 
 
@@ -101,8 +101,8 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
     ("pool", "more"),
     [
         ("one_rank", ""),
-        ("two_ranks", "--max-running-requests 2"),
-        ("one_rank", "--cache-tokens 512 --rollout-workers 2"),
+        ("two_ranks", "--cache-tokens 128"),
+        ("one_rank", "--cache-tokens 512 --workers 2"),
     ],
     ids=["one rank", "few places", "tight cache"],
 )
@@ -138,7 +138,7 @@ def test_row_12_a_run_with_a_tool_that_was_killed_is_the_uninterrupted_run(
 @pytest.mark.slow
 def test_the_command_of_the_page_learns_to_call(two_ranks, tmp_path):
     """The first of its steps: calls are rare at first and nearly all at the end, and answers become right."""
-    flags = f"--task calculator {TOOL} --num-steps 12 --eval-rows 8"
+    flags = f"--task calculator {TOOL} --num-steps 12"
     metrics = read_metrics(trained(two_ranks, tmp_path / "learns", "train_grpo.py", flags))
     assert metrics[0]["reward/calls"] < 0.15
     assert metrics[0]["reward/exact"] < 0.1

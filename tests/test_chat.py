@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.data.answers import parsed_answer
+from minirl.data.answers import parsed_answer, writes_hermes
 from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
 from support.models import RAW_CONFIG
-from support.texts import CHAT_TEMPLATES, CHATML, save_chat_tokenizer
+from support.texts import CHAT_TEMPLATES, CHATML, HERMES, save_chat_tokenizer
 
 ANSWER = "hello there"
 CONTENTS = (
@@ -213,7 +213,7 @@ def called(name, **arguments):
 
 
 def test_a_turn_of_a_long_episode_is_read_without_all_that_is_before_it(make, monkeypatch):
-    tokenizer = make(CHATML, tool_format="hermes")
+    tokenizer = make(HERMES + CHATML)
     lengths = []
     decode = tokenizer.decode
 
@@ -250,7 +250,7 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
 @pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
 def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text, before, expected):
     """Also where the tags are special tokens."""
-    tokenizer = make(CHATML, special=special, tool_format="hermes")
+    tokenizer = make(HERMES + CHATML, special=special)
     assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
 
 
@@ -274,7 +274,7 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text,
 )
 def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, error):
     """Fault 22."""
-    message = message_of(make(CHATML, tool_format="hermes"), f"{GOOD_CALL}<tool_call>{call}")
+    message = message_of(make(HERMES + CHATML), f"{GOOD_CALL}<tool_call>{call}")
     assert message["parse_error"].startswith("call 2: ")
     assert error in message["parse_error"]
     assert message["tool_calls"] == [called("f", x=[1, "<tool>"])]
@@ -282,7 +282,7 @@ def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, erro
 
 
 def test_any_answer_can_be_read(make):
-    tokenizer = make(CHATML, tool_format="hermes")
+    tokenizer = make(HERMES + CHATML)
     parts = [*"<think> </think> <tool_call> </tool_call> <|im_end|> { } é x".split(), "\n", GOOD_CALL]
     rng = random.Random(0)
     for _ in range(500):
@@ -307,8 +307,31 @@ RESPONSE_TEMPLATE = {
 }
 
 
+@pytest.mark.parametrize(
+    ("shown", "is_hermes"),
+    [
+        # Qwen2.5 and Qwen3; Hermes 2 Pro; Qwen3-Coder; GLM-4.5; none.
+        (
+            r"\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>",
+            True,
+        ),
+        ("""{{- "<tool_call>\n" }}{{- '{"arguments": <args-dict>, "name": <function-name>}\n' }}""", True),
+        (r"<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", False),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", False),
+        ('{"name": <function-name>}', False),
+    ],
+)
+def test_a_template_that_shows_a_call_of_hermes_says_how_calls_are_written(make, shown, is_hermes):
+    """Unless the tokenizer has a response template."""
+    tokenizer = make(CHATML)
+    tokenizer.backend.chat_template = shown
+    assert writes_hermes(tokenizer) == is_hermes
+    tokenizer.backend.response_template = RESPONSE_TEMPLATE
+    assert not writes_hermes(tokenizer)
+
+
 def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
-    with pytest.raises(InputError, match=r"its tokenizer has no response template.*see --tool-format"):
+    with pytest.raises(InputError, match=r"its tokenizer has no response template"):
         message_of(make(CHATML), "hi")
     tokenizer = make(CHATML)
     tokenizer.backend.response_template = RESPONSE_TEMPLATE
@@ -390,9 +413,7 @@ def test_a_template_argument_that_changes_no_prompt_is_refused(prompt_of, argume
         prompt_of(arguments)
 
 
-def test_what_text_prompts_cannot_have_is_refused(prompt_of, make, tmp_path):
-    with pytest.raises(InputError, match="has no effect on text prompts; see --chat"):
-        prompt_of('{"enable_thinking": false}', chat=False)
+def test_a_text_prompt_cannot_show_tools(make, tmp_path):
     make(WITH_TOOLS)
     with pytest.raises(InputError, match="f:1: a text prompt cannot show tools; see --chat"):
         Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))

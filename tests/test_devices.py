@@ -10,13 +10,12 @@ from torch import Tensor
 import train_grpo
 from minirl.generation.engine import Engine
 from minirl.model import device_kernels, gated_delta_net
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.rollouts import KeptIds
-from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import Batch
 from minirl.training.distillation import score_with_teacher, teacher_states
 from minirl.training.frozen_models import FrozenModel
@@ -54,7 +53,7 @@ def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
             mixed()
 
 
-ADAPTERS = Adapters(12, 1.0, LINEAR_LAYERS)
+ADAPTERS = Adapters(12, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -171,18 +170,13 @@ def assert_close(expected, got):
 
 @pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
 def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths):
-    """The teacher reads other prompts, and is parked when its head is used."""
+    """The teacher is parked when its head is used."""
     results = []
     for place in (CPU, device):
         model, teacher = (make_model("mixed", torch.float32, seed=seed).to(place) for seed in (0, 5))
         teacher = teacher.to(CPU).requires_grad_(False)
-        batch = make_batch()
-        prefixes = tuple(PromptPrefix(i, 1) for i in range(len(batch.lengths)))
-        batch = dataclasses.replace(batch, prefixes=prefixes).to(place)
-        options = {"park": True, "prompt_ids": lambda ordinal: [3, 1 + ordinal], "max_tokens": 999}
-        names = ["teacher_states"]
-        frozen = FrozenModel(teacher, teacher_states, names=names, device=place, **options)
-        micro = frozen.add_to(batch, [[2], [], [0, 1]]).select(lengths)
+        frozen = FrozenModel(teacher, teacher_states, names=["teacher_states"], device=place, park=True)
+        micro = frozen.add_to(make_batch().to(place), [[2], [], [0, 1]]).select(lengths)
         *_, kl = score_with_teacher(model, micro, teacher, is_forward=False)
         assert kl.device == place
         assert next(teacher.parameters()).device == CPU

@@ -23,7 +23,7 @@ from support.texts import TOKENS, save_tokenizer
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "tests").glob("*.md")), ROOT / "AGENTS.md"]
-TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4"
 RUNS = {
     "grpo": ("train_grpo.py", "--kl-coef 0.1"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.1 --kl-target 6"),

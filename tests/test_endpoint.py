@@ -833,8 +833,8 @@ def stops_in_thread(url, episode):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("silent", "took more than 0.7 s for a reply; see --reply-timeout"),
-        ("silent_thread", "took more than 0.7 s for a reply; see --reply-timeout"),
+        ("silent", "took more than 0.7 s for a reply; see --call-timeout"),
+        ("silent_thread", "took more than 0.7 s for a reply; see --call-timeout"),
         ("raises", r"raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
         ("exits", r"raised\n(.|\n)*the program raised SystemExit\(3\)"),
         ("interrupts", r"raised\n(.|\n)*the program raised KeyboardInterrupt"),

@@ -55,7 +55,7 @@ from support.collecting import (
 )
 from support.engines import cached_model, make_engine
 from support.marks import slow
-from support.texts import CHATML, save_chat_tokenizer
+from support.texts import CHATML, HERMES, save_chat_tokenizer
 from support.turns import told_turn
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
@@ -202,8 +202,8 @@ def load(tmp_path):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")
-    return Tokenizer(tmp_path, chat=True, tool_format="hermes")
+    save_chat_tokenizer(tmp_path, HERMES + WITH_TOOLS, "<|im_end|>")
+    return Tokenizer(tmp_path, chat=True)
 
 
 def said_turn(episode, tokenizer, asked, text):
@@ -510,18 +510,18 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path):
     tools = types.SimpleNamespace(tools=tool_schemas([add]))
     save_chat_tokenizer(tmp_path, WITH_TOOLS, "<|im_end|>")
     config = RunConfig(tools="mine.py:add", chat=True)
-    with pytest.raises(InputError, match=r"no response template .* see --tool-format"):
+    with pytest.raises(InputError, match="no response template"):
         load_tokenizer(config, tmp_path, (), tools)
-    hermes = RunConfig(tools="mine.py:add", chat=True, tool_format="hermes")
-    assert load_tokenizer(hermes, tmp_path, (), tools).tools == tools.tools
+    save_chat_tokenizer(tmp_path, HERMES + WITH_TOOLS, "<|im_end|>")
+    assert load_tokenizer(config, tmp_path, (), tools).tools == tools.tools
     with pytest.raises(InputError, match="--tools or --environment: this script describes its own tools"):
-        load_tokenizer(hermes, tmp_path, (add,), tools)
-    only_users = WITH_TOOLS.replace(
+        load_tokenizer(config, tmp_path, (add,), tools)
+    only_users = HERMES + WITH_TOOLS.replace(
         "{{ m", "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
     )
     save_chat_tokenizer(tmp_path, only_users, "<|im_end|>")
     with pytest.raises(InputError, match=r"the result of a tool: .* refuses the messages"):
-        load_tokenizer(hermes, tmp_path, (), tools)
+        load_tokenizer(config, tmp_path, (), tools)
 
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -893,7 +893,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     )
     task = load_task(config)
     try:
-        tokenizer = copy.copy(letter_tokenizer(CHAT, chat=True, tool_format="hermes"))
+        tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
         tokenizer.tools = workers.tools
         prompts = Prompts(tokenizer=tokenizer, max_new_tokens=3000, num_rows=len(rows))
         prompts._rows = task.train_rows
@@ -929,7 +929,7 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
     """As that of an agent at a URL, whose requests have tools."""
     asks = said("", ("look", {"at": "b"}))
     monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda *_: asks)
-    prompts = chat_prompts(200, WITH_NAMES, tool_format="hermes")
+    prompts = chat_prompts(200, HERMES + WITH_NAMES)
     for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
         assert prompts.messages(rollout)[-1] == asks
         text = prompts.tokenizer.decode(rollout.tokens, skip_special_tokens=False)
@@ -941,7 +941,7 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
     ("template", "error"),
     [
         (CHAT, "the chat template of .* does not show look"),
-        (WITH_NAMES, "/.*: its tokenizer has no response template .*; see --tool-format"),
+        (WITH_NAMES, "/.*: its tokenizer has no response template"),
     ],
 )
 def test_tools_that_a_branch_cannot_show_or_whose_calls_cannot_be_read_are_refused(template, error):

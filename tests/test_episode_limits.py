@@ -15,10 +15,8 @@ from minirl.episodes.episode import Episode, one_turn
 from minirl.episodes.generate import END_REASONS
 from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.episodes.limits import EpisodeLimits
-from minirl.errors import InputError
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF
-from minirl.run.config import RunConfig, check_limits
 from support.collecting import (
     CHAT,
     Prompts,
@@ -360,11 +358,3 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(metrics_of, 
     assert metrics_of(rollouts)["count/parse_errors"] == num_errors > 8
     unasked = rollouts_of(calculator, prompts=chat_prompts(400))
     assert "count/parse_errors" not in metrics_of(unasked)
-
-
-def test_a_limit_that_has_no_effect_is_refused():
-    with pytest.raises(InputError, match="--max-sampled-tokens 9: has no effect, --max-new-tokens is not gr"):
-        check_limits(RunConfig(max_sampled_tokens=9), 9)
-    check_limits(RunConfig(max_sampled_tokens=8), 9)
-    # Its branches may have more together.
-    check_limits(RunConfig(max_sampled_tokens=9, rollout="mine.py:f"), 9)

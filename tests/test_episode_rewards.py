@@ -566,10 +566,8 @@ AWAY = ("perf/decode",)
 def test_a_returned_reward_trains_as_the_same_reward_of_a_function(two_ranks, runs, tmp_path, script):
     """Every metric bit for bit, with evaluations and partial rollouts; greedy baselines too."""
     (tmp_path / "mine.py").write_text(FILE)
-    flags = (
-        "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --eval-every 1 --num-minibatches 1"
-    )
-    flags += " --max-staleness 2 --on-rollout-error end"
+    flags = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-every 1 --num-minibatches 1"
+    flags += " --max-staleness 2"
     flags += " --baseline greedy --advantage-norm none" if "grpo" in script else ""
 
     def train(name, rollout, reward):
@@ -580,4 +578,3 @@ def test_a_returned_reward_trains_as_the_same_reward_of_a_function(two_ranks, ru
 
     expected = train(f"{script}-function", "silent", f"{tmp_path}/mine.py:episode")
     assert train(f"{script}-returned", "rollout", "episode") == expected
-    assert [line["count/rollout_errors"] for line in expected] == [0, 0]

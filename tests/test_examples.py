@@ -16,7 +16,7 @@ from support.resuming import remembered, resume
 from support.scripts import ROOT, patched_fork, read_metrics, read_rollouts, trained, write_rows
 
 EXAMPLES = ROOT / "docs" / "examples"
-COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --eval-rows 4 --num-minibatches 1 --lr 1e-3"
+COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --eval-every 2 --num-minibatches 1 --lr 1e-3"
 """Every example's run: its rank pool has two ranks."""
 
 

@@ -15,7 +15,7 @@ from minirl.generation.engine import Request
 from minirl.kernels.fused_gate import FusedGate
 from minirl.kernels.fused_rotation import FusedRotation
 from minirl.model import device_kernels
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from minirl.model.families import FAMILIES, config_from_dict
 from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import is_batch_invariant, on_meta
@@ -33,7 +33,7 @@ from support.scripts import read_metrics, run_in_pool
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 # One case of each family: the last, which has most features.
 OF_FAMILY = {CASES[name][0]: name for name in CASES}
-TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
 # Together they have nearly every feature. All families have run both scripts by hand.
 RUNS = [
     ("gemma3_text", "train_ppo.py"),
@@ -178,7 +178,7 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
     raw, billions = PUBLISHED[name]
     config = config_from_dict(raw)
     assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.01)
-    adapted = dataclasses.replace(config, adapters=Adapters(16, 16.0, LINEAR_LAYERS))
+    adapted = dataclasses.replace(config, adapters=Adapters(16))
     modules = on_meta(config).model.layers.modules()
     trained = sum(16 * (m.in_features + m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
     assert num_parameters(adapted, trained=True) == trained

@@ -43,8 +43,8 @@ def tokenizer_folder(tmp_path):
         (b'{"prompt": "a", "answer": 1, "answer": 2}', "cannot be read: key 'answer' is there twice"),
         (b'{"prompt": "a", "b": [{"c": 1, "c": 1}]}', "cannot be read: key 'c' is there twice"),
         (b'["a"]', r"expected an object, got \[\"a\"\]"),
-        (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; see --prompt-field"),
-        (b'{"prompt": null, "q": 1}', r"field 'prompt' is 'None'.*\['prompt', 'q'\].*--prompt"),
+        (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),
+        (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),
         (b'{"prompt": 5}', "field 'prompt' is '5'; expected text"),
         (b'{"prompt": ""}', "field 'prompt' is ''"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
@@ -62,14 +62,14 @@ def tokenizer_folder(tmp_path):
 def test_a_bad_line_is_named(write, line, said):
     """The first one stops the load: file, line, and field or column. Faults 15, 16 and 19."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:3: {said}"):
-        read_rows(write(GOOD, b"", line, b"{}"), "prompt")
+        read_rows(write(GOOD, b"", line, b"{}"))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
 def test_row_18_an_empty_file_is_refused(write, content):
     """Not a run of 0 steps."""
     with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
-        read_rows(write(content), "prompt")
+        read_rows(write(content))
 
 
 def test_row_18_few_and_repeated_rows_are_said():
@@ -105,14 +105,14 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text, ensure_ascii
     first, second, third = (line.replace("\ud800", r"\ud800").encode() + b"\r" for line in texts)
     path = write(b"\xef\xbb\xbf" + first, b"\r", second, b"", third)
     places = enumerate((1, 3, 5))
-    assert list(read_rows(path, "prompt")) == [Row(text, {"answer": i}, f"{path}:{n}") for i, n in places]
+    assert list(read_rows(path)) == [Row(text, {"answer": i}, f"{path}:{n}") for i, n in places]
 
 
 def test_row_13_a_line_that_is_changed_while_the_run_goes_is_named_when_it_is_served(write):
     """In its bytes, cut off or gone; lines that are added, other rows, and a file that takes its place do no harm."""
     lines = [json.dumps({"prompt": f"row {i}"}).encode() for i in range(4)]
     path = write(*lines)
-    rows = read_rows(path, "prompt")
+    rows = read_rows(path)
     before = list(rows)
     with open(path, "ab") as file:
         file.write(b"\nmore")
@@ -129,7 +129,7 @@ def test_row_13_a_line_that_is_changed_while_the_run_goes_is_named_when_it_is_se
         with pytest.raises(InputError, match="has changed since the run began"):
             rows[i]
 
-    rows = read_rows(write(*lines), "prompt")
+    rows = read_rows(write(*lines))
     (tmp := Path(f"{path}.new")).write_bytes(b"{}")
     tmp.rename(path)
     assert list(rows) == before
@@ -139,7 +139,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(write):
     """A row costs its place in the file, whatever its length."""
     path = write(*[json.dumps({"prompt": "long " * 50, "n": i}).encode() for i in range(20_000)])
     tracemalloc.start()
-    rows = read_rows(path, "prompt")
+    rows = read_rows(path)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept / len(rows) < 40
@@ -208,32 +208,14 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
     assert prompts.num_prompts == 2
     (said,) = prompts.notes()
     assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
-    assert "--long-prompts" in said
 
 
-def test_row_20_long_prompts_are_refused_if_asked():
-    """The first one's place, the numbers and the flags."""
-    with pytest.raises(InputError, match=r"\(f:2, .*--max-new-tokens takes 4 of 10 .*--long-prompts"):
-        letter_prompts(LONG, long_prompts="error")
-    assert letter_prompts("ab", long_prompts="error").num_prompts == 2
-
-
-def test_row_20_long_prompts_keep_their_end_if_asked():
-    """The last six tokens; short ones as they are; all have room for a completion."""
-    prompts = letter_prompts([*LONG[:3], "abcdefghij"], long_prompts="left")
-    served = {prompts.index(i): "".join(map(chr, prompts.prompt_ids(i))) for i in range(4)}
-    assert served == {0: "aaaaaa", 1: "bbbbbb", 2: "cc", 3: "efghij"}
-    assert {request.max_new_tokens for request in prompts.requests(0, 4, group_size=1)} == {4}
-    assert "2 of 4 prompts have more than 6 tokens (f:2, f:4): cut from the left" in prompts.notes()[0]
-
-
-@pytest.mark.parametrize("long_prompts", ["skip", "error"])
-def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompts):
+def test_row_21_completions_are_capped_where_no_prompt_leaves_enough():
     """--max-new-tokens too large for every row: each completion gets the rest, and a note gives the numbers.
 
     Pitfall 55.
     """
-    prompts = letter_prompts(["aaa", "bbbbb"], max_new_tokens=100, long_prompts=long_prompts)
+    prompts = letter_prompts(["aaa", "bbbbb"], max_new_tokens=100)
     by_prompt = {len(r.prompt_ids): r.max_new_tokens for r in prompts.requests(0, 2, group_size=1)}
     assert by_prompt == {3: 7, 5: 5}
     (said,) = prompts.notes()
@@ -243,7 +225,7 @@ def test_row_21_completions_are_capped_where_no_prompt_leaves_enough(long_prompt
 
 def test_row_21_prompts_that_leave_nothing_at_all_are_refused():
     """There is no completion to cap. The flags that give room are named. An empty file is not an error."""
-    said = r"every prompt is too long: the shortest has 10 tokens of 10 .*--cache-tokens.*--long-prompts"
+    said = r"every prompt is too long: the shortest has 10 tokens of 10 .*--cache-tokens"
     with pytest.raises(InputError, match=said):
         letter_prompts(["a" * 10, "b" * 11])
     assert letter_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []

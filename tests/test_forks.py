@@ -13,7 +13,7 @@ from support.resuming import digests, resume
 from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, run_in_pool, trained
 
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
-FLAGS += " --eval-rows 1 --num-minibatches 1 --lr 1e-3"
+FLAGS += " --num-minibatches 1 --lr 1e-3"
 TWO_TURNS = {
     "    yield episode.generate()\n": """\
     turn = yield episode.generate(max_tokens=3)

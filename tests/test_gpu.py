@@ -210,13 +210,13 @@ def test_a_parked_model_comes_and_goes_with_the_same_pinned_tensors():
     assert addresses[0] == addresses[1]
 
 
-OFFLOADED = ("--offload-optimizer", "--shard-gradients", "on", "--max-tokens-per-microbatch", "256")
+OFFLOADED = ("--offload-optimizer", "--max-tokens-per-microbatch", "256")
 
 
 @pytest.mark.parametrize("flags", [(), OFFLOADED], ids=["plain", "optimizer on the host"])
 def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path, flags):
     """bf16 sampling and training differ by rounding only, and the reward rises."""
-    flags = ("--run-name", "cuda", "--device", "cuda", FAST_LEARNING, *flags)
+    flags = ("--run-name", "cuda", FAST_LEARNING, *flags)
     run_script(ROOT / "train_grpo.py", *flags, runs=tmp_path, ranks=1)
     metrics = read_metrics(tmp_path / "cuda")
     assert all(line["policy/logp_gap_mean"] <= 0.05 for line in metrics)

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from support.scripts import ROOT
 
 
@@ -53,7 +53,7 @@ def test_a_microbatch_stays_within_its_budget(launches, model):
 def test_adapters_launch_two_kernels_a_layer_more_and_write_no_second_product(launches):
     """7B, with adapters on all 7 linear layers of 24 layers."""
     base = launches.make_model("qwen2.5-7b")
-    model = launches.make_model("qwen2.5-7b", Adapters(16, 16.0, LINEAR_LAYERS))
+    model = launches.make_model("qwen2.5-7b", Adapters(16))
     alone, counts = launches.decode_counts(base), launches.decode_counts(model)
     assert counts.launches == alone.launches + 2 * 7 * 24
     assert counts.waits == 0

@@ -14,7 +14,7 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.model.adapters import WEIGHTS_FILE
 from minirl.model.attention import PackedLayout
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from minirl.model.families import read_config
 from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import is_batch_invariant, on_meta
@@ -36,9 +36,8 @@ from support.scripts import (
 )
 
 CPU = torch.device("cpu")
-TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --save-every 1 --max-new-tokens 8"
-ALL = Adapters(2, 4.0, LINEAR_LAYERS)
-MLP = Adapters(12, 6.0, ("up_proj", "down_proj"))
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --save-every 1 --max-new-tokens 8"
+NARROW, WIDE = Adapters(2, 4.0), Adapters(12, 6.0)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def logprobs_of(model, tokens, lengths):
     return score_batch(model, Batch(lengths, tokens, is_sampled))[0]
 
 
-@pytest.mark.parametrize("adapters", [ALL, MLP], ids=["all", "mlp"])
+@pytest.mark.parametrize("adapters", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dtype, adapters):
     """Of rank 2 too, whose products with few rows would depend on the batch: packed is as alone."""
@@ -87,7 +86,7 @@ def test_new_adapters_change_no_bit_and_others_no_token_by_its_batch(folder, dty
 
 def train_one_update(rank, folder, options):
     """The gradients' norm, the weights before and after, and which storage is whose."""
-    model = sharded(folder, adapters=ALL, **options)
+    model = sharded(folder, adapters=NARROW, **options)
     optimizer = adamw(model)
     before = {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
@@ -108,7 +107,7 @@ def train_one_update(rank, folder, options):
         if name not in model.masters:
             assert weight.grad is None
             assert not weight.requires_grad
-    value = sharded(folder, scalar_head=True, adapters=ALL, base=model, **options)
+    value = sharded(folder, scalar_head=True, adapters=NARROW, base=model, **options)
     assert value.masters.keys() == {*model.masters, "score.weight"}
     for name, weight in value.compute_weights.items():
         is_shared = name in after and weight.data_ptr() == model.compute_weights[name].data_ptr()
@@ -152,7 +151,7 @@ TURNS_AND_A_BRANCH = """
         ("train_grpo.py", "--lora-rank 1 --num-steps 3 --kl-coef 0.1 --max-staleness 1"),
         (
             "train_ppo.py",
-            "--lora-rank 2 --kl-reward-coef 0.1 --dtype bfloat16 --lora-targets q_proj down_proj",
+            "--lora-rank 2 --kl-reward-coef 0.1 --dtype bfloat16",
         ),
     ],
     ids=["grpo", "ppo"],
@@ -180,7 +179,7 @@ def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(
     if name == "lora-train_ppo":
         assert "base_model.model.score.weight" in load_file(checkpoint / "value" / WEIGHTS_FILE)
     else:
-        assert 0 < lines[-1]["stale/frac"] < 1
+        assert 0 < lines[-1]["stale/age_mean"] <= 1
         assert all(len(rollout["branches"]) == 2 for rollout in read_rollouts(folder, 2))
 
 
@@ -202,7 +201,7 @@ def peft_folder(checkpoint, tmp_path_factory) -> Path:
 
 def trained_logprobs(checkpoint, embedded_model, tokens):
     """Of the model as it trains: base and adapters apart."""
-    model = adapted(embedded_model, Adapters(2, 16.0, LINEAR_LAYERS))
+    model = adapted(embedded_model, Adapters(2))
     stored = load_file(checkpoint / WEIGHTS_FILE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -251,7 +250,7 @@ def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, 
         run_in_pool(one_rank, "train_grpo.py", flags, "--lora-rank 2 --run-name lora-twice", runs=runs)
 
 
-def test_adapters_of_another_base_rank_or_alpha_are_refused_at_a_resume(
+def test_adapters_of_another_base_or_rank_are_refused_at_a_resume(
     one_rank, runs, embedded_model, tmp_path, data
 ):
     """A checkpoint has the adapters alone: on another base, such as a later snapshot, they are another model."""
@@ -260,8 +259,8 @@ def test_adapters_of_another_base_rank_or_alpha_are_refused_at_a_resume(
     flags = f"{data} --num-steps 1 --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --lora-rank 2"
     flags += f" --run-name lora-moved --model {tmp_path}/"
     run_in_pool(one_rank, "train_grpo.py", f"{flags}base", runs=runs)
-    for changed in ("later", "base --lora-rank 1", "base --lora-alpha 1"):
-        with pytest.raises(AssertionError, match="is of adapters with another base, rank, alpha or targets"):
+    for changed in ("later", "base --lora-rank 1"):
+        with pytest.raises(AssertionError, match="is of adapters with another base, rank or alpha"):
             run_in_pool(one_rank, "train_grpo.py", f"{flags}{changed}", runs=runs)
     assert "already finished" in run_in_pool(one_rank, "train_grpo.py", f"{flags}base", runs=runs)
 

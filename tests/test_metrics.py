@@ -20,7 +20,7 @@ from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import time_account
 from minirl.ranks.time_account import WHOLE, spent_on
-from minirl.report.logger import Logger, console_line, rollout_records, troubles
+from minirl.report.logger import Logger, console_line, rollout_records
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
@@ -375,7 +375,7 @@ def test_tokens_are_described_within_the_loss_mask(reduce_over_ranks):
 
 
 def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_over_ranks):
-    """Mean and greatest gap, KL, chi2, effective sample of four responses on two ranks. Pitfall 60."""
+    """Of four responses on two ranks. Pitfall 60."""
     ranks = StepMetrics(), StepMetrics()
     prompt = torch.tensor([8.0])
     for metrics, part in zip(ranks, (slice(0, 8), slice(8, 14)), strict=True):
@@ -386,16 +386,11 @@ def test_the_gap_between_sampling_and_training_equals_the_worked_numbers(reduce_
         add_gap(metrics, micro.select([]), old[:0], version=1)
     reduced, _ = reduce_over_ranks(*ranks)
     counts = {"time/step": 1.0, "count/tokens": 14.0, "count/sampled_tokens": 14.0}
-    found = {k: v for k, v in derived(reduced | counts).items() if k.startswith(("policy/", "importance/"))}
+    found = {k: v for k, v in derived(reduced | counts).items() if k.startswith("policy/")}
     expected = {
         "policy/logp_gap_mean": 0.135714,
         "policy/logp_gap_max": 0.9,
         "policy/logp_equal_frac": 5 / 14,
-        "importance/kl_k1": -0.001429,
-        "importance/kl_k3": 0.058028,
-        "importance/max": 2.459603,
-        "importance/chi2": 0.293231,
-        "importance/ess": 0.867941,
     }
     assert found == pytest.approx(expected, abs=6e-7)
 
@@ -416,12 +411,12 @@ def test_the_gap_is_that_of_the_tokens_which_the_present_weights_sampled(reduce_
         add_gap(none, micro, training, version=version)
     assert reduce_over_ranks(none)[0] == {}
     (expected,) = reduce_over_ranks(whole)
-    assert len(expected) == 8
+    assert len(expected) == 3
     assert reduce_over_ranks(chosen, none)[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
-    """Share, mean and greatest age over the ranks, prompts and appended tokens left out; of no rollouts: nothing."""
+    """The mean over the ranks; prompts and appended tokens do not count, nor does a rank without rollouts."""
 
     def staleness_of(*all_versions):
         rollouts = []
@@ -437,90 +432,12 @@ def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
 
     ranks = staleness_of([0, 8, 8, 0, 12], [0, 12]), staleness_of([0, 2, 12, 12, 12]), staleness_of()
     reduced = reduce_over_ranks(*ranks)[0]
-    assert reduced == {"stale/frac": 3 / 8, "stale/age_mean": (1 + 1 + 2.5) / 8, "stale/age_max": 2.5}
-    assert set(reduce_over_ranks(staleness_of([0, 12, 12]))[0].values()) == {0.0}
+    assert reduced == {"stale/age_mean": (1 + 1 + 2.5) / 8}
 
 
 def said(capsys):
     """The output since the last call, without the steps' lines."""
     return "".join(line for line in capsys.readouterr().out.splitlines(True) if not line.startswith("step "))
-
-
-TROUBLES = {
-    "easier prompts": {"reward/frac_equal_groups": 1.0, "policy/loss": 0.0},
-    "--max-new-tokens": {"len/truncated": 0.96},
-    "--max-sampled-tokens": {"len/truncated": 0.96, "finish/length": 0.1, "finish/max_tokens": 0.86},
-    "entropy is collapsing": {"policy/entropy": 0.02, "reward/mean": 0.4},
-    "is exploding": {"policy/kl_old_k3": 0.3},
-    "KL divergence": {"policy/kl_ref_k3": 2.1},
-    "differ by over 0.05": {"policy/logp_gap_mean": 0.06},
-    "Watch the reward": {"policy/loss": 1e-8, "policy/ratio_max": 1.0},
-}
-
-
-@pytest.mark.parametrize("words", TROUBLES)
-def test_each_trouble_is_told_alone_and_a_healthy_step_has_none(words):
-    """The one sentence about it; and if every step was so, only sentences that do not compare with the first step.
-
-    Pitfall 60.
-    """
-    assert list(troubles(ORDINARY, ORDINARY)) == []
-    troubled = {**ORDINARY, **TROUBLES[words]}
-    (sentence,) = troubles(troubled, ORDINARY)
-    assert words in sentence
-    assert list(troubles(troubled, troubled)) == ([] if words == "entropy is collapsing" else [sentence])
-
-
-def test_what_a_step_does_not_measure_or_explains_otherwise_is_no_trouble():
-    """A policy that has learned is sure of itself; value warm-up and steps that train on nothing say nothing of it.
-
-    A teacher needs no rewards.
-    """
-    learned = {**ORDINARY, "policy/entropy": 0.001, "reward/mean": 0.9}
-    warm_up = {name: value for name, value in ORDINARY.items() if not name.startswith("policy/")}
-    taught = {**ORDINARY, "policy/entropy": 0.02, "reward/frac_equal_groups": 1.0, "teacher/frac": 1.0}
-    del taught["reward/mean"]
-    for metrics, first in ((learned, ORDINARY), (warm_up, warm_up), (warm_up, ORDINARY), (taught, ORDINARY)):
-        assert list(troubles(metrics, first)) == []
-
-
-def test_a_collapse_is_seen_after_steps_that_did_not_measure_entropy(make_logger, capsys):
-    """The first entropy there was is what later ones are compared with, not the first step's."""
-    logger = make_logger()
-    for step, entropy in enumerate(
-        [{}, {"policy/entropy": 2.0}, {"policy/entropy": 1.0}, {"policy/entropy": 0.19}]
-    ):
-        assert said(capsys) == ""
-        logger.log(step, {"reward/mean": 0.5, **entropy}, num_steps=3)
-    assert "entropy is collapsing" in capsys.readouterr().out
-
-
-def test_the_logger_tells_each_trouble_once(make_logger, capsys):
-    """At the first step that has it, and never again."""
-    logger = make_logger()
-    logger.log(0, ORDINARY, num_steps=3)
-    assert said(capsys) == ""
-    told = {"KL divergence"}  # as exploding
-    for words, more in [*(item for item in TROUBLES.items() for _ in range(2)), *TROUBLES.items()]:
-        logger.log(1, {**ORDINARY, **more}, num_steps=3)
-        out = said(capsys)
-        assert out.count("note: ") == out.count("\n") == (words not in told)
-        assert words in told or words in out
-        told.add(words)
-
-
-@pytest.mark.parametrize(
-    "metrics",
-    [{}, ORDINARY, *(dict.fromkeys(ORDINARY, x) for x in (-1234.567, 1e30, math.nan))],
-)
-@pytest.mark.parametrize(("step", "num_steps"), [(1, 150), (99999, 100000)])
-def test_a_console_line_fits_the_console(metrics, step, num_steps):
-    """One line of at most 120 characters that begins with the step, whatever the numbers."""
-    line = console_line(step, num_steps, metrics, measured=metrics, left_s=1e6)
-    assert line.startswith("step ")
-    assert f"{step}/{num_steps}" in line
-    assert "\n" not in line
-    assert len(line) <= 120, f"{len(line)} characters: {line}"
 
 
 def test_console_lines_say_what_was_measured_and_their_columns_do_not_shift():
@@ -548,9 +465,7 @@ def test_console_lines_say_which_wait_takes_over_a_tenth_of_a_step():
     assert console_line(7, 150, times, measured={}, left_s=1).endswith(" left wait rewards 23%")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "advice"), [(2.0, "takes 30% of the time: raise --reward-workers"), (0.1, "")]
-)
+@pytest.mark.parametrize(("seconds", "advice"), [(2.0, "takes 30% of the time: raise --workers"), (0.1, "")])
 def test_a_slow_run_is_told_once_which_flag_would_help(make_logger, monkeypatch, capsys, seconds, advice):
     """After 20 steps, by the cause that takes most; a fast run is not."""
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", itertools.count(step=seconds).__next__)
@@ -594,11 +509,8 @@ def test_metrics_and_arguments_are_json(make_logger, set_wandb, capsys, tmp_path
 
 
 def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path):
-    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end.
-
-    Only the newest steps' files stay, if asked for.
-    """
-    logger = make_logger(keep_rollouts=2)
+    """One line per rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
+    logger = make_logger()
     chat = [{"role": "user", "content": "na\u00efve\n?"}]
     rows = [Row(chat, {}, "f:1"), Row("1+1=", {}, "f:2")]
     rewarded = judged(
@@ -609,8 +521,7 @@ def test_rollouts_are_written_with_what_one_wants_to_read(make_logger, tmp_path)
     )
     episode = {"messages": chat, "segments": [{"kind": "sampled", "text": "2"}], "turns": [{"start": 0}]}
     numbers = {"reward": rewarded.rewards.sum(1), "advantage": torch.tensor([0.5, -0.5]).double()}
-    for step in (11, 12):
-        logger.log_rollouts(step, rollout_records(rewarded, ["a", "b"], views=[{}, episode], **numbers))
+    logger.log_rollouts(12, rollout_records(rewarded, ["a", "b"], views=[{}, episode], **numbers))
     logger.log_rollouts(13, rollout_records(judged([]), ["a"], reward=torch.zeros(0)))
     files = {path.name: path.read_text() for path in (tmp_path / "rollouts").iterdir()}
     assert files.keys() == {"000012.jsonl", "000013.jsonl"}
@@ -705,34 +616,15 @@ def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(make_logger
     assert {kwargs["resume"] for kwargs in started} == {"allow"}
 
 
-DAMAGE = {
-    "cut": b'{"step": 4, "a"',
-    "zeros": b"\x00\x00",
-    "not_utf8": b'{"step": 4, "\xff": 1}',
-    "no_step": b'{"a": 1.0}',
-    "text": b'{"step": 4, "a": "1"}',
-    "list": b"[4]",
-    "deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("damage", [b'{"step": 4, "a"', b"\x00\x00", b'{"a": 1.0}', b'{"step": 4, "a": "1"}'])
 def test_row_40_a_damaged_line_costs_no_other_line(make_logger, capsys, tmp_path, damage):
-    """Those after it stay, the file as it was is kept aside, and place and name are said; a blank line is nothing."""
+    """Its place is named; a blank line is nothing."""
     path = tmp_path / "metrics.jsonl"
     good = [json.dumps({"step": step, "a": None}).encode() for step in (1, 2, 3)]
-    content = b"\n".join([good[0], b"", damage, *good[1:], b""])
-    path.write_bytes(content)
+    path.write_bytes(b"\n".join([good[0], b"", damage, *good[1:], b""]))
     make_logger(after_step=2)
     assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
-    (aside,) = tmp_path.glob("metrics-damaged-*")
-    assert aside.read_bytes() == content
-    (warning,) = said(capsys).splitlines()
-    assert f"{path}:3: " in warning
-    assert aside.name in warning
-    path.write_bytes(b"\n".join(good))
-    make_logger(after_step=3)
-    assert len(list(tmp_path.glob("metrics-damaged-*"))) == 1
+    assert f"{path}:3: " in said(capsys)
 
 
 @pytest.fixture

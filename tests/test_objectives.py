@@ -25,7 +25,7 @@ ROWS = objectives()
 PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
 OF_A_STEP = ("Clip-cov", "KL-cov", "80/20", "Adaptive entropy")
 """These measure all tokens of a step."""
-FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4 --eval-rows 1"
+FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4"
 FLAGS += " --lr 1e-3"
 
 
@@ -73,6 +73,14 @@ def advantages_of_group(fork, rewards, **config):
     grouped, weights = table.rewards.view(1, 4, 1, 1), double([1.0])
     scores, greedy = grouped[..., 0], grouped[:, :0, 0]
     return fork.branch_advantages(fork.Config(**config), scores, grouped, greedy, weights, table).flatten()
+
+
+def advantages_of_two_rewards(fork):
+    """Of one group of four with two rewards each."""
+    table = make_table([1, 1, 1, 1], [0.0] * 4)
+    rewards = double([[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.0, 40.0]]).view(1, 4, 1, 2)
+    scores, weights = rewards.sum(-1), double([1.0, 0.5])
+    return fork.branch_advantages(fork.Config(), scores, rewards, rewards[:, :0, 0], weights, table).flatten()
 
 
 def loss_of(fork, log_ratios, advantage, *, drift=0.0, ref=0.0, **fields):
@@ -126,6 +134,8 @@ def entropy_coefs(fork):
 
 
 WORKED = {
+    "Dual clip": lambda fork: [loss_of(fork, [math.log(4)], advantage)[0] for advantage in (1.0, -1.0)],
+    "GDPO": lambda fork: [advantages_of_two_rewards(fork)],
     "SAPO": lambda fork: [loss_of(fork, [math.log(2)], advantage)[0] for advantage in (1.0, -1.0)],
     "GMPO": lambda fork: [loss_of(fork, [0.1, 0.7], advantage)[0][:1] for advantage in (1.0, -1.0)],
     "VESPO": lambda fork: [loss_of(fork, [0.1, 0.3], advantage)[1][:1].abs() for advantage in (1.0, -1.0)],

@@ -6,14 +6,13 @@ import random
 import time
 import warnings
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 
 import train_grpo
 import train_ppo
-from minirl.errors import GuardError, InputError
+from minirl.errors import GuardError
 from minirl.generation.engine import Request
 from minirl.model.families import scalar_config
 from minirl.model.transformer import is_batch_invariant
@@ -24,7 +23,6 @@ from minirl.ranks.process_group import broadcast_object, gather_objects, world_s
 from minirl.rollouts import KeptIds, Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run import Progress
-from minirl.run.setup import num_shards
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
@@ -32,9 +30,7 @@ from minirl.training.scoring import score_batch, value_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
-from support.resuming import load
 from support.rollouts import in_two_branches
-from support.scripts import ROOT, in_nodes_of_two, read_metrics, run_in_pool, run_on_two_nodes, trained
 
 
 @pytest.fixture(scope="module")
@@ -411,50 +407,6 @@ def test_nodes_that_each_hold_the_model_stay_equal_bit_for_bit(request, folder, 
         for name, weight in weights.items():
             assert torch.equal(weight, results[0][0][name]), name
             assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), name
-
-
-def num_shards_of_nodes(rank, places):
-    """What --shard-over node makes of ranks with these numbers in nodes of these sizes."""
-    local_rank, local_world_size = map(str, places[rank])
-    with mock.patch.dict("os.environ", LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=local_world_size):
-        try:
-            return num_shards(train_grpo.Config(shard_over="node"))
-        except InputError as error:
-            return str(error)
-
-
-def test_nodes_of_unequal_size_are_refused_on_all_ranks(two_ranks):
-    """So are ranks that do not follow one another in a node."""
-    assert two_ranks.run(num_shards_of_nodes, [(0, 1), (0, 1)]) == [1, 1]
-    assert two_ranks.run(num_shards_of_nodes, [(0, 2), (1, 2)]) == [2, 2]
-    for places, listed in (
-        ([(0, 1), (0, 2)], "0 of 1, 0 of 2"),
-        ([(1, 2), (0, 2)], "1 of 2, 0 of 2"),
-        ([(0, 3), (1, 3)], "0 of 3, 1 of 3"),
-    ):
-        for said in two_ranks.run(num_shards_of_nodes, places):
-            assert "--shard-over node: nodes need equally many ranks" in said
-            assert f"{listed}. Start as many on each (--nproc-per-node)" in said
-
-
-@pytest.mark.slow
-def test_a_run_on_two_nodes_is_that_on_all_ranks_and_goes_on_with_one_node(two_ranks, four_ranks, runs):
-    """Four ranks: the metrics are those of full sharding to rounding, also after a resume; two torchrun agents too."""
-    flags = "--prompts-per-step 8 --group-size 4 --num-minibatches 2 --eval-rows 4 --save-every 1"
-    flags += " --lr-schedule constant --shard-gradients on --max-tokens-per-microbatch 64"
-    hybrid = f"{flags} --shard-over node --run-name"
-    for pool, num_steps in ((four_ranks, 2), (two_ranks, 3)):
-        more = f"{hybrid} pool --num-steps {num_steps}"
-        run_in_pool(pool, "train_grpo.py", more, runs=runs, under=in_nodes_of_two)
-    expected = read_metrics(trained(two_ranks, runs / "whole", "train_grpo.py", f"{flags} --num-steps 3"))
-    run_on_two_nodes(ROOT / "train_grpo.py", f"{hybrid} agents --num-steps 1", runs=runs)
-    saved = runs / "pool" / "checkpoints" / "000002" / "resume"
-    states = [load(saved / f"{rank}-of-4.pt")["models"]["policy"] for rank in range(4)]
-    assert list(map(bool, states)) == [True, True, False, False], "the ranks of the first node save the state"
-    for run, num_steps in (("pool", 3), ("agents", 1)):
-        for line, whole in zip(read_metrics(runs / run), expected[:num_steps], strict=True):
-            for name in ("reward/mean", "optim/grad_norm", "policy/entropy", "count/tokens"):
-                assert line[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
 def ppo_update(rank, *args):

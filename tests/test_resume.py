@@ -20,11 +20,11 @@ from support.scripts import (
 
 NUM_STEPS = 3
 COMMON = f"--num-steps {NUM_STEPS} --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 3"
-COMMON += " --eval-rows 6 --num-epochs 2 --num-minibatches 2 --group-size 3"
+COMMON += " --num-epochs 2 --num-minibatches 2 --group-size 3"
 CASES = {
-    "grpo": ("train_grpo.py", "--dynamic-sampling --max-refills 1 --kl-coef 0.01"),
+    "grpo": ("train_grpo.py", "--dynamic-sampling --kl-coef 0.01"),
     "skips": ("train_grpo.py", ""),
-    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --max-refills 1"),
+    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
 RUN = '    run = Run(setup, {"policy": (policy, optimizer)}, collector'

@@ -216,3 +216,10 @@ def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load, make_groups):
         queue = add_all({name: load(name, timeout_s=0.9)}, prompts, groups[:1])
         time.sleep(1.2)
         assert queue.finish([0]).rewards.item() in (1.0, 1_000_000.0)
+
+
+def test_a_reward_that_does_not_apply_is_nan(make_groups):
+    """A 0 would enter its group's mean and std. Pitfall 59."""
+    prompts, groups = make_groups([("a", "b")])
+    rewards = reward_rollouts({"f": lambda completions: [None, 1.0]}, prompts, flat(groups)).rewards
+    assert (rewards[0].isnan().item(), rewards[1].item()) == (True, 1.0)

@@ -12,6 +12,7 @@ import torch
 
 from minirl.errors import InputError, RolloutError
 from support.collecting import (
+    CHAT,
     Prompts,
     assert_pauses_change_nothing,
     branching,
@@ -28,6 +29,7 @@ from support.engines import VOCAB
 from support.marks import slow
 from support.processes import is_alive
 from support.programs import AT_A_URL, in_turns
+from support.texts import HERMES
 
 SOURCE = """
 import asyncio, os, pathlib, random, time
@@ -184,7 +186,7 @@ def moody(episode):
 FAILING = {
     "raises": r"raised\nTraceback(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'",
     "dies_async": "ended its process, exit code 3",
-    "hangs_async": "took more than 0.5 s for a reply; see --reply-timeout",
+    "hangs_async": "took more than 0.5 s for a reply; see --call-timeout",
     "strange_object": "yields .*; expected text, numbers and lists of them",
     "foreign_ids": f"token id 10000, and the model has {VOCAB}",
     "huge": r"asks for a turn with 1000\d{4} characters; at most",
@@ -237,9 +239,7 @@ PROGRAMS = [
 def test_a_program_makes_the_same_rollouts_anywhere(load, name, here, budget):
     """In this process, on one worker and on three, with a small cache, in parts, from a checkpoint and after a kill."""
     # Only `chatting` asks for the messages of its turns.
-    make = functools.partial(
-        make_collector, chat_prompts(120, tool_format="hermes" if here is chatting else None)
-    )
+    make = functools.partial(make_collector, chat_prompts(120, HERMES + CHAT if here is chatting else CHAT))
     one, three = (load(name, num_workers=n) for n in (1, 3))
 
     def after_a_kill(**options):

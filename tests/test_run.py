@@ -32,7 +32,7 @@ from support.scripts import (
     write_rows,
 )
 
-TINY = "--num-steps 2 --prompts-per-step 4 --eval-rows 4 --group-size 4 --save-every 1"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4 --save-every 1"
 
 
 def test_no_collection_looks_again_through_what_is_there_before_the_first_step():
@@ -154,10 +154,8 @@ CORRECTED = {"correction": "token_truncate"}
         (PARTIAL, 2, "sampled"),
         (PARTIAL | CORRECTED, 1, "auto"),
         (PARTIAL | CORRECTED, 2, "scored"),
-        (PARTIAL | {"old_logprobs": "scored"}, 1, "scored"),
         ({"max_staleness": 8}, 1, "auto"),
         ({"max_staleness": 8}, 2, "scored"),
-        ({"max_staleness": 8, "old_logprobs": "sampled"}, 1, "sampled"),
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, num_updates, source):

@@ -18,7 +18,7 @@ from minirl.generation.group_engine import GroupEngine
 from minirl.generation.sampling import uniforms
 from minirl.kernels import paged_attention
 from minirl.model import batch_invariance, device_kernels
-from minirl.model.config import LINEAR_LAYERS, Adapters
+from minirl.model.config import Adapters
 from minirl.model.families import scalar_config
 from minirl.model.rotation import rope_table
 from minirl.model.sliced_model import slice_model
@@ -26,6 +26,7 @@ from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
 from minirl.rollouts import RolloutId
+from minirl.run import planning, setup
 from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
@@ -47,7 +48,6 @@ from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
 from support.resuming import digests, interrupted_copy, load
 from support.scripts import (
     extended_fork,
-    in_nodes_of_two,
     read_rollouts,
     run_in_pool,
     start_script,
@@ -155,7 +155,7 @@ def test_a_narrow_chunk_of_the_vocabulary_has_the_bits_of_a_wide_product(width):
 
 def decode_on_a_device(rank):
     """The requests on the host from whole weights, and on a pretended device from slices."""
-    whole = make_model("mixed", torch.float32, adapters=Adapters(12, 1.0, LINEAR_LAYERS))
+    whole = make_model("mixed", torch.float32, adapters=Adapters(12, 1.0))
     expected = decoded(make_engine(whole).generate(a_group_and_others()))
     rope_table.cache_clear()
     with (
@@ -310,7 +310,7 @@ def updates(rank, folder, shard_weights, options):
     return found, masters, whole, held
 
 
-ADAPTERS = Adapters(rank=3, alpha=6.0, targets=LINEAR_LAYERS)
+ADAPTERS = Adapters(rank=3, alpha=6.0)
 
 
 def is_first_layer(name):
@@ -347,23 +347,17 @@ def test_updates_from_gathered_layers_have_the_bits_of_whole_weights(two_ranks, 
     assert all(torch.equal(exported[name], same_export[name]) for name in exported)
 
 
-COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 3 --eval-rows 4"
+COMMON = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 3"
 COMMON += " --max-new-tokens 10"
 WORKERS = "--data {rows} --eval-data {rows} --rollout {functions}:calculate"
 WORKERS += " --reward {functions}:right {functions}:sevenths"
 RUNS = {
-    "kl": ("train_grpo.py", "--kl-coef 0.05 --num-epochs 2 --num-minibatches 2 --eval-samples 2"),
+    "kl": ("train_grpo.py", "--kl-coef 0.05 --num-epochs 2 --num-minibatches 2"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05"),
     "lora": ("train_grpo.py", "--kl-coef 0.05 --lora-rank 3 --algorithm remax --offload-optimizer"),
     "ppo_lora": ("train_ppo.py", "--lora-rank 3 --recompute-layers on"),
-    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --max-refills 1 --num-steps 4"),
+    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --num-steps 4"),
     "teacher": ("train_grpo.py", "--teacher {teacher} --teacher-kl reverse"),
-    # Ranks differ in how many passes of the teacher their microbatches take, and one has no sequence.
-    "hints": (
-        "train_grpo.py",
-        "--data {rows} --eval-data {rows} --teacher {teacher} --teacher-kl sampled --teacher-prompt hint"
-        " --prompts-per-step 1 --max-tokens-per-microbatch 55",
-    ),
     "workers": ("train_grpo.py", WORKERS),
     "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
 }
@@ -395,21 +389,31 @@ def untimed_digests(folder):
     return found
 
 
+def sharding_gradients():
+    """As a run does whose gradients do not fit whole: ranks that decode together always shard them."""
+
+    def plan(*args, **options):
+        sizes, needed = planning.plan(*args, **options)
+        return dataclasses.replace(sizes, shard_gradients=True), needed
+
+    return mock.patch.object(setup, "plan", plan)
+
+
 def command(case, *more, **values):
     """Script and flags of a run."""
     script, flags = RUNS[case]
-    return script, COMMON, flags.format(**values), "--shard-over node", *more
+    return script, COMMON, flags.format(**values), *more
 
 
 def run_of(pool, case, mode, runs, **values):
     """The folder of a run, which several tests read."""
     flags = command(case, MODES[mode], **values)
-    return trained(pool, runs / f"{case}{pool.num_ranks}-{mode}", *flags, under=in_nodes_of_two)
+    return trained(pool, runs / f"{case}{pool.num_ranks}-{mode}", *flags, under=sharding_gradients)
 
 
 def go_on(pool, copy, mode):
     flags = command("partial", MODES[mode], f"--run-name {copy.name}")
-    run_in_pool(pool, *flags, runs=copy.parent, under=in_nodes_of_two)
+    run_in_pool(pool, *flags, runs=copy.parent, under=sharding_gradients)
 
 
 @pytest.fixture(scope="module")
@@ -417,12 +421,12 @@ def values(tmp_path_factory, embedded_model):
     """What flags of `RUNS` name."""
     folder = tmp_path_factory.mktemp("values")
     (folder / "functions.py").write_text(FUNCTIONS)
-    rows = [{"prompt": f"{n} 4 2 1", "answer": "1", "hint": "9 4 2 1 " * 5} for n in range(8)]
+    rows = [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
 
 
-MODES = {"on": "--shard-decode on", "off": "--shard-decode off --shard-gradients on"}
+MODES = {"on": "--decode-group 2", "off": "--decode-group 1"}
 
 
 @pytest.mark.parametrize(
@@ -434,9 +438,7 @@ MODES = {"on": "--shard-decode on", "off": "--shard-decode off --shard-gradients
         slow("ppo_lora", 2),
         slow("partial", 2),
         slow("teacher", 2),
-        slow("hints", 2),
         slow("workers", 2),
-        slow("kl", 4),  # two groups of two
     ],
 )
 def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(

@@ -50,7 +50,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
     """A file that is not there, or is a folder."""
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(InputError, match=f"there is no file {path}"):
-            read_rows(str(path), "prompt")
+            read_rows(str(path))
 
 
 # Numbers that both read, that only the flexible one reads, and that neither does.
@@ -301,8 +301,6 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
 def test_a_column_with_the_name_of_a_rewards_argument_is_refused(write, name):
-    """Otherwise the reward would read the column instead of the samples; as the prompt's field it does no harm."""
+    """Otherwise the reward would read the column instead of the samples."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:1: field '{name}' has the name of an argument"):
-        read_rows(write([json.dumps({"prompt": "a", name: "b"})]), "prompt")
-    (row,) = read_rows(write([json.dumps({name: "b", "prompt": None})]), name)
-    assert (row.prompt, dict(row.columns)) == ("b", {"prompt": None})
+        read_rows(write([json.dumps({"prompt": "a", name: "b"})]))

@@ -1,9 +1,7 @@
 """Distillation: the policy learns from a teacher's logprobs of its own completions."""
 
-import itertools
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,28 +10,19 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 import train_grpo
-from minirl.data.prompts import PromptStream
-from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
 from minirl.objective.kl import kl_penalty
 from minirl.objective.losses import clipped_policy_loss
 from minirl.training import distillation
-from minirl.training.batch import pack
 from minirl.training.distillation import Divergence
-from minirl.training.frozen_models import FrozenModel
-from support.collecting import make_collector
-from support.engines import CPU, make_model, score_at
 from support.marks import slow
 from support.memory import allocated_bytes
 from support.resuming import resume
-from support.rollouts import in_two_branches
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
-from support.texts import ids, save_tokenizer
 from support.worked import assert_six_decimals
 
-TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --num-minibatches 1 --save-every 1"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
 TINY += " --max-new-tokens 8"
 FORMS = {"sampled": "teacher/kl_k1", "reverse": "teacher/kl", "forward": "teacher/kl"}
 
@@ -58,9 +47,9 @@ def teacher(embedded_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
-    """Prompts, with hints for the teacher: the prompt itself, and another, longer one."""
+    """Prompts without rewards."""
     prompts = [f"{i}{9 - i}{i % 4}=" for i in range(9)]
-    rows = [{"prompt": prompt, "same": prompt, "hint": f"7{prompt[::-1]}1{prompt}"} for prompt in prompts]
+    rows = [{"prompt": prompt} for prompt in prompts]
     return str(write_rows(tmp_path_factory.mktemp("data") / "data.jsonl", rows))
 
 
@@ -94,28 +83,21 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
 def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
     one_rank, two_ranks, runs, teacher, data, form
 ):
-    """On one rank in small microbatches and on two; the policy's own prompt changes no bit, another one does.
-
-    Pitfall 64.
-    """
+    """On one rank in small microbatches and on two. Pitfall 64."""
     flags = f"--data {data} --teacher {teacher} --teacher-kl {form} --temperature 0.7"
-    name = f"hint-{form}"
-    hinted = f"{flags} --teacher-prompt hint"
-    metrics = train(two_ranks, runs, name, hinted)
+    name = f"alone-{form}"
+    metrics = train(two_ranks, runs, name, flags)
     for line in metrics:
         assert line["teacher/frac"] == 1
         assert line[FORMS[form]] > 0
         assert line["policy/loss"] == pytest.approx(line[FORMS[form]], rel=1e-5)
         assert "reward/mean" not in line
-    resume(two_ranks, "train_grpo.py", runs / name, TINY, hinted)
+    resume(two_ranks, "train_grpo.py", runs / name, TINY, flags)
 
-    small = f"{hinted} --max-tokens-per-microbatch 40 --num-steps 1"
+    small = f"{flags} --max-tokens-per-microbatch 40 --num-steps 1"
     alone = train(one_rank, runs, f"{name}-one", small)[0]
     for metric in (FORMS[form], "policy/loss", "optim/grad_norm"):
         assert alone[metric] == pytest.approx(metrics[0][metric], rel=1e-4)
-    same = train(two_ranks, runs, f"same-{form}", f"{flags} --teacher-prompt same")
-    assert same[0][FORMS[form]] != metrics[0][FORMS[form]]
-    assert train(two_ranks, runs, f"none-{form}", flags) == same
 
 
 def test_beside_rewards_the_teachers_part_is_added_to_their_advantages(one_rank, runs, teacher):
@@ -204,45 +186,6 @@ def test_no_logits_of_all_tokens_exist(monkeypatch):
     assert peak < 0.2 * 4 * 1024 * 4096
 
 
-def test_the_teacher_reads_the_same_completions_after_its_own_prompts():
-    """Each sequence alone has these bits; of two branches the further one keeps its prompt. In small microbatches."""
-    rollouts = list(map(in_two_branches, make_collector(group_size=3).collect(4).rewarded.rollouts))
-    prompts = [[5] * (3 * ordinal + 1) for ordinal in range(4)]
-    model = make_model("mixed", torch.float32, seed=5)
-    batch = pack([branch for rollout in rollouts for branch in rollout.branches])
-    outputs = partial(score_at, temperature=0.75)
-    options = {"prompt_ids": prompts.__getitem__, "max_tokens": 90}
-    frozen = FrozenModel(model, outputs, names=["teacher_logprobs"], device=CPU, **options)
-    streams = frozen.add_to(batch, [list(range(len(batch.lengths)))]).teacher_logprobs.split(batch.lengths)
-    branches = itertools.chain.from_iterable(rollout.branches for rollout in rollouts)
-    for branch, stream in zip(branches, streams, strict=True):
-        ordinal, _, number = branch.rollout_id
-        start = branch.num_prompt_tokens
-        prompt = branch.tokens[:start] if number else torch.tensor(prompts[ordinal])
-        alone = pack([branch]).with_prompts(lambda ordinal: prompts[ordinal])
-        assert torch.equal(alone.tokens, torch.cat([prompt, branch.tokens[start:]]))
-        expected, _ = score_at(model, alone, 0.75)
-        assert torch.equal(stream[branch.loss_mask], expected[alone.loss_mask])
-        assert not stream[~branch.loss_mask].any()
-
-
-def test_a_teachers_prompt_is_templated_like_the_prompt_and_has_room_in_the_plan(tmp_path):
-    """Text is tokenized as it is and messages go through the chat template, whichever the row's prompt is."""
-    rows = [
-        Row("ab", {"hint": [{"role": "user", "content": "cde"}]}, "data:1"),
-        Row([{"role": "user", "content": "a"}], {"hint": "bb"}, "data:2"),
-    ]
-    save_tokenizer(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}z")
-    sizes = {"max_tokens": 20, "max_new_tokens": 4}
-    prompts = PromptStream(rows, Tokenizer(tmp_path), purpose="train", **sizes, teacher_field="hint")
-    shown = {prompts.row(i).place: (list(prompts.prompt_ids(i)), prompts.teacher_ids(i)) for i in range(2)}
-    assert shown == {
-        "data:1": (ids("<bos>ab"), ids("cdez")),
-        "data:2": (ids("az"), ids("<bos>bb")),
-    }
-    assert prompts.longest_prompt == 4
-
-
 def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher):
     """Head and embeddings stay one tensor where they are tied; the teacher's logits are over the policy's tokens."""
     table = load_replica(teacher, dtype=torch.float32).lm_head.weight
@@ -254,34 +197,19 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("teacher", "message"),
     [
         (
-            {"teacher_prompt": "hin"},
-            r"data.jsonl:1: --teacher-prompt hin: there is no such field, only \['hint'",
-        ),
-        (
-            {"teacher_prompt": "number"},
-            r"data.jsonl:2: --teacher-prompt number: '7' is neither text nor mess",
-        ),
-        (
-            {"teacher_prompt": "hint", "max_new_tokens": 50},
-            r"data.jsonl:2: --teacher-prompt hint: 20 tokens and",
-        ),
-        (
-            {"teacher": "other"},
+            "other",
             r"--teacher \S+other: its tokenizer differs: token 12 is '\+', and '='",
         ),
-        ({"teacher": "small"}, r"--teacher \S+small: has 9 embeddings and the tokenizer 16 tokens"),
-        ({"teacher": "/no/such"}, r"--teacher /no/such: no config.json there"),
+        ("small", r"--teacher \S+small: has 9 embeddings and the tokenizer 16 tokens"),
+        ("/no/such", r"--teacher /no/such: no config.json there"),
     ],
 )
-def test_teachers_and_prompts_that_cannot_be_used_are_refused_before_work(
-    tmp_path, embedded_model, changes, message
-):
-    """By file and line, field, flag or token, in a dry run as in a run. Pitfall 63."""
-    rows = [{"prompt": "12=", "hint": "12=", "number": "1"}, {"prompt": "3=", "hint": "1" * 20, "number": 7}]
-    data = write_rows(tmp_path / "data.jsonl", rows)
+def test_teachers_that_cannot_be_used_are_refused_before_work(tmp_path, embedded_model, teacher, message):
+    """By flag or token, in a dry run as in a run. Pitfall 63."""
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "12="}])
     for name, file, old, new in (
         ("other", "tokenizer.json", '"="', '"+"'),
         ("small", "config.json", '"vocab_size": 16', '"vocab_size": 9'),
@@ -290,8 +218,6 @@ def test_teachers_and_prompts_that_cannot_be_used_are_refused_before_work(
         text = (tmp_path / name / file).read_text()
         assert old in text
         (tmp_path / name / file).write_text(text.replace(old, new))
-    if "teacher" in changes:
-        changes = {"teacher": str(tmp_path / changes["teacher"])}
-    fields = {"teacher": str(embedded_model), "data": str(data), "dry_run": True}
+    config = train_grpo.Config(teacher=str(tmp_path / teacher), data=str(data), dry_run=True)
     with pytest.raises(InputError, match=message):
-        train_grpo.main(train_grpo.Config(**{**fields, **changes}))
+        train_grpo.main(config)

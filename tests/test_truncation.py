@@ -13,7 +13,7 @@ from minirl.errors import InputError
 from minirl.generation.sampling import sample, truncate
 from minirl.model import device_kernels
 from minirl.rollouts import KeptIds
-from minirl.run.config import check_shared
+from minirl.run.checks import check_grpo, check_shared
 from minirl.training.batch import pack
 from minirl.training.distillation import score_with_teacher
 from minirl.truncation import Truncation
@@ -212,15 +212,15 @@ def agent(url, episode):
 """
 
 
-TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --eval-rows 4 --save-every 1 --num-minibatches 1"
+TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --save-every 1 --num-minibatches 1"
 PARTIAL = "--max-staleness 1 --correction none"
 # Truncated turns beside others, of rollouts that are in flight.
 ASKED = f"--rollout {{folder}}/mine.py:agent --kl-coef 0.1 {PARTIAL}"
 CASES = {
     "top-k": ("train_grpo.py", "--top-k 5 --temperature 0.7 --kl-coef 0.1"),
-    "partial": ("train_grpo.py", f"--top-k 20 --top-p 0.9 --min-p 0.01 {PARTIAL}"),
+    "partial": ("train_grpo.py", f"--top-k 20 --top-p 0.9 {PARTIAL}"),
     "lora": ("train_grpo.py", "--top-k 9 --top-p 0.8 --temperature 1.3 --lora-rank 2 --kl-coef 0.1"),
-    "ppo": ("train_ppo.py", "--top-k 4 --min-p 0.1 --max-staleness 1"),
+    "ppo": ("train_ppo.py", "--top-k 4 --max-staleness 1"),
     "asked": ("train_grpo.py", ASKED),
     "asked-beside": ("train_grpo.py", f"--top-k 30 --top-p 0.95 {ASKED}"),
 }
@@ -257,12 +257,10 @@ def test_a_truncated_run_has_no_gap_a_ratio_of_one_and_resumes_with_the_same_bit
     ("flags", "message"),
     [
         ({"top_p": 0.9}, r"--top-p 0.9: needs --top-k, .* add --top-k 256"),
-        ({"min_p": 0.1}, r"--min-p 0.1: needs --top-k"),
         ({"top_k": 257}, "--top-k 257: must be a number from 0 to 256"),
         ({"top_k": 5, "top_p": 0.0}, "--top-p 0.0: must be greater than 0"),
         ({"top_k": 5, "top_p": 1.5}, "--top-p 1.5: must be a number from 0 to 1"),
-        ({"top_k": 5, "min_p": 1.5}, "--min-p 1.5: must be a number from 0 to 1"),
-        ({"top_k": 5, "min_p": math.nan}, "--min-p nan: must be finite"),
+        ({"top_k": 5, "top_p": math.nan}, "--top-p nan: must be finite"),
     ],
 )
 def test_truncations_without_a_meaning_or_a_bound_are_refused(flags, message):
@@ -274,7 +272,7 @@ def test_a_divergence_over_the_vocabulary_is_refused_with_truncation():
     """Of the run, by its flags; of a turn that asked for it, where the divergence would be computed."""
     config = train_grpo.Config(top_k=5, teacher="x", teacher_kl="reverse")
     with pytest.raises(InputError, match="--teacher-kl reverse: compares whole vocabularies, and --top-k 5"):
-        train_grpo.check(config)
+        check_grpo(config)
     batch = pack(run(make_engine(cached_model("full", torch.float32)), truncated_requests()[:1]))
     with pytest.raises(
         InputError, match="--teacher-kl: compares whole vocabularies, and a turn was sampled with"

@@ -18,7 +18,8 @@ from minirl.errors import refuse
 from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.checks import check_shared
+from minirl.run.config import RunConfig
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup

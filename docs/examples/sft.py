@@ -18,7 +18,8 @@ from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
 from minirl.rollouts import Completion, KeptIds, Rollout, RolloutId, rollout_of, token_tensor
-from minirl.run.config import RunConfig, check_shared
+from minirl.run.checks import check_shared
+from minirl.run.config import RunConfig
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup

@@ -21,6 +21,8 @@ TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+# In a chat template; quotes and line ends of the template may be in between. Others go on with a tag or a name.
+_SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
 def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
     before: the ids before the turn, int64 [L], where the reasoning may begin. Raises InputError naming the tokenizer's
     folder if nothing says how the model writes calls.
     """
-    if tokenizer.tool_format == "hermes":
+    if writes_hermes(tokenizer):
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
         # Otherwise each turn of a long episode would decode everything before it.
         tail = tokenizer.decode(before[-TAIL_TOKENS:], skip_special_tokens=False)
@@ -50,10 +52,16 @@ def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 def check_readable(tokenizer: Tokenizer) -> None:
-    """Raise InputError if answers cannot be read: no format is given, and no usable response template."""
-    if tokenizer.tool_format is None:
+    """Raise InputError if answers cannot be read: no usable response template, and no template of Hermes' calls."""
+    if not writes_hermes(tokenizer):
         why = _why_unreadable(tokenizer)
         refuse(why is not None, f"{tokenizer.folder}: {why}")
+
+
+def writes_hermes(tokenizer: Tokenizer) -> bool:
+    """Return whether the model writes calls as Hermes does: its chat template shows one, and it has no other format."""
+    is_shown = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
+    return is_shown and getattr(tokenizer.backend, "response_template", None) is None
 
 
 # Cached: it takes longer than reading an answer. Each branch of an episode may show other tools.
@@ -65,12 +73,12 @@ def _why_unreadable(tokenizer: Tokenizer) -> str | None:
     if not is_readable or backend.response_template is None:
         return (
             "its tokenizer has no response template that transformers can read, which would say how the model writes "
-            "calls of tools; see --tool-format, or take the text"
+            "calls of tools; take the text"
         )
     try:
         backend.get_response_parser(prefix="", tools=tokenizer.tools or None)
     except Exception as error:
-        return f"the response template of its tokenizer cannot be used: {str(error)[:300]}; see --tool-format"
+        return f"the response template of its tokenizer cannot be used: {str(error)[:300]}"
     return None
 
 

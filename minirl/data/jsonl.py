@@ -1,6 +1,5 @@
 """Tasks from JSONL files: one object with a prompt per line. Files are checked before the run starts."""
 
-import functools
 import json
 import os
 import zlib
@@ -10,42 +9,43 @@ from pathlib import Path
 from typing import Any, overload
 
 from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_prompt
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 
 
-def load_jsonl_task(data: str, eval_data: Sequence[str], *, prompt_field: str) -> Task:
-    """Load a task without rewards; `prompt_field` has text or chat prompts, the files `eval_data` are held out."""
+def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
+    """Load a task without rewards; its rows have text or chat prompts, the files `eval_data` are held out."""
     return Task(
         name=Path(data).stem,
-        train_rows=read_rows(data, prompt_field),
-        eval_sets={path: read_rows(path, prompt_field) for path in eval_data},
+        train_rows=read_rows(data),
+        eval_sets={path: read_rows(path) for path in eval_data},
         rewards={},
         max_new_tokens=256,
     )
 
 
-def read_rows(path: str, prompt_field: str) -> "JsonlRows":
-    """The rows of a file; fields other than `prompt_field` become columns. Raises like `JsonlRows`."""
-    return JsonlRows(path, functools.partial(_to_row, prompt_field=prompt_field))
+def read_rows(path: str) -> "JsonlRows":
+    """The rows of a file. Raises like `JsonlRows`."""
+    return JsonlRows(path, _to_row)
 
 
-def _to_row(fields: dict[str, Any], place: str, *, prompt_field: str) -> Row:
-    if prompt_field not in fields:
-        raise InputError(f"{place}: no field {prompt_field!r}, only {sorted(fields)}; see --prompt-field")
-    prompt = fields[prompt_field]
+def _to_row(fields: dict[str, Any], place: str) -> Row:
+    """The row of an object: fields other than "prompt" become columns. Raises InputError naming the place."""
+    refuse(
+        "prompt" not in fields,
+        f"{place}: no field 'prompt', only {sorted(fields)}; rename the prompt's field",
+    )
+    columns = dict(fields)
+    prompt = columns.pop("prompt")
     if not is_prompt(prompt):
-        found = f"{place}: field {prompt_field!r} is {str(prompt)[:60]!r}"
-        expected = "expected text, or messages with role and content"
-        others = f"the row has {sorted(fields)}, see --prompt-field"
-        raise InputError(f"{found}; {expected}; {others}")
-    reserved = [name for name in STANDARD_ARGUMENTS if name in fields and name != prompt_field]
+        found = f"{place}: field 'prompt' is {str(prompt)[:60]!r}"
+        raise InputError(f"{found}; expected text, or messages with role and content")
+    reserved = [name for name in STANDARD_ARGUMENTS if name in columns]
     if reserved:
         raise InputError(
             f"{place}: field {reserved[0]!r} has the name of an argument that every reward function gets; "
             "rename the field"
         )
-    columns = {name: value for name, value in fields.items() if name != prompt_field}
     return Row(prompt, columns, place)
 
 

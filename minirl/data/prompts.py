@@ -19,7 +19,6 @@ from minirl.data.task import (
     conversation,
     is_message,
     is_messages,
-    is_prompt,
 )
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import has_messages, messages_of
@@ -51,18 +50,16 @@ class PromptStream:
         max_new_tokens: int,
         seed: int = 0,
         vocab_size: int | None = None,
-        long_prompts: str = "skip",
-        teacher_field: str | None = None,
         truncation: Truncation = NO_TRUNCATION,
     ):
         """Tokenize all rows once to check their lengths and ids, each rank its share of them (collective).
 
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
-        vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. long_prompts: what to do with
-        prompts that leave fewer than `max_new_tokens` tokens for the completion: "skip" them, raise an "error", or
-        truncate them on the "left". If no prompt leaves that many, all that leave at least one token are kept, and
-        their completions are shorter. teacher_field: the column with another prompt of the row, see `teacher_ids`.
-        truncation: of the distributions that requests sample from; greedy ones have none.
+        vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. truncation: of the distributions
+        that requests sample from; greedy ones have none.
+
+        Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. If no prompt leaves that
+        many, all that leave at least one token are kept, and their completions are shorter.
 
         Raises InputError on every rank, naming rows and flags, also if no row is left.
         """
@@ -73,24 +70,20 @@ class PromptStream:
         self.max_new_tokens = max_new_tokens
         self.vocab_size = vocab_size or tokenizer.num_ids
         self._rows = rows
-        self.teacher_field = teacher_field
         self.truncation = truncation
         self.decode_group = 1
         self._notes: list[str] = []
-        self._max_prompt_tokens = max_tokens
         # The indices of the rows that are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
-        # Tokens of the longest served prompt, the teacher's included.
+        # Tokens of the longest served prompt.
         self.longest_prompt = 0
         if rows:
             lengths, hashes = _check_prompts(rows, tokenizer, self.vocab_size)
-            self._fit_prompts(lengths, long_prompts)
-            self.longest_prompt = min(int(lengths[self._kept].max()), self._max_prompt_tokens)
+            self._skip_long_prompts(lengths)
+            self.longest_prompt = int(lengths[self._kept].max())
             num_repeated = self.num_prompts - len(hashes[self._kept].unique())
             if num_repeated:
                 self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
-            if teacher_field is not None:
-                self.longest_prompt = max(self.longest_prompt, self._check_teacher_prompts(teacher_field))
         # Of two epochs: a step may begin in one and end in the next.
         self._order = functools.lru_cache(2)(self._shuffled)
 
@@ -198,7 +191,7 @@ class PromptStream:
         return messages
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
-        """Return the token ids of a prompt; the last ones if it is too long. Raises InputError naming the row."""
+        """Return the token ids of a prompt. Raises InputError naming the row."""
         (ids,) = self._prompt_ids([prompt_ordinal])
         return ids
 
@@ -209,13 +202,8 @@ class PromptStream:
         for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
             # Checked again, because a chat template may write the date.
             _check_ids(row, ids, self.vocab_size)
-            prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
+            prompts.append(tuple(ids))
         return prompts
-
-    def teacher_ids(self, prompt_ordinal: int) -> list[int]:
-        """Return the token ids of the teacher's own prompt in this prompt's row."""
-        assert self.teacher_field is not None
-        return self.tokenizer.encode(_teacher_row(self.row(prompt_ordinal), self.teacher_field))
 
     def appended_ids(
         self,
@@ -296,70 +284,34 @@ class PromptStream:
         """Return the number of epochs before a prompt, as a fraction."""
         return prompt_ordinal / self.num_prompts
 
-    def _check_teacher_prompts(self, field: str) -> int:
-        """Return the tokens of the teacher's longest prompt. Raises InputError naming a row without one that fits."""
-        lengths, _ = _check_prompts(self._rows, self.tokenizer, self.vocab_size, teacher_field=field)
-        longest = int(lengths.max())
-        refuse(
-            longest + self.max_new_tokens > self.max_tokens,
-            f"{self._rows[int(lengths.argmax())].place}: --teacher-prompt {field}: {longest} tokens and "
-            f"--max-new-tokens {self.max_new_tokens} are more than the {self.max_tokens} that the models, "
-            "--cache-tokens and --max-tokens-per-microbatch allow",
-        )
-        return longest
-
-    def _fit_prompts(self, lengths: Tensor, long_prompts: str) -> None:
-        """Skip long prompts, or set where to cut them, as `__init__` describes. lengths int64 [N]: of all rows."""
+    def _skip_long_prompts(self, lengths: Tensor) -> None:
+        """Skip long prompts, as `__init__` describes. lengths int64 [N]: of all rows. Raises InputError."""
         shortest = int(lengths.min())
-        max_prompt_tokens = self.max_tokens - self.max_new_tokens
+        longest = self.max_tokens - self.max_new_tokens
         limit = f"{self.max_tokens} that the model, --cache-tokens and --max-tokens-per-microbatch allow"
-        if shortest >= self.max_tokens and long_prompts == "skip":
-            raise InputError(
-                f"every prompt is too long: the shortest has {shortest} tokens of {limit}; see --long-prompts"
-            )
-
-        # If no prompt leaves max_new_tokens and truncation cannot help, allow all that leave at least one token.
-        can_truncate = long_prompts == "left" and max_prompt_tokens >= 1
-        if shortest > max_prompt_tokens and not can_truncate:
-            max_prompt_tokens = self.max_tokens - 1
+        refuse(
+            shortest >= self.max_tokens,
+            f"every prompt is too long: the shortest has {shortest} tokens of {limit}",
+        )
+        if shortest > longest:  # allow all that leave at least one token
+            longest = self.max_tokens - 1
             what = f"no prompt leaves --max-new-tokens {self.max_new_tokens} of {limit}"
             most = self.max_tokens - shortest
             self._notes.append(f"{what}: completions get what their prompts leave, {most} at most")
-        self._max_prompt_tokens = max_prompt_tokens
-
-        is_long = lengths > max_prompt_tokens
+        is_long = lengths > longest
         long_rows = is_long.nonzero()[:, 0].tolist()
-        if not long_rows:
-            return
-        places = ", ".join(self._rows[i].place for i in long_rows[:3])
-        if len(long_rows) > 3:
-            places += ", ..."
-        counts = f"{len(long_rows)} of {len(lengths)} prompts"
-        what = f"{counts} have more than {max_prompt_tokens} tokens ({places})"
-        if long_prompts == "error":
-            taken = f"--max-new-tokens takes {self.max_new_tokens} of {limit}"
-            raise InputError(f"{what}; {taken}; see --long-prompts")
-        if long_prompts == "skip":
+        if long_rows:
             self._kept = self._kept[~is_long]
-        done = "left out" if long_prompts == "skip" else "cut from the left"
-        self._notes.append(f"{what}: {done}; see --long-prompts")
+            places = ", ".join(self._rows[i].place for i in long_rows[:3])
+            places += ", ..." if len(long_rows) > 3 else ""
+            counts = f"{len(long_rows)} of {len(lengths)} prompts"
+            self._notes.append(f"{counts} have more than {longest} tokens ({places}): left out")
 
 
-def _teacher_row(row: Row, field: str) -> Row:
-    """Return the row with the prompt of this column. Raises InputError naming row and field."""
-    what = f"{row.place}: --teacher-prompt {field}"
-    refuse(field not in row.columns, f"{what}: there is no such field, only {sorted(row.columns)}")
-    prompt = row.columns[field]
-    refuse(not is_prompt(prompt), f"{what}: {str(prompt)[:60]!r} is neither text nor messages")
-    return Row(prompt, {}, row.place)
-
-
-def _check_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int, *, teacher_field: str | None = None
-) -> tuple[Tensor, Tensor]:
+def _check_prompts(rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
 
-    teacher_field: check the teacher's prompts. A process that has not joined the process group checks all rows.
+    A process that has not joined the process group checks all rows.
 
     Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError on every rank,
     naming the first bad row, or if the ranks do not have the same number of rows.
@@ -373,8 +325,6 @@ def _check_prompts(
     try:
         for first in range(begin, end, ROWS_PER_CHECK):
             part = rows[first : min(first + ROWS_PER_CHECK, end)]
-            if teacher_field is not None:
-                part = [_teacher_row(row, teacher_field) for row in part]
             for row, ids in zip(part, tokenizer.encode_all(part), strict=True):
                 _check_ids(row, ids, vocab_size)
                 facts.extend((len(ids), hash(tuple(ids))))

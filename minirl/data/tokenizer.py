@@ -40,12 +40,11 @@ class Tokenizer:
         chat: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
         tools: Sequence[Tool] = (),
-        tool_format: str | None = None,
     ):
         """Load the tokenizer; `chat` wraps text prompts as one user message in the chat template.
 
         template_arguments: further arguments of the template, see `check_arguments`. tools: the tools that prompts show
-        to the model. tool_format: how it writes calls, see `answers`.
+        to the model.
 
         Raises InputError naming the folder if it has no tokenizer that can be loaded, or if its chat template does not
         show the tools.
@@ -64,7 +63,6 @@ class Tokenizer:
         self.folder = folder
         self.chat = chat
         self.template_arguments = dict(template_arguments or {})
-        self.tool_format = tool_format
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         self.num_ids = len(self.backend)
         self.tools = tool_schemas(tools)

@@ -17,7 +17,7 @@ from minirl.ranks.time_account import spent_on
 from minirl.workers import pool as workers
 from minirl.workers.pool import NO_ANSWER, Kind, Pool, WorkerError, wait_for_any
 
-TOO_LONG = "for a reply; see --reply-timeout"
+TOO_LONG = "for a reply; see --call-timeout"
 TOOLS = "minirl.agents.tool_loop"
 KINDS = {
     "rollout": Kind("--rollout", "rollout", "minirl.episodes.remote:load_rollout", TOO_LONG),

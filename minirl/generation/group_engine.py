@@ -82,7 +82,7 @@ class GroupEngine(Engine):
             if checksum != self._checksum:
                 raise GuardError(
                     f"this rank sampled other tokens than rank {self._leader}, which leads it: their devices compute "
-                    "different bits; use --shard-decode off"
+                    "different bits; use --decode-group 1"
                 )
             for name, args, options in calls:
                 getattr(self, name)(*args, **options)

@@ -31,20 +31,13 @@ class LayerNorms(NamedTuple):
 
 NORMS_BEFORE = LayerNorms()
 
-# The linear layers of all families' decoder layers, which can have adapters.
-LINEAR_LAYERS = tuple(
-    "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj input_linear output_linear "
-    "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj".split()
-)
-
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA: the layers named `targets` are frozen, and add alpha / rank (x A^T) B^T to their product."""
+    """LoRA: the linear layers of attention and MLP are frozen, and add alpha / rank (x A^T) B^T to their product."""
 
     rank: int
-    alpha: float
-    targets: tuple[str, ...]
+    alpha: float = 16.0
 
 
 def is_adapter(name: str) -> bool:

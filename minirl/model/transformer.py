@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.errors import refuse
 from minirl.model import batch_invariance, delta_rule, device_kernels, padding, portable_attention
 from minirl.model.attention import Layout, attend
-from minirl.model.config import LINEAR_LAYERS, Adapters, ModelConfig, is_adapter
+from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.gated_delta_net import GatedDeltaNet
 from minirl.model.layers import ACTIVATIONS, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
@@ -198,22 +197,10 @@ class Transformer(nn.Module):
             self._add_adapters(config.adapters)
 
     def _add_adapters(self, adapters: Adapters) -> None:
-        """Give linear layers adapters, and freeze all else but a scalar head.
-
-        Raises InputError for a target that the model lacks.
-        """
-        present = set()
-        for path, module in self.model.layers.named_modules():
-            name = path.rpartition(".")[2]
+        """Give the layers' linear layers adapters, and freeze all else but a scalar head."""
+        for module in self.model.layers.modules():
             if isinstance(module, Linear):
-                present.add(name)
-                if name in adapters.targets:
-                    module.add_adapter(adapters)
-        lacking = set(adapters.targets) - present
-        refuse(
-            lacking and adapters.targets != LINEAR_LAYERS,
-            f"--lora-targets {' '.join(sorted(lacking))}: the model has only {' '.join(sorted(present))}",
-        )
+                module.add_adapter(adapters)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 

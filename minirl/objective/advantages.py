@@ -12,7 +12,7 @@ from torch import Tensor
 from minirl.ranks.process_group import all_reduce_sum
 
 BASELINES = ("mean", "leave_one_out", "none")
-ADVANTAGE_NORMS = ("none", "group_std", "batch_std")
+ADVANTAGE_NORMS = ("none", "group_std", "batch_std", "whiten")
 
 
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     norm:
         "group_std": the group's standard deviation + eps.
         "batch_std": the standard deviation of all rewards + eps.
-        "none": 1.
+        "none", "whiten": 1; whitening is of tokens, by `whiten`.
 
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
     exactly 0. A NaN reward is left out of all statistics and gets 0.
@@ -81,7 +81,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         return centred / (rewards.std(1, keepdim=True) + eps)
     if norm == "batch_std":
         return centred / (rewards.std() + eps)
-    if norm != "none":
+    if norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r}: choose one of {', '.join(ADVANTAGE_NORMS)}")
     return centred
 
@@ -104,23 +104,6 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
         advantages = advantages / (rewards[is_scored].std() + eps)
     # NaN without a greedy score, or from the standard deviation of a single reward: no advantage.
     return advantages.masked_fill(advantages.isnan(), 0.0)
-
-
-def separate_advantages(rewards: Tensor, weights: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G, B] of K rewards [P, G, B, K], each normalised separately (GDPO, arXiv:2601.05242).
-
-    Each reward is normalised within its group. Their sum, weighted by [K], is then shifted and scaled to mean 0 and
-    variance 1 over the step, so rewards of different scales count by their weights alone. A completion without a
-    score (`weighted_scores`) is left out and gets 0.
-    """
-    advantages = [
-        group_advantages(reward, baseline="mean", norm="group_std", eps=eps) for reward in rewards.unbind(-1)
-    ]
-    total = (torch.stack(advantages, -1) * weights).sum(-1)
-    is_scored = ~weighted_scores(rewards, weights).isnan()
-    scored = total[is_scored]
-    whitened = (total - scored.mean()) / (scored.std() + eps)
-    return whitened.masked_fill(~is_scored | whitened.isnan(), 0.0)
 
 
 def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:

@@ -66,21 +66,14 @@ def importance_ratio(
     return over_tokens(ratios, lengths)
 
 
-def clipped_policy_loss(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Tensor:
+def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
     """PPO's clipped surrogate loss (arXiv:1707.06347 eq. 7).
 
     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), with A the advantage and r the ratio. clip_high >
-    clip_low is DAPO's clip-higher (arXiv:2503.14476 eq. 10). dual_clip > 1 bounds the loss by -A dual_clip
-    where A < 0 (arXiv:1912.09729 eq. 5); 0 sets no such bound.
+    clip_low is DAPO's clip-higher (arXiv:2503.14476 eq. 10).
     """
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    if not dual_clip:
-        return loss
-    bounded = torch.minimum(loss, -advantages * dual_clip)
-    return torch.where(advantages < 0, bounded, loss)
+    return torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
 
 def cispo_loss(
@@ -116,9 +109,9 @@ def importance_weights(
     sample_logprobs: Tensor,
     *,
     correction: str,
-    low: float,
-    high: float,
     lengths: Sequence[int],
+    low: float = 0.0,
+    high: float = 2.0,
 ) -> Tensor:
     """Importance weights [T], without gradient, for tokens that another policy than the old one sampled.
 

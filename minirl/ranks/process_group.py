@@ -25,11 +25,11 @@ OLDEST_CAPABILITY = (8, 0)
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def start(*, device: str = "auto", threads: int = 1, hang_timeout: float = 1800.0) -> torch.device:
+def start(*, shares_cores: bool = False, hang_timeout: float = 1800.0) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    device: see `device_type`. threads: CPU threads of one operation on this rank; with more than one, CPU matrix
-    products are not batch-invariant (`minirl.model.batch_invariance`).
+    shares_cores: on CUDA, the CPU computes on this rank's share of the node's cores; else on one thread. On the CPU it
+    is always one: with more, matrix products are not batch-invariant (`minirl.model.batch_invariance`).
 
     hang_timeout: seconds after which a collective fails that some rank has not come to.
 
@@ -41,9 +41,10 @@ def start(*, device: str = "auto", threads: int = 1, hang_timeout: float = 1800.
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
-    kind = device_type(device)
+    kind = device_type()
     use_cuda = kind == "cuda"
-    torch.set_num_threads(threads)
+    num_cores = len(os.sched_getaffinity(0)) // local_world_size()
+    torch.set_num_threads(max(1, num_cores) if use_cuda and shares_cores else 1)
     if use_cuda:
         torch.cuda.set_device(local_rank())
         # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
@@ -73,29 +74,29 @@ def _refuse_unlike_devices(store: Any, kind: str) -> None:
     places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in sorted(set(kinds)))
     refuse(
         len(set(kinds)) > 1,
-        f"--device: all ranks need the same, but {places}; use --device cpu, or other nodes",
+        f"devices: all ranks need the same, but {places}; hide those of all by CUDA_VISIBLE_DEVICES=, or use other "
+        "nodes",
     )
 
 
-def device_type(device: str) -> str:
-    """ "cpu" or "cuda", for "cpu", "cuda" or "auto": cuda where torch sees a device.
+def device_type() -> str:
+    """ "cuda" where torch sees a device, else "cpu": CUDA_VISIBLE_DEVICES= (empty) hides all.
 
-    Not collective. Raises InputError for cuda if this node's ranks cannot each use a device.
+    Not collective. Raises InputError for CUDA if this node's ranks cannot each use a device.
     """
     num_devices = torch.cuda.device_count()
-    refuse(device == "cuda" and not num_devices, "--device cuda: torch sees no CUDA device; use --device cpu")
-    if device == "cpu" or not num_devices:
+    if not num_devices:
         return "cpu"
     refuse(
         local_world_size() > num_devices,
         f"{local_world_size()} ranks on this node, and torch sees {num_devices} CUDA device(s): use "
-        f"--nproc-per-node {num_devices}, or --device cpu",
+        f"--nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
     )
     found = torch.cuda.get_device_capability(local_rank())
     refuse(
         found < OLDEST_CAPABILITY,
         f"CUDA device {local_rank()} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
-        "needed: leave it out by CUDA_VISIBLE_DEVICES, or use --device cpu",
+        "needed: leave it out by CUDA_VISIBLE_DEVICES",
     )
     return "cuda"
 

@@ -9,10 +9,9 @@ import contextlib
 import json
 import math
 import secrets
-import shutil
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from minirl.files.json_files import json_lines, read_json_lines
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import CUT_OFF
 
 # Of a console line: titles, metrics and formats.
 COLUMNS = (
@@ -44,51 +42,11 @@ COLUMNS = (
 )
 # What makes a run faster that spends much of its time on a cause.
 REMEDIES = {
-    "wait_rewards": "raise --reward-workers",
-    "wait_replies": "raise --rollout-workers",
-    "eval": "raise --eval-every or lower --eval-rows",
+    "wait_rewards": "raise --workers",
+    "wait_replies": "raise --workers",
+    "eval": "raise --eval-every",
     "save": "raise --save-every",
 }
-
-
-def troubles(metrics: Mapping[str, float], first_metrics: Mapping[str, float]) -> Iterator[str]:
-    """Find typical trouble in a step's metrics; one sentence for each, with the flag to try.
-
-    first_metrics: the first value that each metric had in the run.
-    """
-    m = defaultdict(float, metrics)
-    first = defaultdict(float, first_metrics)
-    if m["reward/frac_equal_groups"] == 1 and "teacher/frac" not in metrics:
-        yield (
-            "the rewards of each prompt are all equal, nothing to learn: "
-            "try easier prompts or a larger --group-size"
-        )
-    if m["len/empty"] > 0.95:
-        yield "nearly every completion is empty, the model ends at once: see --chat and the prompts"
-    if m["len/truncated"] > 0.95:
-        limit = max(CUT_OFF, key=lambda reason: m[f"finish/{reason}"])
-        yield f"nearly every completion was cut off before it ended: raise {CUT_OFF[limit]}"
-    entropy = metrics.get("policy/entropy", math.inf)  # not measured where no rollout is trained on
-    reward = metrics.get("reward/mean", math.inf)  # not measured without rewards
-    if entropy < 0.1 * first["policy/entropy"] and reward <= first["reward/mean"]:
-        yield (
-            "entropy is collapsing and the reward does not rise: "
-            "lower --lr, raise --clip-high or set --entropy-coef"
-        )
-    if m["policy/kl_old_k3"] > 0.2 or m["policy/kl_ref_k3"] > 2:
-        yield (
-            "the KL divergence is exploding: "
-            "lower --lr, take fewer --num-minibatches or raise the KL coefficient"
-        )
-    if m["policy/logp_gap_mean"] > 0.05:
-        yield "sampled and training logprobs differ by over 0.05 on average: try --correction token_truncate"
-    if metrics.get("optim/grad_norm") == 0 and m["reward/frac_equal_groups"] < 1:
-        yield "no token has a gradient: see --drop-truncated, --correction-low and --correction-high"
-    elif m["policy/ratio_max"] == 1 and abs(m["policy/loss"]) < 1e-3 * m["optim/grad_norm"]:
-        yield (
-            "policy/loss is about 0, and that is as it should be: with one update per step the ratio is 1 "
-            "and the advantages of a group sum to 0; the gradient (gnorm) is not 0. Watch the reward"
-        )
 
 
 class Logger:
@@ -101,20 +59,16 @@ class Logger:
         *,
         wandb_mode: str,
         after_step: int = 0,
-        keep_rollouts: int = 0,
     ):
         """Open the logs in `folder`, which must exist.
 
         after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
-        keep_rollouts: how many newest steps keep their rollouts (0: all). wandb_mode: "off", or a mode of
-        `wandb.init`. Raises OSError if the folder cannot be written to.
+        wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder cannot be written to.
         """
         self.folder = folder
         self._wandb: Any = None
-        self._keep_rollouts = keep_rollouts
-        # The first value of each metric.
-        self._first: Mapping[str, float] = {}
-        self._printed_troubles: set[str] = set()
+        # The names of the metrics that any step had.
+        self._measured: set[str] = set()
         # By cause, of the steps so far.
         self._seconds: Counter[str] = Counter()
         self._after_step = after_step
@@ -125,21 +79,16 @@ class Logger:
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
             args = write_args(folder, {**args, "wandb_id": _wandb_id(folder)})
-            lines = _cut_metrics(self._metrics_file, after_step)
-            if lines:
-                self._first = {name: value for name, value in lines[0].items() if value is not None}
+            for line in _cut_metrics(self._metrics_file, after_step):
+                self._measured |= line.keys()
             if wandb_mode != "off":
                 self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
 
     def log(self, step: int, metrics: Mapping[str, float], *, num_steps: int) -> None:
-        """Write a step's metrics to the console, metrics.jsonl and wandb; note each kind of trouble once."""
+        """Write a step's metrics to the console, metrics.jsonl and wandb."""
         if rank() != 0:
             return
-        self._first = {**metrics, **self._first}
-        for sentence in troubles(metrics, self._first):
-            if sentence not in self._printed_troubles:
-                self._printed_troubles.add(sentence)
-                print0(f"note: {sentence}")
+        self._measured |= metrics.keys()
         # JSON has neither NaN nor infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._unwritten += json.dumps({"step": step, **finite}).encode() + b"\n"
@@ -149,7 +98,7 @@ class Logger:
         num_logged = step - self._after_step
         seconds_per_step = (time.monotonic() - self._began) / max(1, num_logged)
         left_s = seconds_per_step * (num_steps - step)
-        print0(console_line(step, num_steps, metrics, measured=self._first, left_s=left_s))
+        print0(console_line(step, num_steps, metrics, measured=self._measured, left_s=left_s))
         self._seconds.update({cause: metrics.get(f"time/{cause}", 0.0) for cause in REMEDIES})
         if num_logged == 20 and seconds_per_step > 1:
             ((cause, seconds),) = self._seconds.most_common(1)
@@ -191,8 +140,8 @@ class Logger:
         return True
 
     def _write_rollouts(self, step: int, text: str) -> None:
-        """Write a step's rollouts and delete those too old to keep; a partly written file does not stay."""
-        path = self._rollouts_file(step)
+        """Write a step's rollouts; a partly written file does not stay."""
+        path = self.folder / "rollouts" / f"{step:06d}.jsonl"
         try:
             path.write_text(text)
         except OSError as error:
@@ -201,12 +150,6 @@ class Logger:
             print0(
                 f"warning: {path}: {error.strerror or error}; the run goes on without the rollouts of this step"
             )
-        if self._keep_rollouts:
-            with contextlib.suppress(OSError):
-                self._rollouts_file(step - self._keep_rollouts).unlink()
-
-    def _rollouts_file(self, step: int) -> Path:
-        return self.folder / "rollouts" / f"{step:06d}.jsonl"
 
     def _try_wandb(self, action: Callable[[], Any]) -> Any:
         """Call wandb; returns what it returns. If that fails, print the error and turn wandb off."""
@@ -281,24 +224,20 @@ def _json_numbers(values: Any) -> Any:
 def console_line(
     step: int, num_steps: int, metrics: Mapping[str, float], *, measured: Container[str], left_s: float
 ) -> str:
-    """One line about a step: the columns of the metrics that any step `measured`, then what only some steps have.
-
-    A line that would be longer than 120 characters lacks the last columns.
-    """
+    """One line about a step: the columns of the metrics that any step `measured`, then what only some steps have."""
     columns = [f"step {step:>{len(str(num_steps))}}/{num_steps} {timedelta(seconds=round(left_s))} left"]
     for title, metric, spec in COLUMNS:
         if metric in measured:
             value = metrics.get(metric)
             text = "-" if value is None else format(value, spec)
             columns.append(f"{title} {text:>{len(format(0, spec))}}")
-    of_some = [f"eval {metrics['eval/reward']:.3f}"] if "eval/reward" in metrics else []
+    if "eval/reward" in metrics:
+        columns.append(f"eval {metrics['eval/reward']:.3f}")
     for cause in ("rewards", "replies"):
         share = metrics.get(f"time/wait_{cause}", 0.0) / metrics.get("time/step", math.inf)
         if share > 0.1:
-            of_some.append(f"wait {cause} {share:.0%}")
-    while len(" ".join(columns + of_some)) > 120:
-        columns.pop()
-    return " ".join(columns + of_some)
+            columns.append(f"wait {cause} {share:.0%}")
+    return " ".join(columns)
 
 
 def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
@@ -329,15 +268,13 @@ def _is_step(line: Any) -> bool:
 
 
 def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl back to this step; returns what stays. A file with damaged lines is kept aside as it was."""
+    """Cut metrics.jsonl back to this step, without the lines that a kill cut off; returns what stays."""
     steps: list[dict[str, Any]] = []
     if path.is_file():
         steps, damaged = read_metrics(path)
         if damaged:
-            aside = path.with_name(f"metrics-damaged-{secrets.token_hex(2)}.jsonl")
-            shutil.copyfile(path, aside)
             places = ", ".join(f"{path}:{number}" for number in damaged[:5])
-            print0(f"warning: {places}: not a whole line, left out; the file as it was is {aside.name}")
+            print0(f"warning: {places}: not a whole line, left out")
     steps = [step for step in steps if step["step"] <= last_step]
     durable.replace_file(path, json_lines(steps))
     return steps

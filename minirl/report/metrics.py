@@ -200,16 +200,14 @@ def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -
 def add_staleness(
     metrics: StepMetrics, rollouts: Sequence[Rollout], version: int, *, updates_per_step: int
 ) -> None:
-    """Add how old the weights are that sampled the tokens of this rank's rollouts, in steps.
+    """Add the mean age, in steps, of the weights that sampled the tokens of this rank's rollouts.
 
     version: that of the present weights, which grows by `updates_per_step` in a step.
     """
     sampled = [branch.weight_version[branch.loss_mask] for branch in all_branches(rollouts)]
     updates = version - torch.cat([torch.arange(0), *sampled])
-    metrics.add_values("stale/frac", updates > 0)
     # Sums of integers are exact: the mean does not depend on which rank holds which rollout.
     metrics.add("stale/age_mean", updates.sum(), updates.numel() * updates_per_step)
-    metrics.add_max("stale/age_max", updates.double() / updates_per_step)
 
 
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
@@ -308,34 +306,21 @@ def add_value_clip(metrics: StepMetrics, micro: Batch, values: Tensor, *, clip: 
 def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: int) -> None:
     """Add the gap between the logprobs [T] of training and those of sampling, under the same weights.
 
-    Also add statistics of the importance weights rho = exp(training - sampling): moments, the maximum, and
-    KL(sampling || training). version: that of these weights; tokens sampled by others are left out.
+    version: that of these weights; tokens sampled by others are left out.
     """
-    log_rho = (logprobs - micro.sample_logprobs)[micro.loss_index]
+    gap = (logprobs - micro.sample_logprobs)[micro.loss_index].abs()
     chosen = micro.weight_version[micro.loss_index] == version
-    gap = log_rho.abs()
-    rho = log_rho.exp()
-    rho_squared = log_rho.double().exp().square()
-    # kl_penalty takes the difference of its arguments: sampling - training = 0 - log_rho.
-    kl_k3 = kl_penalty(torch.zeros_like(log_rho), log_rho, "k3")
     metrics.add_values("policy/logp_gap_mean", gap, chosen=chosen)
     metrics.add_max("policy/logp_gap_max", gap, chosen=chosen)
-    metrics.add_values("policy/logp_equal_frac", log_rho == 0, chosen=chosen)
-    metrics.add_values("importance/mean", rho, chosen=chosen)
-    metrics.add_values("importance/square", rho_squared, chosen=chosen)
-    metrics.add_values("importance/kl_k1", -log_rho, chosen=chosen)
-    metrics.add_values("importance/kl_k3", kl_k3, chosen=chosen)
-    metrics.add_max("importance/max", rho, chosen=chosen)
+    metrics.add_values("policy/logp_equal_frac", gap == 0, chosen=chosen)
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
-    and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares; that of
-    turns by their mean, or by nothing where each rollout is one answer; ages of weights by nothing where all are the
-    present ones; and the moments of the importance weights rho by chi2 = E[rho^2] - 1 and by the effective share of the
-    sample, ESS = E[rho]^2 / E[rho^2].
+    and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares, and that of turns by
+    their mean, or by nothing where each rollout is one answer.
     """
     all_metrics = dict(metrics)
     for name in metrics:
@@ -346,8 +331,6 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
         all_metrics["env/turns_mean"] = num_turns / metrics["count/rollouts"]
     else:
         all_metrics.pop("env/tokens", None)
-    if not metrics.get("stale/age_max"):
-        all_metrics = {name: value for name, value in all_metrics.items() if not name.startswith("stale/")}
     found = defaultdict(float, metrics)  # names that no rank has counted are missing
     idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
@@ -362,9 +345,4 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, (num_tokens, spent) in rates.items():
         if spent > 0:
             all_metrics[name] = num_tokens / spent
-    if "importance/square" in all_metrics:
-        mean = all_metrics.pop("importance/mean")
-        square = all_metrics.pop("importance/square")
-        all_metrics["importance/chi2"] = square - 1
-        all_metrics["importance/ess"] = mean**2 / square
     return all_metrics

@@ -184,9 +184,7 @@ class _Process:
             return await asyncio.wait_for(self._calls[number], timeout_s)
         except TimeoutError:
             self._kill()
-            raise _WorkerError(
-                f"took more than {timeout_s:g} s and was killed; see --reward-timeout"
-            ) from None
+            raise _WorkerError(f"took more than {timeout_s:g} s and was killed; see --call-timeout") from None
         finally:
             del self._calls[number]
 

@@ -26,7 +26,7 @@ CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
 
 @dataclass(frozen=True)
 class Sizes:
-    """The flags of these names, with a value for each "auto". decode_group: 1 if each rank decodes alone."""
+    """What a rank does at a time. decode_group: 1 if each rank decodes alone."""
 
     max_running_requests: int
     cache_tokens: int
@@ -41,7 +41,7 @@ class Workload:
     """What a run asks of a rank, besides `Sizes`.
 
     trained: the policy, then value models, which with shares_base have adapters on its weights. frozen: by name.
-    num_shards: ranks that hold a model's shards together: all, or those of a node or of a decode group. longest: tokens
+    num_shards: ranks that hold a model's shards together: all, or those of a decode group. longest: tokens
     of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step. requests: those
     that the group has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
     """
@@ -200,12 +200,11 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
         needed = budget(work, sizes)
         if needed.fits():
             break
-    if "max_running_requests" not in fixed:
-        most = MOST_REQUESTS[work.device_type]
-        if work.trained[0].delta_net is not None:  # each place has a state, whether it is used or not
-            most = min(most, work.requests)
-        requests = int(needed.room / 2 / needed.decoding["requests"])  # the cache gets the other half
-        sizes = dataclasses.replace(sizes, max_running_requests=max(1, min(most, requests)))
+    most = MOST_REQUESTS[work.device_type]
+    if work.trained[0].delta_net is not None:  # each place has a state, whether it is used or not
+        most = min(most, work.requests)
+    requests = int(needed.room / 2 / needed.decoding["requests"])  # the cache gets the other half
+    sizes = dataclasses.replace(sizes, max_running_requests=max(1, min(most, requests)))
     if "cache_tokens" not in fixed:
         needed = budget(work, sizes)
         most = max(CACHE_TOKENS, work.requests * (work.longest + FLASH_BLOCK))

@@ -93,7 +93,7 @@ class Checkpoints:
             path = self._folder_of_model(checkpoint, name) / ADAPTERS_FILE
             refuse(
                 peft and peft != read_json_object(path),
-                f"{path}: is of adapters with another base, rank, alpha or targets; take another --run-name",
+                f"{path}: is of adapters with another base, rank or alpha; take another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")

@@ -71,5 +71,5 @@ def _machine(config: RunConfig) -> Machine:
     if config.gpus is not None:
         num_ranks, free = ranks_and_bytes(config.gpus)
         return Machine("cuda", num_ranks, num_ranks, free)
-    kind = device_type(config.device)
+    kind = device_type()
     return this_machine(torch.device(kind, local_rank() if kind == "cuda" else 0))

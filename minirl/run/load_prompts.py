@@ -14,7 +14,7 @@ from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.run.budget import enough_tokens
-from minirl.run.config import RunConfig, check_limits, named_folder
+from minirl.run.config import RunConfig, named_folder
 
 
 def load_prompts(
@@ -32,17 +32,12 @@ def load_prompts(
     """
     tokenizer = load_tokenizer(config, model_folder, tools, workers)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    check_limits(config, max_new_tokens)
     limits = [model_config.max_position_embeddings]
     for size in (config.cache_tokens, config.max_tokens_per_microbatch):
         limits.append(enough_tokens(max_new_tokens) if size == "auto" else size)
     teacher = named_folder(config, "teacher")
     if teacher is not None:
         limits.append(check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
-    refuse(
-        config.chat_template_kwargs and not any(tokenizer.is_chat(row.prompt) for row in task.train_rows),
-        f"--chat-template-kwargs {config.chat_template_kwargs}: has no effect on text prompts; see --chat",
-    )
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
         PromptStream(
@@ -53,8 +48,6 @@ def load_prompts(
             max_tokens=min(limits),
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
-            long_prompts=config.long_prompts,
-            teacher_field=getattr(config, "teacher_prompt", None) if purpose == "train" else None,
             truncation=config.truncation,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
@@ -100,7 +93,6 @@ def load_tokenizer(
         chat=config.chat,
         template_arguments=config.template_arguments,
         tools=tools or called,
-        tool_format=config.tool_format,
     )
     tokenizer.check_arguments("--chat-template-kwargs")
     if called:

@@ -28,13 +28,7 @@ def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
     if not flags:
         return None
     ((kind, spec),) = flags
-    workers = load_rollout(
-        spec,
-        kind=kind,
-        timeout_s=config.reply_timeout,
-        on_error=config.on_rollout_error,
-        num_workers=config.rollout_workers,
-    )
+    workers = load_rollout(spec, kind=kind, timeout_s=config.call_timeout, num_workers=config.workers)
     given = {EPISODE} if workers.gives_reward else set()
     for reward in config.reward:
         refuse(
@@ -75,7 +69,7 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
             "--reward-model DIR or --task gsm8k"
         )
     else:
-        task = load_jsonl_task(data, eval_data, prompt_field=config.prompt_field)
+        task = load_jsonl_task(data, eval_data)
     if functions or config.reward_model:
         only_logged = {**task.rewards, **task.extra_scores}
         for taken in sorted(functions.keys() & only_logged):
@@ -105,7 +99,5 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            functions[name] = RewardWorkers(
-                spec, timeout_s=config.reward_timeout, num_workers=config.reward_workers
-            )
+            functions[name] = RewardWorkers(spec, timeout_s=config.call_timeout, num_workers=config.workers)
     return functions

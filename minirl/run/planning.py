@@ -18,6 +18,9 @@ from minirl.ranks.process_group import gather_objects, local_world_size, world_s
 from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes, enough_tokens
 from minirl.run.config import RunConfig, named_folder
 
+# The flags that may be "auto".
+OPEN_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
+
 
 class Machine(NamedTuple):
     """The ranks of a run. free: bytes of each."""
@@ -70,11 +73,11 @@ def plan(
     advice = "a smaller --model, or lower --max-new-tokens or --cache-tokens"
     if config.trains:
         advice += (
-            "; more ranks (--nproc-per-node), --offload-optimizer on GPUs, --shard-decode on, a lower "
+            "; more ranks (--nproc-per-node), --offload-optimizer on GPUs, --decode-group N, a lower "
             "--max-tokens-per-microbatch; with all sizes given it starts anyway"
         )
     refuse(
-        not needed.fits() and "auto" in given.values(),
+        not needed.fits() and "auto" in (getattr(config, name) for name in OPEN_SIZES),
         f"a rank with {machine.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take {advice}",
     )
     return sizes, needed
@@ -94,11 +97,10 @@ def lines(sizes: Sizes, needed: Budget) -> list[str]:
 
 def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """`Sizes` by name as the flags give them, "auto" where they leave one open. recorded: see `plan`."""
-    names = [field.name for field in dataclasses.fields(Sizes) if field.name != "decode_group"]
-    given = {name: getattr(config, name) for name in names}
+    given = {name: getattr(config, name) for name in OPEN_SIZES}
     for name in ("max_tokens_per_microbatch", "shard_gradients"):  # sums round depending on them
-        if given[name] == "auto":
-            given[name] = recorded.get(name, "auto")
+        if given.get(name, "auto") == "auto" and name in recorded:
+            given[name] = recorded[name]
     return {name: {"on": True, "off": False}.get(value, value) for name, value in given.items()}
 
 
@@ -109,17 +111,16 @@ def decode_groups(
 
     num_heads: key/value heads, which they split. recorded: see `plan`. Raises InputError for an impossible number.
     """
-    if "off" in (config.shard_decode, config.shard_gradients) or not config.trains:
+    if not config.trains:
         return [1]
-    is_on = config.shard_decode == "on"
-    group = config.decode_group or math.gcd(ranks_of_node, num_heads)
-    refuse(
-        num_heads % group or (is_on and group == 1),
-        f"--decode-group {group}: {num_heads} key/value heads cannot be split so; take a divisor of {num_heads}, which "
-        "may be more than the ranks of a node, or --shard-decode off",
-    )
-    if is_on:
-        return [group]
+    if config.decode_group:
+        refuse(
+            num_heads % config.decode_group,
+            f"--decode-group {config.decode_group}: {num_heads} key/value heads cannot be split so; take a divisor of "
+            f"{num_heads}, which may be more than the ranks of a node",
+        )
+        return [config.decode_group]
+    group = math.gcd(ranks_of_node, num_heads)
     known = recorded.get("decode_group")
     return [known] if known in (1, group) else [1, group]
 
@@ -161,7 +162,7 @@ def _workload(
         device_type=machine.device_type,
         free=machine.free,
         num_ranks=machine.num_ranks,
-        num_shards=machine.ranks_of_node if config.shard_over == "node" else machine.num_ranks,
+        num_shards=machine.num_ranks,
         dtype=dtype,
         trained=trained,
         frozen=frozen,
@@ -171,6 +172,6 @@ def _workload(
         requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=config.adapters is not None and value_folder is None,
-        parks_frozen=config.park_frozen and config.trains and is_cuda,
+        parks_frozen=config.trains and is_cuda,
         offloads_optimizer=config.offload_optimizer and is_cuda,
     )

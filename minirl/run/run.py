@@ -137,7 +137,6 @@ class Run:
             setup.args() | dict(resolved or {}),
             wandb_mode=config.wandb,
             after_step=self.progress.step,
-            keep_rollouts=config.keep_rollouts,
         )
         if rank() == 0:
             setup.folder.keep_script()
@@ -323,15 +322,13 @@ class Run:
             grouped_rewards=scores,
             branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
         )
-        updates_per_step = self._config.updates_per_step
-        sampled_version = self.progress.update - updates_per_step  # this step's
-        add_staleness(metrics, rewarded.rollouts, sampled_version, updates_per_step=updates_per_step)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
         counts: list[Counted] = []
         if self._config.max_staleness:
             counts.append("restarted")
-        if self._config.on_rollout_error == "end":
-            counts.append("rollout_errors")
+            updates_per_step = self._config.updates_per_step
+            version = self.progress.update - updates_per_step  # in this step's generation
+            add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
         if self._setup.tokenizer.tools:
             counts += ["tool_results", "tool_errors"]
         for name in counts:

@@ -36,8 +36,6 @@ from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
-    local_rank,
-    local_world_size,
     print0,
     rank,
     world_size,
@@ -89,9 +87,9 @@ class Setup:
         task = load_task(config, rewards)
         self._rollout_workers = rollout_workers(config)
         self.device = process_group.start(
-            device=config.device, threads=config.threads, hang_timeout=config.hang_timeout
+            shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
         )
-        self._num_shards = num_shards(config)
+        self._num_shards = world_size()
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
@@ -141,7 +139,7 @@ class Setup:
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
         # Machines of other kinds may differ, and all ranks must score or none.
-        self._is_exact = all(gather_objects(config.threads == 1 and is_invariant))
+        self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
         self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
@@ -158,10 +156,7 @@ class Setup:
         """
         model = self._sharded(model_config, folder, is_frozen=is_frozen, base=self._models.get(folder))
         self._models.setdefault(folder, model)
-        optimizer = model.make_optimizer(
-            betas=self.config.adam_betas, eps=self.config.adam_eps, weight_decay=self.config.weight_decay
-        )
-        return model, optimizer
+        return model, model.make_optimizer()
 
     def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
         """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
@@ -191,18 +186,15 @@ class Setup:
         return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
-        """The model of --teacher, which reads the prompts of --teacher-prompt. Not collective.
+        """The model of --teacher. Not collective.
 
         It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
         """
         folder = named_folder(self.config, "teacher")
         assert folder is not None
-        prompt_ids = self.prompts.teacher_ids if self.prompts.teacher_field else None
         if self.config.has_kl_loss:
-            return self.frozen(
-                folder, teacher_states, ["teacher_states"], keeps_head=True, prompt_ids=prompt_ids
-            )
-        return self.frozen(folder, score_batch, ["teacher_logprobs"], prompt_ids=prompt_ids)
+            return self.frozen(folder, teacher_states, ["teacher_states"], keeps_head=True)
+        return self.frozen(folder, score_batch, ["teacher_logprobs"])
 
     def frozen(
         self,
@@ -213,8 +205,8 @@ class Setup:
     ) -> FrozenModel:
         """A model that scores the rollouts of each step (collective if weights are sharded). options: `FrozenModel`'s.
 
-        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With
-        --shard-decode the model is sharded, and InputError is raised if its vocabulary differs.
+        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. In a decode
+        group the model is sharded, and InputError is raised if its vocabulary differs.
         """
         model: ShardedModel | Transformer
         park = False
@@ -225,11 +217,11 @@ class Setup:
             refuse(
                 config.vocab_size != self.model_config.vocab_size,
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
-                "only --shard-decode off cuts or pads vocabularies",
+                "only --decode-group 1 cuts or pads vocabularies",
             )
             model = self._sharded(config, source, is_frozen=lambda name: True)
         else:
-            model, park = load_replica(source, dtype=self.dtype), self.config.park_frozen
+            model, park = load_replica(source, dtype=self.dtype), True
             resize_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(
             model,
@@ -237,7 +229,6 @@ class Setup:
             names=names,
             device=self.device,
             park=park,
-            max_tokens=self.sizes.max_tokens_per_microbatch,
             **options,
         )
 
@@ -274,9 +265,7 @@ class Setup:
             self.prompts,
             self.reward_functions,
             rollout=self._rollout_workers or rollout,
-            limits=EpisodeLimits(
-                self.config.max_turns, self.config.max_sampled_tokens, self.config.max_episode_seconds
-            ),
+            limits=EpisodeLimits(self.config.max_turns),
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,
@@ -297,7 +286,7 @@ class Setup:
     def eval_values(self, records: Iterable[Record]) -> dict[str, list[float]]:
         """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records.
 
-        In training, --eval-samples adds pass@k and the other numbers of samples.
+        Training leaves out pass@k and the other numbers of samples, unless a fork evaluates several.
         """
         weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
         of_samples = self.config.eval_samples > 0 or not self.config.trains
@@ -379,7 +368,7 @@ class Setup:
         self.prompts.decode_group = self.held_out.decode_group = group
         share = group if rank() % group == 0 else 0
         if self._rollout_workers is not None:
-            self._rollout_workers.pool.resize(share * self.config.rollout_workers)
+            self._rollout_workers.pool.resize(share * self.config.workers)
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
@@ -393,7 +382,7 @@ class Setup:
                 chat=config.chat,
                 template_arguments=config.template_arguments,
                 max_tokens=max(self.sizes.max_tokens_per_microbatch, self.max_tokens),
-                park=config.park_frozen,
+                park=True,
             )
         if config.overlong_buffer:
             buffer = config.overlong_buffer * self.max_new_tokens
@@ -415,25 +404,6 @@ def compute_dtype(name: str, device_type: str) -> torch.dtype:
     return dtype
 
 
-def num_shards(config: RunConfig) -> int:
-    """The number of ranks that share a model's shards (collective).
-
-    Raises InputError, on every rank, if the ranks of a node share them and nodes have unequal numbers of ranks.
-    """
-    if config.shard_over == "world":
-        return world_size()
-    places = gather_objects((local_rank(), local_world_size()))
-    size = places[0][1]
-    expected = [(r % size, size) for r in range(world_size())]
-    listed = ", ".join(f"{place} of {of_node}" for place, of_node in places)
-    refuse(
-        places != expected or world_size() % size,
-        f"--shard-over node: nodes need equally many ranks, numbered one node after another as by torchrun; in their "
-        f"nodes they are {listed}. Start as many on each (--nproc-per-node), or take --shard-over world",
-    )
-    return size
-
-
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     """The source of old logprobs: "sampled", "scored", or "auto" if the step needs none.
 
@@ -441,8 +411,6 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     ratio 1. But with --max-staleness older weights sampled some tokens: their ratio is to the weights that sampled
     them, unless importance weights correct for those.
     """
-    if config.old_logprobs != "auto":
-        return config.old_logprobs
     is_corrected = config.importance_correction != "none"
     is_stale = config.max_staleness > 0
     if config.updates_per_step == 1 and (is_corrected or not is_stale):

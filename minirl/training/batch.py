@@ -9,7 +9,7 @@ about token t. The `RolloutTable` describes the branches of all ranks to every r
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches, token_tensor
+from minirl.rollouts import CUT_OFF, KeptIds, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 
 
@@ -183,37 +183,13 @@ class Batch:
         """A batch of the sequences at these indices, in this order."""
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
-        selected = self._at(self._token_places(indices), lengths, prefixes)
-        if self.table_index is None:
-            return selected
-        return selected.replace(table_index=self.table_index[list(indices)])
-
-    def with_prompts(self, prompt_ids: Callable[[int], Sequence[int]]) -> Self:
-        """The same completions after other prompts, whose ids `prompt_ids` returns by ordinal.
-
-        A further branch of a rollout keeps the prompt that its episode gave it. In the other streams a new prompt's
-        tokens have the elements of the old one's first token.
-        """
-        prompt_of = functools.cache(lambda ordinal: token_tensor(prompt_ids(ordinal)))
-        tokens, places, prefixes = [], [], []
-        first = 0
-        for own, prefix in zip(self.tokens.cpu().split(self.lengths), self.prefixes, strict=True):
-            start = prefix.num_tokens
-            prompt = own[:start] if prefix.branch else prompt_of(prefix.ordinal)
-            tokens.append(torch.cat([prompt, own[start:]]))
-            places += [torch.full_like(prompt, first), torch.arange(first + start, first + len(own))]
-            prefixes.append(prefix._replace(num_tokens=len(prompt)))
-            first += len(own)
-        none = torch.arange(0)  # for a batch without sequences
-        moved = self._at(torch.cat([none, *places]), tuple(map(len, tokens)), tuple(prefixes))
-        return moved.replace(tokens=torch.cat([none, *tokens]).to(self.tokens.device))
-
-    def _at(self, places: Tensor, lengths: tuple[int, ...], prefixes: tuple[PromptPrefix, ...]) -> Self:
-        """A batch of the tokens at these places, with the table index of this one's sequences."""
+        places = self._token_places(indices)
         token_index = upload(places, self.tokens.device)
         fields: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
         if self.kept is not None:
             fields["kept"] = self.kept[places]
+        if self.table_index is not None:
+            fields["table_index"] = self.table_index[list(indices)]
         return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
 
     @property

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from minirl.model.layers import Linear
 from minirl.model.transformer import Transformer
-from minirl.ranks.process_group import gather_objects
-from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -53,17 +51,12 @@ class FrozenModel:
         device: torch.device,
         park: bool = False,
         keeps_head: bool = False,
-        prompt_ids: Callable[[int], Sequence[int]] | None = None,
-        max_tokens: int = 0,
     ):
         """model: a sharded one is run as its `scorer`, and is not parked where ranks gather its weights.
 
         names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
 
         park: see `unparked`. keeps_head: a sharded model's head stays gathered, for users of hidden states.
-
-        prompt_ids: of other prompts that the model reads, see `Batch.with_prompts`; None: it reads the batch's.
-        max_tokens: limit of a microbatch with other prompts.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._gathered = model if isinstance(model, ShardedModel) and model.shards_weights else None
@@ -72,34 +65,22 @@ class FrozenModel:
         self._device = device
         self._park = park
         self._keeps_head = keeps_head
-        self._prompt_ids = prompt_ids
-        self._max_tokens = max_tokens
 
     @torch.no_grad()
     def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
         """The batch, on the model's device, with the streams of the sequences in these microbatches; NaN elsewhere.
 
-        With other prompts all sequences have streams, which are 0 elsewhere. Collective then, and if the model's
-        weights are sharded.
+        Collective if the model's weights are sharded.
         """
-        seen = batch
-        if self._prompt_ids is not None:
-            seen = batch.with_prompts(self._prompt_ids)
-            (own,) = plan_microbatches(seen.lengths, seen.prefixes, num_ranks=1, max_tokens=self._max_tokens)
-            # Ranks that share a model pass through it equally often.
-            num_passes = max(gather_objects(len(own)))
-            microbatches = own + [[]] * (num_passes - len(own))
         streams: dict[str, Tensor] = {}
         with self._on_device():
             for indices in microbatches:
-                token_index = seen.token_index(indices)
-                outputs = self._outputs(self.model, seen.select(indices))
+                token_index = batch.token_index(indices)
+                outputs = self._outputs(self.model, batch.select(indices))
                 for name, output in zip(self._names, outputs, strict=False):
                     if name not in streams:
-                        streams[name] = output.new_full((len(seen.tokens), *output.shape[1:]), torch.nan)
+                        streams[name] = output.new_full((len(batch.tokens), *output.shape[1:]), torch.nan)
                     streams[name][token_index] = output
-        if seen is not batch:
-            streams = {name: batch.scatter(stream[seen.loss_index]) for name, stream in streams.items()}
         return batch.replace(**streams)
 
     @contextmanager

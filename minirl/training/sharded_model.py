@@ -236,7 +236,7 @@ class ShardedModel:
         loss.backward()
 
     def make_optimizer(
-        self, *, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float
+        self, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> torch.optim.AdamW:
         """Make an AdamW over the masters, with its state, for `step`, which sets the learning rate.
 

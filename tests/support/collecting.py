@@ -33,11 +33,11 @@ CHAT = (
 
 
 @functools.cache
-def letter_tokenizer(template=None, *, chat=False, tool_format=None) -> Tokenizer:
+def letter_tokenizer(template=None, *, chat=False) -> Tokenizer:
     """A tokenizer of one id per letter, with the model's number of ids."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
-        tokenizer = Tokenizer(Path(folder), chat=chat, tool_format=tool_format)
+        tokenizer = Tokenizer(Path(folder), chat=chat)
     assert len(tokenizer.backend) == VOCAB
     return tokenizer
 
@@ -97,8 +97,8 @@ def calculator(episode: Episode):
         turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
 
 
-def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT, *, tool_format=None) -> Prompts:
-    tokenizer = letter_tokenizer(template, chat=True, tool_format=tool_format)
+def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
+    tokenizer = letter_tokenizer(template, chat=True)
     return Prompts(max_new_tokens=max_new_tokens, tokenizer=tokenizer)
 
 

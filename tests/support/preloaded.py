@@ -16,12 +16,14 @@ import train_grpo
 import train_ppo
 from minirl.data import prompts
 from minirl.run import embedded_model
+from minirl.run.config import RunConfig
 
 torch.set_num_threads(1)
 # Making and tokenizing the 20,000 rows of the embedded task takes a third of a short run. They are the same for all
 # runs with the same tokenizer.
 _task = embedded_model.load_sorting()
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
+RunConfig.eval_rows = 8  # of 256: evaluations take most of a short run
 _check_prompts = prompts._check_prompts
 _checked = {}
 

@@ -21,6 +21,8 @@ import torch
 
 from minirl import evaluate
 from minirl.ranks.time_account import TimeAccount
+from minirl.run import setup
+from minirl.run.config import RunConfig
 from minirl.run.flags import parse
 from support.jobs import ROOT, Job, free_port, start, torchrun
 from support.rank_pool import RankPool
@@ -241,6 +243,16 @@ def trained(
     if not folder.exists():
         run_in_pool(pool, script, *flags, f"--run-name {folder.name}", runs=folder.parent, under=under)
     return folder
+
+
+def all_held_out() -> Any:
+    """As many held-out rows as outside of tests."""
+    return mock.patch.object(RunConfig, "eval_rows", 256)
+
+
+def scored_before_the_update() -> Any:
+    """A scoring pass gives the old logprobs, whatever the sampled ones are."""
+    return mock.patch.object(setup, "source_of_old_logprobs", return_value="scored")
 
 
 def in_nodes_of_two() -> Any:

@@ -9,6 +9,10 @@ from minirl.data.task import Row
 TOKENS = ("<bos>", "<eos>", "<unk>", "<turn>", *"abcdefghijklmnopqrstuvwxyz .,:")
 
 
+# Of a chat template: it says that calls are written as Hermes does.
+HERMES = '{# <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> #}'
+
+
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<turn>{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<turn>assistant:{% endif %}"

@@ -1,0 +1,136 @@
+"""Refusals of flags that would train something else than they say, before anything is loaded.
+
+Flags without effect are accepted. A fork with other rules changes or leaves out the call in its `main`.
+"""
+
+import dataclasses
+from typing import Any
+
+from minirl.errors import refuse
+from minirl.ranks.process_group import world_size
+from minirl.run.config import RunConfig, ranks_and_bytes, rollout_flags
+from minirl.run.flags import flag_of
+
+# The fields that must be greater than 0.
+POSITIVE = (
+    "num_steps prompts_per_step group_size num_epochs num_minibatches max_tokens_per_microbatch lr value_lr kl_horizon "
+    "max_new_tokens temperature cache_tokens workers call_timeout eval_rows hang_timeout"
+).split()
+MAX_NUMBER = 2**63 - 1  # tensors hold no greater int, and a greater float is a typo
+
+
+def check_grpo(config: Any) -> None:
+    """Refuse flags of train_grpo.py that contradict each other. Raises InputError naming the flag."""
+    check_shared(config)
+    is_grouped = config.is_rewarded and config.baseline in ("mean", "leave_one_out")
+    refuse(
+        (is_grouped or config.dynamic_sampling) and config.group_size < 2,
+        f"--group-size {config.group_size}: --baseline {config.baseline} or --dynamic-sampling needs at least 2",
+    )
+    refuse(
+        config.is_rewarded and not is_grouped and config.advantage_norm in ("group_std", "batch_std"),
+        f"--baseline {config.baseline}: needs --advantage-norm none or whiten; equal rewards have no std",
+    )
+    refuse(
+        config.kl_coef and config.kl_reward_coef,
+        "--kl-coef with --kl-reward-coef: put the KL term into one of the two",
+    )
+    refuse(
+        config.kl_reward_coef and config.advantage_norm == "group_std",
+        "--kl-reward-coef: --advantage-norm group_std would divide it away; take another norm, or --kl-coef",
+    )
+    is_token_kl = config.kl_reward_coef and config.has_token_kl
+    refuse(
+        is_token_kl and config.ratio_level != "token",
+        f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --kl-reward-coef a term for each, with "
+        "--baseline none",
+    )
+    refuse(
+        config.teacher and not config.has_kl_loss and config.ratio_level != "token",
+        f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --teacher-kl sampled a term for each",
+    )
+    refuse(
+        config.top_k and config.has_kl_loss,
+        f"--teacher-kl {config.teacher_kl}: compares whole vocabularies, and --top-k {config.top_k} truncates them; "
+        "use --teacher-kl sampled",
+    )
+    for name in ("dynamic_sampling", "kl_reward_coef"):
+        refuse(
+            getattr(config, name) and not config.is_rewarded,
+            f"{flag_of(name)}: --teacher alone does not train on rewards; leave it out, or add --teacher-coef",
+        )
+
+
+def check_ppo(config: Any) -> None:
+    """Refuse flags of train_ppo.py that contradict each other. Raises InputError naming the flag."""
+    check_shared(config)
+    for name in ("gamma", "gae_lambda"):
+        value = getattr(config, name)
+        refuse(value > 1, f"{flag_of(name)} {value}: must be at most 1")
+    refuse(
+        config.kl_target and not config.kl_reward_coef,
+        f"--kl-target {config.kl_target}: adapts --kl-reward-coef, which must be greater than 0",
+    )
+    refuse(
+        config.value_warmup_steps >= config.num_steps,
+        f"--value-warmup-steps {config.value_warmup_steps}: the policy is trained in none of --num-steps "
+        f"{config.num_steps}",
+    )
+
+
+def check_shared(config: RunConfig) -> None:
+    """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
+    _check_values(config)
+    writers = " and ".join(flag_of(kind) for kind, _ in rollout_flags(config))
+    refuse(
+        " and " in writers,
+        f"{writers}: each of them writes the rollouts; leave out all but one (an --environment or a --rollout may call "
+        "the others itself)",
+    )
+    refuse(
+        config.model and not config.data and (config.trains or config.task == "auto"),
+        "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",
+    )
+    num_rollouts = config.prompts_per_step * config.group_size
+    refuse(
+        config.minibatches_per_epoch > num_rollouts,
+        f"--num-minibatches {config.minibatches_per_epoch}: a step has only {num_rollouts} rollouts",
+    )
+    refuse(
+        len(config.reward_weights) not in (0, config.num_rewards),
+        f"--reward-weights: there are {config.num_rewards} rewards",
+    )
+    refuse(
+        config.reward_weights and not any(config.reward_weights),
+        "--reward-weights: all are 0, so that nothing is trained for",
+    )
+    refuse(
+        config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
+    )
+    config.truncation.checked(flag_of)
+    num_ranks = world_size() if config.gpus is None else ranks_and_bytes(config.gpus)[0]
+    group = config.decode_group
+    refuse(
+        group and num_ranks % group,
+        f"--decode-group {group}: {num_ranks} ranks do not make groups of {group}",
+    )
+
+
+def _check_values(config: RunConfig) -> None:
+    """Refuse empty texts, and numbers that are negative, not finite or wrongly 0. Raises InputError.
+
+    The numbers of a field with several may be negative.
+    """
+    for field in dataclasses.fields(config):
+        given = getattr(config, field.name)
+        flag = flag_of(field.name)
+        for value in given if isinstance(given, tuple) else (given,):
+            is_empty = isinstance(value, str) and not value.strip()
+            refuse(is_empty, f"{flag}: is empty; leave it out")
+            is_number = isinstance(value, int | float)
+            refuse(
+                is_number and not abs(value) <= MAX_NUMBER, f"{flag} {value}: must be finite and below 2**63"
+            )
+        if isinstance(given, int | float):
+            refuse(given < 0, f"{flag} {given}: must not be negative")
+            refuse(field.name in POSITIVE and given == 0, f"{flag} {given}: must be greater than 0")
