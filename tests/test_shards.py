@@ -25,7 +25,6 @@ from minirl.model.sliced_model import slice_model
 from minirl.model.slices import Slices
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
-from minirl.rewards.reward_workers import load_reward
 from minirl.rollouts import RolloutId
 from minirl.run import planning, setup
 from minirl.training.batch import Batch
@@ -442,17 +441,6 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
     folders = [run_of(pool, case, mode, runs, **values) for mode in MODES]
     in_slices, whole = map(untimed_digests, folders)
     assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
-
-
-def test_the_workers_of_a_group_are_the_leaders(tmp_path):
-    """A pool gets more that have loaded the code, or none."""
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    reward = load_reward(f"{tmp_path}/functions.py:right", num_workers=1)
-    reward.pool.resize(3)
-    assert [worker.is_ready for worker in reward.pool.workers] == [True] * 3
-    assert reward(completions=["ab"], answer=["1"]) == [2.0]
-    reward.pool.resize(0)
-    assert reward.pool.workers == []
 
 
 FAILS = """

@@ -306,7 +306,6 @@ class Run:
             branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
         )
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        metrics.add_values("reward/errors", rewarded.failed)
         if self._config.max_staleness:
             updates_per_step = self._config.updates_per_step
             version = self.progress.update - updates_per_step  # in this step's generation

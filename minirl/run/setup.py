@@ -36,7 +36,6 @@ from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
     print0,
-    rank,
     world_size,
 )
 from minirl.report.evaluation import Record, values_by_prompt
@@ -129,7 +128,7 @@ class Setup:
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         if self.sizes.decode_group > 1:
             self._num_shards = self.sizes.decode_group
-            self._lead_or_follow(self._num_shards)
+            self.prompts.decode_group = self.held_out.decode_group = self._num_shards
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
@@ -358,14 +357,6 @@ class Setup:
         )
         self._keeps_cache = needed.fits(keeps_cache=True)
         self._budget = lines(self.sizes, needed)
-
-    def _lead_or_follow(self, group: int) -> None:
-        """Give the first rank of each `group` ranks the requests of all, and the workers for them."""
-        self.prompts.decode_group = self.held_out.decode_group = group
-        share = group if rank() % group == 0 else 0
-        for function in self.reward_functions.values():
-            if isinstance(function, RewardWorkers):
-                function.pool.resize(share * self.config.workers)
 
     def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
