@@ -110,7 +110,7 @@ def evaluate_prompts(setup: Setup) -> list[Record]:
         num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
     ):
         scores = weighted_scores(rewarded.rewards, setup.score_weights)
-        records += setup.records(rewarded, reward=scores, failed=rewarded.failed)
+        records += setup.records(rewarded, reward=scores)
     return records
 
 
@@ -128,7 +128,6 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
         **(config.truncation._asdict() if config.top_k else {}),
-        "errors": sum(record["failed"] for record in records),
         "scores": scores,
     }
 

@@ -363,10 +363,7 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
             rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
-    failed = torch.zeros(len(rollouts), dtype=torch.bool)
-    return RewardedRollouts(
-        rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1), failed
-    )
+    return RewardedRollouts(rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1))
 
 
 @pytest.mark.parametrize(

@@ -879,7 +879,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     finally:
         for function in task.rewards.values():
             if isinstance(function, RewardWorkers):
-                function.pool.stop()
+                function.stop()
 
 
 # It shows the names of tools, and begins answers otherwise where there are any.

@@ -123,7 +123,7 @@ def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1)
 
 def judged(rollouts, rows=(), texts=(), rewards=None):
     rewards = torch.zeros(len(rollouts), 1) if rewards is None else rewards
-    return RewardedRollouts(rollouts, list(rows), list(texts), rewards, torch.zeros(len(rollouts)))
+    return RewardedRollouts(rollouts, list(rows), list(texts), rewards)
 
 
 def test_means_maxima_and_totals_are_over_parts_and_ranks(reduce_over_ranks):

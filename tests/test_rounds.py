@@ -13,8 +13,9 @@ import torch
 
 from minirl.episodes.event_loop import event_loop
 from minirl.episodes.runner import EpisodeRunner
-from minirl.errors import RewardError, RolloutError
+from minirl.errors import RolloutError
 from minirl.ranks import time_account
+from minirl.rewards.reward_model import RewardModel
 from support.collecting import (
     Prompts,
     calculator,
@@ -39,8 +40,6 @@ def reward(completion_ids, prompts):
         time.sleep(0.01)
     return [float(len(ids)) for ids in completion_ids]
 
-def raises(completions):
-    raise ValueError("never")
 """
 NUM_STEPS = 5
 OPTIONS = {"round_tokens": 4, "max_staleness": 3}
@@ -175,28 +174,20 @@ def test_a_reply_that_comes_during_an_update_is_not_late():
 
 
 def test_an_evaluation_is_judged_as_a_whole_however_late_a_reward_comes(load, tmp_path):
-    """A function without workers, such as a reward model, gets all completions in one call."""
+    """A reward model gets all completions in one call."""
     judged = []
 
-    def judge(completions):
+    def judge(prompts, completions):
         judged.append(len(completions))
         return [0.0] * len(completions)
 
-    functions = {"reward": load("reward"), "judge": judge}
+    functions = {"reward": load("reward"), "judge": RewardModel(judge)}
     requests = make_prompts().requests(0, 3, group_size=0, num_greedy=1)
     opening = threading.Timer(1.0, (tmp_path / "open").touch)
     opening.start()
     rewarded = evaluated(make_collector(make_prompts(), rollout=here, functions=functions), requests)
     opening.join()
     assert (len(rewarded.rollouts), judged) == (3, [3])
-
-
-def test_forgiven_failures_are_a_share_of_an_evaluation(load):
-    functions = {"raises": load("raises", on_error="zero")}
-    requests = make_prompts().requests(0, 40, group_size=0, num_greedy=1)
-    evaluator = make_collector(make_prompts(), rollout=here, functions=functions)
-    with pytest.raises(RewardError, match=r"^3 of this step's 40 .* forgives 2"):
-        evaluated(evaluator, requests)
 
 
 @pytest.mark.slow
@@ -223,13 +214,11 @@ def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert len(collector._queue.groups[1].rollouts) == 3
-    pids = [worker.pid for worker in function.pool.workers]
     (tmp_path / "open").touch()
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), **options))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
     assert sum(1 in step for step in ordinals(steps)) == 1
-    assert [worker.pid for worker in function.pool.workers] == pids
     for rollout_id, _, tokens, is_sampled, *_, rewards in itertools.chain(*steps):
         assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
 

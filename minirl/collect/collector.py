@@ -131,7 +131,6 @@ class Collector:
         if temperature is None:
             temperature = self._temperature
         self._num_steps += 1
-        self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
         with self._runner.closed_on_error():
             selection = self._select_step(num_groups, weight_version, temperature)
         self._runner.leave_engine()
@@ -158,7 +157,6 @@ class Collector:
         rollouts' ids; those that finish last may be fewer.
         """
         waiting = iter(groups)
-        self._queue.begin_step(0)
         self._runner.begin_round(weight_version=weight_version)
         bar = progress_bar("generate", total=num_requests, unit="completions")
         with self._runner.closed_on_error(), bar:
@@ -290,7 +288,6 @@ class Collector:
         self._begin(requests)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        self._queue.expect(len(requests))
         self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
         self._runner.begin(requests)
 

@@ -14,7 +14,7 @@ from minirl.episodes.refusals import returned_rewards
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.time_account import spent_on
-from minirl.workers.user_code import users_traceback
+from minirl.user_code import users_traceback
 
 # Seconds for functions to clean up when the run ends.
 CLOSE_S = 1.0

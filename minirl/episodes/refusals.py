@@ -5,7 +5,7 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.workers.user_code import shown
+from minirl.user_code import shown
 
 # The name of a reward that is given without one.
 REWARD = "reward"

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
-from minirl.errors import InputError, RewardError
-from minirl.ranks.time_account import spent_on
-from minirl.rewards.reward_adapter import call_reward
-from minirl.rewards.reward_workers import RewardWorkers, named_completion
-from minirl.rewards.values import validate_rewards
+from minirl.errors import InputError, RewardError, escaped
+from minirl.rewards.values import Answers, validate_rewards
+from minirl.rewards.worker import call_reward
 from minirl.rollouts import Rollout
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
@@ -132,11 +130,6 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
     return named.intersection(EPISODE_ARGUMENTS)
 
 
-def judges_groups(function: RewardFunction) -> bool:
-    """Return whether the function gets all rollouts of a prompt together."""
-    return "episodes" in asked_of_episodes([function])
-
-
 def _instead_of(name: str) -> str:
     """Return the fix for an argument of TRL's reward functions that minirl lacks; "" for other names."""
     if name == "environments":
@@ -225,45 +218,27 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
     }
 
 
-def _shaped(row: Row, text: str) -> Any:
-    """Return a completion as functions get it: text, or the message of a chat."""
-    is_chat = not isinstance(row.prompt, str)
-    return [{"role": "assistant", "content": text}] if is_chat else text
-
-
-@spent_on("wait_rewards")
-def compute_rewards(
-    function: RewardFunction,
-    rows: Sequence[Row],
-    *,
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    of_episodes: Mapping[str, list[Any]] | None = None,
+def judged(
+    function: RewardFunction, arguments: Mapping[str, Any], rows: Sequence[Row], texts: Sequence[str]
 ) -> list[float | None]:
-    """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
+    """Call a function in this process, for N completions; see `checked_rewards`. The function's errors pass through."""
+    answers = validate_rewards(call_reward(function, arguments), len(texts))
+    return checked_rewards(getattr(function, "__name__", str(function)), answers, rows, texts)
 
-    A reward is None where the function says that it does not apply, and NaN where the function failed in its
-    worker process and `--on-reward-error zero` forgives the failure. of_episodes: what `episode_arguments`
-    returns. Raises RewardError naming function, row and value for anything else that is not one finite number per
-    completion.
+
+def checked_rewards(
+    name: str, answers: Answers, rows: Sequence[Row], texts: Sequence[str]
+) -> list[float | None]:
+    """Return the rewards of N completions of these rows, None where the function says that it does not apply.
+
+    Raises RewardError naming function, row and value for an answer that is an error.
     """
-    if not completions:
-        return []
-    of_episodes = {"completions": list(map(_shaped, rows, completions)), **(of_episodes or {})}
-    arguments = call_arguments(function, rows, completion_ids, of_episodes)
-    places = [row.place for row in rows]
-    if isinstance(function, RewardWorkers):
-        return function.compute(arguments, places=places, texts=completions)
-    checked = validate_rewards(call_reward(function, arguments), len(completions))
-    if isinstance(checked, str):
-        raise RewardError(f"reward {_name_of(function)} {checked}")
+    if isinstance(answers, str):
+        raise RewardError(escaped(f"reward {name} for the row at {rows[0].place}: {answers}"))
     rewards: list[float | None] = []
-    for value, place, text in zip(checked, places, completions, strict=True):
-        if isinstance(value, str):
-            raise RewardError(f"reward {_name_of(function)}{named_completion(place, text)}: {value}")
-        rewards.append(value)
+    for answer, row, text in zip(answers, rows, texts, strict=True):
+        if isinstance(answer, str):
+            where = f"the row at {row.place}, completion {text[:80]!r}"
+            raise RewardError(escaped(f"reward {name} for {where}: {answer}"))
+        rewards.append(answer)
     return rewards
-
-
-def _name_of(function: RewardFunction) -> str:
-    return getattr(function, "__name__", str(function))

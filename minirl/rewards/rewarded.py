@@ -21,8 +21,6 @@ class RewardedRollouts:
     texts: list[str]
     # fp64 [N, K]; NaN where a reward does not apply to the completion
     rewards: Tensor
-    # bool [N]: a reward function failed, and its reward counts as 0 (`--on-reward-error zero`).
-    failed: Tensor
 
     def __add__(self, other: "RewardedRollouts") -> "RewardedRollouts":
         return RewardedRollouts(
@@ -30,7 +28,6 @@ class RewardedRollouts:
             rows=self.rows + other.rows,
             texts=self.texts + other.texts,
             rewards=torch.cat([self.rewards, other.rewards]),
-            failed=torch.cat([self.failed, other.failed]),
         )
 
     def select(self, indices: Sequence[int]) -> "RewardedRollouts":
@@ -41,5 +38,4 @@ class RewardedRollouts:
             rows=[self.rows[i] for i in indices],
             texts=[self.texts[i] for i in indices],
             rewards=self.rewards[indices],
-            failed=self.failed[indices],
         )

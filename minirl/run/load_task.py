@@ -12,14 +12,14 @@ from minirl.data.task import RewardFunction, Task
 from minirl.episodes.programs import UserRollout, check_form
 from minirl.errors import InputError, refuse
 from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.flags import flag_of
-from minirl.workers.user_code import find_functions, loading, source_and_name
+from minirl.user_code import find_functions, loading, source_and_name
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
-RESERVED = {*"reward before mean std errors frac_equal_groups kl_coef reward_model overlong".split()}
+RESERVED = {*"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
@@ -120,18 +120,17 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            function = load_reward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
-            functions[name] = _called_here(spec) if _sees_environments(function) else function
+            functions[name] = _load_function(spec, config)
     return functions
 
 
-def _sees_environments(function: RewardFunction) -> bool:
-    return "environments" in asked_of_episodes([function])
-
-
-def _called_here(spec: str) -> RewardFunction:
-    """The reward function of a file in this process, where the objects of --environment are."""
+def _load_function(spec: str, config: RunConfig) -> RewardFunction:
+    """The reward function of a file: in processes, or in this one, where the objects of --environment are."""
+    function = RewardWorkers(spec, timeout_s=config.call_timeout, num_workers=config.workers)
+    if "environments" not in asked_of_episodes([function]):
+        return function
+    function.stop()
     source, name = source_and_name("--reward", spec)
     with loading(f"--reward {spec}"):
-        (function,) = find_functions(source, name)
-    return function
+        (function_here,) = find_functions(source, name)
+    return function_here

@@ -301,7 +301,6 @@ class Run:
         rewarded = groups.rewarded
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        metrics.add_values("reward/errors", rewarded.failed)
         if self._config.max_staleness:
             updates_per_step = self._config.updates_per_step
             version = self.progress.update - updates_per_step  # in this step's generation

@@ -17,7 +17,7 @@ from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import TOKENS, save_tokenizer
@@ -135,19 +135,19 @@ def end_of(turn) -> list[int]:
 
 
 @contextmanager
-def in_workers(folder: Path, make=load_reward, **defaults):
+def in_workers(folder: Path, **defaults):
     """`load(name, **options)` for reward functions of a folder's mine.py; their workers are killed at the end."""
     loaded = []
 
     def load(name, **options):
-        loaded.append(make(f"{folder}/mine.py:{name}", **{**defaults, **options}))
+        loaded.append(RewardWorkers(f"{folder}/mine.py:{name}", **{**defaults, **options}))
         return loaded[-1]
 
     try:
         yield load
     finally:
         for workers in loaded:
-            workers.pool.stop()
+            workers.stop()
 
 
 def unhurried(rollout, *, seconds=0.004):

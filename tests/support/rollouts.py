@@ -6,7 +6,9 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.tokenizer import Tokenizer
+from minirl.rewards.functions import call_arguments, judged
 from minirl.rewards.reward_queue import RewardQueue
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import Rollout, RolloutId
 from support.texts import ids, save_tokenizer
 
@@ -26,10 +28,20 @@ def make_rollout(prompts, ordinal, sample, completion):
     return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
 
 
+def rewards_of_call(function, rows, completions):
+    """The rewards that a function gives to completions of these rows in one call."""
+    is_chat = [not isinstance(row.prompt, str) for row in rows]
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    shaped = [messages[i] if is_chat[i] else completions[i] for i in range(len(rows))]
+    arguments = call_arguments(function, rows, [[7]] * len(rows), {"completions": shaped})
+    if isinstance(function, RewardWorkers):
+        return function.submit(arguments, rows, completions).result()
+    return judged(function, arguments, rows, completions)
+
+
 def reward_rollouts(functions, prompts, rollouts):
     """The rewards of these rollouts by a queue that gets them prompt by prompt."""
     queue = RewardQueue(functions, prompts)
-    queue.begin_step(len(rollouts))
     groups = {}
     for rollout in rollouts:
         groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append(rollout)

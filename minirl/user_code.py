@@ -1,4 +1,4 @@
-"""Find a user's functions, and show their exceptions. Standard library only: a worker starts quickly."""
+"""Find a user's functions, and show their exceptions. Standard library only: a reward worker starts quickly."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 from minirl.errors import InputError, refuse
 
 # Of this package.
-OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 # The most characters that the trainer receives of each.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
@@ -24,9 +24,9 @@ class UnusableError(Exception):
 
 
 def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
-    """Return the file or module, and the name in it, of "file.py:name" or "module:name".
+    """Return the file or module, and the name in it, of a flag's value: "file.py:name" or "module:name".
 
-    expected: what the name stands for. Raises InputError naming the flag if it is neither, or if the file is missing.
+    expected: what the name stands for, in messages. Raises InputError if it is neither, or the file is missing.
     """
     source, _, name = spec.rpartition(":")
     is_file = source.endswith(".py")
