@@ -1,6 +1,5 @@
 """What rollout functions may not ask for, begin or give: refused with function, row and turn."""
 
-import copy
 import re
 
 import pytest
@@ -82,7 +81,6 @@ WRONG_FIRST = [
 ]
 NO_AFTER = "expected text, a list of token ids, or messages"
 AFTER_ITS_END = r"episode.generate\(\) after episode.end\('env_done'\)"
-NO_BRANCH = "branch=.*; expected a branch of the episode, or 'all'"
 WRONG_LATER = [
     (then(after=5), rf"generate\(after=5\): {NO_AFTER}"),
     (then(after=b"abc"), rf"generate\(after=b'abc'\): {NO_AFTER}"),
@@ -98,11 +96,7 @@ WRONG_LATER = [
     (then(max_tokens=0), r"generate\(max_tokens=0\): must be at least 1"),
     (then(max_tokens="7"), r"generate\(max_tokens='7'\): must be at least 1"),
     (then(max_token=7), r"raised\n(.|\n)*TypeError: .*unexpected keyword argument 'max_token'"),
-    (then(top_p=0.9), ".*top_p 0.9: needs top_k, .* add top_k 256, the most"),
     (after_a_turn(lambda e: e.end("won")), r"episode.end\('won'\): expected one of stop, length, .*env_done"),
-    (after_a_turn(lambda e: e.reward(1.0, branch=e.branch("b"))), ".*branch 1 has had no turn that could be"),
-    (after_a_turn(lambda e: e.reward(1.0, branch=3)), f".*{NO_BRANCH}"),
-    (after_a_turn(lambda e: e.reward(1.0, branch=copy.copy(e))), f".*{NO_BRANCH}"),
     (
         after_a_turn(lambda e: e.reward(float("nan"))),
         "episode.reward, for the row at f.*: 'reward' is nan; a",

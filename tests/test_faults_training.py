@@ -18,8 +18,8 @@ SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --save-every 1 --eval
 
 
 def take_stop_token(hidden, head, **options):
-    tokens, logprobs, kept_ids = sample(hidden, head, **options)
-    return torch.zeros_like(tokens), logprobs, kept_ids
+    tokens, logprobs = sample(hidden, head, **options)
+    return torch.zeros_like(tokens), logprobs
 
 
 def ending_at_once():

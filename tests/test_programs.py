@@ -27,7 +27,6 @@ from support.collecting import (
     facts,
     letter_tokenizer,
     make_collector,
-    truncating,
     unhurried,
 )
 from support.marks import slow
@@ -54,7 +53,6 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
 FUNCTIONS = [
     (calculator, calculator, 1),
     (branching, branching, 6),
-    slow(truncating, truncating, 6),
     slow(chatting, chatting, 6),
     slow("in_thread", in_turns, 6),
     ("in_loop", in_turns, 6),
