@@ -13,8 +13,8 @@ there is a KL term), update on the sum over tokens of
 Where this departs from the paper (`--algorithm grpo`): (1) the token mean over all completions of an update
 replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
 
-To try something else, copy this file and change `rollout`, `branch_advantages`, `token_advantages`,
-`rollout_weights`, `can_skip` or `token_loss`.
+To try something else, copy this file and change `rollout`, `advantages`, `token_advantages`, `rollout_weights`,
+`can_skip` or `token_loss`.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ import torch
 import tyro
 from torch import Tensor
 
-from minirl.episodes.episode import Episode, Turns
+from minirl.collect.step_groups import Groups
+from minirl.episodes.episode import Episode
 from minirl.objective.advantages import (
     group_advantages,
     returns_to_go,
-    weighted_scores,
     whiten,
 )
 from minirl.objective.kl import kl_penalty
@@ -40,8 +40,7 @@ from minirl.objective.losses import (
     importance_weights,
     sequence_sums,
 )
-from minirl.ranks.process_group import rank
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_skipped, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_grpo
 from minirl.run.config import RunConfig
@@ -50,8 +49,7 @@ from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
-from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
-from minirl.training.distillation import score_with_teacher
+from minirl.training.batch import Batch, gather_to_rollouts
 from minirl.training.scoring import refuse_gradient, score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets
@@ -108,8 +106,6 @@ class Config(RunConfig):
     kl_coef: float = 0.0  # weight of the KL term (k3) in the loss; without KL terms no reference is loaded
     teacher: str | None = None
     """Hugging Face folder or hub id of a model with the same tokens, to be imitated on the policy's own completions"""
-    teacher_kl: Literal["sampled", "reverse", "forward"] = "sampled"
-    """sampled: the reverse KL at sampled tokens, as advantages; else a loss over the vocabulary"""
     teacher_coef: float | None = None
     """weight of the KL to the teacher beside the rewards; none: only the teacher teaches, and rewards are logged"""
     policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO's: all tokens learn
@@ -136,131 +132,97 @@ class Config(RunConfig):
         """The factor of the KL to the teacher."""
         return 1.0 if self.teacher_coef is None else self.teacher_coef
 
-    @property
-    def has_kl_loss(self) -> bool:
-        """True if the loss has the KL to the teacher, over the vocabulary."""
-        return self.teacher is not None and self.teacher_kl != "sampled"
 
+async def rollout(episode: Episode) -> None:
+    """Write one rollout: ask for turns, which the engine samples together with those of all other rollouts.
 
-def rollout(episode: Episode) -> Turns:
-    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
-
-    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
+    rewards: a number, or a dict of them.
     """
-    yield episode.generate()
+    await episode.generate()
 
 
-def branch_advantages(
-    config: Config,
-    scores: Tensor,
-    rewards: Tensor,
-    greedy_rewards: Tensor,
-    reward_weights: Tensor,
-    table: RolloutTable,
-) -> Tensor:
-    """Advantages fp64 [P, G, B] of the branches of all rollouts.
+def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
+    """Advantages fp64 [P, G] of all rollouts, the same on every rank.
 
-    scores [P, G, B]: the weighted sums of rewards, less a KL term per completion. The other arguments are those of
-    `token_advantages`.
+    scores [P, G]: the weighted sums of rewards, less a KL term per completion; NaN where no reward applies. groups also
+    has each reward by itself, [P, G, K], and the rollouts' lengths.
     """
     if not config.is_rewarded:
         return torch.zeros_like(scores)
-    greedy_scores = weighted_scores(greedy_rewards, reward_weights)
-    baseline = greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
+    baseline = groups.greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
     return group_advantages(scores, baseline=baseline, norm=config.advantage_norm)
 
 
-def token_advantages(
-    config: Config,
-    rewards: Tensor,
-    greedy_rewards: Tensor,
-    reward_weights: Tensor,
-    table: RolloutTable,
-    batch: Batch,
-) -> Tensor:
+def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
     """Advantages fp64 [T] of the tokens of this rank's batch, 0 outside its loss mask. Host tensors.
 
-    rewards [P, G, B, K] of branch b of each rollout, greedy_rewards [P, 0 or 1, K] and reward_weights [K], all fp64,
-    are the same on every rank; a reward that does not apply is NaN. For each sequence of the batch,
-    table.episode[batch.table_index] is its rollout of the P x G, and table.branch[batch.table_index] its branch. A KL
-    term per token counts up to the end of its branch. All ranks call it (collective).
+    batch.rollout [N]: the rollout of each sequence, as an index into flat tensors [P * G]; the branches of a rollout
+    share its advantage. A KL term per token counts up to the end of its sequence. All ranks call it (collective).
     """
-    episode, branch = table.episode[batch.table_index], table.branch[batch.table_index]
-    scores = weighted_scores(rewards, reward_weights)
+    scores = groups.scores
     logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
     token_kl = None
     if config.kl_reward_coef:
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
     if token_kl is not None and not config.has_token_kl:
-        kl = gather_to_table(batch, sequence_sums(token_kl, batch.lengths), len(table.episode))
-        scores = scores - config.kl_reward_coef * table.sum_branches(kl).view(*scores.shape[:2], 1)
+        kl = gather_to_rollouts(batch, sequence_sums(token_kl, batch.lengths), scores.numel())
+        scores = scores - config.kl_reward_coef * kl.view_as(scores)
 
-    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
-    stream = batch.spread(advantages.flatten(0, 1)[episode, branch])
+    stream = batch.spread(advantages(config, groups, scores).flatten()[batch.rollout])
 
     if token_kl is not None and config.has_token_kl:
         mask = batch.loss_mask
         kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.advantage_norm == "whiten":
-        has_score = ~scores.isnan().flatten(0, 1)
-        mask = batch.spread(has_score[episode, branch])
+        mask = batch.spread(~scores.isnan().flatten()[batch.rollout])
         stream[mask] = whiten(stream[mask])
 
-    if config.teacher and not config.has_kl_loss:
-        # A token's term depends on no baseline and no later token.
+    if config.teacher:
+        # The reverse KL at sampled tokens. A token's term depends on no baseline and no later token.
         mask = batch.loss_mask
         teacher_kl = kl_penalty(logprobs, batch.teacher_logprobs, "k1")
         stream[mask] -= config.teacher_weight * teacher_kl[mask].double()
     return stream
 
 
-def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weights fp64 [N] in the loss of the tokens of each of the N branches in an optimizer step.
+def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
+    """Weights fp64 [P, G] of the rollouts' tokens in the loss of their optimizer step; 0: the loss leaves it out.
 
-    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out unless a
-    teacher judges it.
+    That is a rollout to which no reward applies, unless a teacher judges it.
     """
-    keep = ~scores.isnan() | (config.teacher is not None)
-    keep &= ~(table.is_truncated & config.drop_truncated)
+    keep = ~groups.scores.isnan() | (config.teacher is not None)
+    keep &= ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
-        table.num_loss_tokens,
+        groups.num_loss_tokens,
         norm=config.loss_norm,
         constant=max_new_tokens,
         keep=keep,
-        episode=table.episode,
+        num_minibatches=config.minibatches_per_epoch,
     )
 
 
-def can_skip(
-    config: Config,
-    rewards: Tensor,
-    greedy_rewards: Tensor,
-    reward_weights: Tensor,
-    table: RolloutTable,
-    weights: Tensor,
-) -> Tensor:
-    """Return bool [N]: the branches that teach this script's loss nothing; no rank computes them.
+def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
+    """Return bool [P, G]: the rollouts that teach this script's loss nothing; no rank computes them.
 
-    They have no weight in the loss (weights [N], from `rollout_weights`), or an advantage of 0 and no term that teaches
-    without one. If you add such a term, return False for its branches, or for all. Each step computes one of the
-    branches all the same, and refuses a gradient there. The other arguments are those of `token_advantages`.
+    They have no weight in the loss (weights [P, G], from `rollout_weights`), or an advantage of 0 and no term that
+    teaches without one. If you add such a term, return False for its rollouts, or for all. Each step computes one of
+    the rollouts all the same, and refuses a gradient there.
     """
     # These are of all tokens of the step.
     if config.advantage_norm == "whiten" or config.kl_reward_coef:
-        return torch.zeros(len(weights), dtype=torch.bool)
+        return torch.zeros_like(weights, dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
         return weights == 0
-    scores = weighted_scores(rewards, reward_weights)
-    advantages = branch_advantages(config, scores, rewards, greedy_rewards, reward_weights, table)
-    return (weights == 0) | (advantages.flatten(0, 1)[table.episode, table.branch] == 0)
+    return (weights == 0) | (advantages(config, groups, groups.scores) == 0)
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
     """Loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
 
     new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled logprobs, and
-    with a KL term those of the reference; with --teacher-kl reverse or forward `teacher_kl`, with gradient.
+    with a KL term those of the reference.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(
@@ -283,8 +245,6 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
         loss = loss + config.kl_coef * kl_penalty(new, micro.ref_logprobs, "k3")
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
-    if config.has_kl_loss:
-        loss = loss + config.teacher_weight * micro.teacher_kl
     return loss, ratio
 
 
@@ -299,10 +259,8 @@ def main(config: Config) -> int:
     frozen = []
     if config.has_reference:
         frozen.append(setup.load_reference())
-    teacher = None
     if config.teacher:
-        teacher = setup.load_teacher()
-        frozen.append(teacher)
+        frozen.append(setup.load_teacher())
     collector = setup.make_collector(
         engine,
         rollout,
@@ -319,31 +277,19 @@ def main(config: Config) -> int:
         add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
-        table = groups.table
-        scores = weighted_scores(groups.rewards, run.reward_weights)
-        branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
-        weights = torch.cat(
-            [
-                rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
-                for i in run.minibatches(table)
-            ]
-        )
-        rewards = (groups.branch_rewards, groups.greedy_rewards, run.reward_weights)
-        is_skipped = can_skip(config, *rewards, table, weights)
-        plan = run.plan_updates(table, is_skipped)
-        add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
-        batch = exchange(groups.rewarded.rollouts, table, plan.rank_of).to(run.device)
-        minibatches = plan.of_rank(rank())
-        batch = run.score(batch, minibatches, policy, frozen)  # advantages may have a KL term
-        batch = batch.to(torch.device("cpu"))
-        advantages = token_advantages(config, *rewards, table, batch)
+        weights = rollout_weights(config, groups, run.max_new_tokens)
+        is_skipped = can_skip(config, groups, weights)
+        # This rank's share of the others, and which of it each minibatch has, in which microbatch.
+        batch, minibatches = run.distribute(groups, metrics, is_skipped)
+        # Adds logprobs under the old policy, the reference and the teacher.
+        batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
-            advantages=advantages.float(),
-            loss_weights=batch.spread(weights[batch.table_index]).float(),
+            advantages=token_advantages(config, groups, batch).float(),
+            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
         )
 
         metrics.begin("report")  # before the update, which may be refused
-        run.log_rollouts(step, groups.rewarded, table, batch)
+        run.log_rollouts(step, groups, batch)
         batch = batch.to(run.device)
 
         metrics.begin("update")
@@ -351,16 +297,7 @@ def main(config: Config) -> int:
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
-                if teacher is not None and config.has_kl_loss:
-                    new, entropy, kl = score_with_teacher(
-                        policy.module,
-                        micro,
-                        teacher.model,
-                        is_forward=config.teacher_kl == "forward",
-                    )
-                    micro = micro.replace(teacher_kl=kl)
-                else:
-                    new, entropy = score_batch(policy.module, micro)
+                new, entropy = score_batch(policy.module, micro)
                 if micro.old_logprobs is None:  # one update a step: the old policy is this one
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
@@ -386,9 +323,8 @@ def main(config: Config) -> int:
             if grad_norm != 0:  # without a gradient, the weights are the same
                 sampled_version = None
 
-        del batch  # a teacher's states need not stay for the next step
         metrics.begin("report")
-        run.finish_step(step, metrics, groups, scores)
+        run.finish_step(step, metrics, groups)
 
     return run.close()
 

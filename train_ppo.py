@@ -13,9 +13,8 @@ value model, update both models on sums over tokens of
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
 A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a token is
--kl_reward_coef * (old - ref). The completion's reward is added at its last token, a turn's reward at the turn's last
-token. Each branch of a rollout has its own turns' rewards and, at its last token, the rewards given at no turn
-(docs/episodes.md). Policy and value model share no weights.
+-kl_reward_coef * (old - ref). The rollout's reward is added at the last token of the completion, or of each of its
+branches. Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 """
@@ -27,12 +26,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minirl.collect.step_groups import Groups
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.episode import Episode, Turns
+from minirl.episodes.episode import Episode
 from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.objective.advantages import explained_variance, gae, token_rewards, weighted_scores, whiten
+from minirl.objective.advantages import explained_variance, gae, token_rewards, whiten
 from minirl.objective.kl import adapted_kl_coef, kl_penalty
 from minirl.objective.loss_weights import loss_weights
 from minirl.objective.losses import (
@@ -42,7 +42,6 @@ from minirl.objective.losses import (
     sequence_sums,
     value_loss,
 )
-from minirl.ranks.process_group import rank
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_ppo
@@ -52,7 +51,7 @@ from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import shuffled_minibatches
-from minirl.training.batch import Batch, RolloutTable, exchange, gather_to_table
+from minirl.training.batch import Batch, gather_to_rollouts
 from minirl.training.scoring import score_batch, value_batch
 
 
@@ -98,12 +97,13 @@ class Config(RunConfig):
         return self.value_lr or default
 
 
-def rollout(episode: Episode) -> Turns:
-    """Write one rollout: yield turns, which the engine samples together with those of all other rollouts.
+async def rollout(episode: Episode) -> None:
+    """Write one rollout: ask for turns, which the engine samples together with those of all other rollouts.
 
-    For another turn: turn = yield episode.generate(); yield episode.generate(after=reply_to(turn.text)).
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
+    rewards: a number, or a dict of them.
     """
-    yield episode.generate()
+    await episode.generate()
 
 
 def kl_to_reference(batch: Batch) -> Tensor:
@@ -115,35 +115,22 @@ def kl_to_reference(batch: Batch) -> Tensor:
 
 
 def advantages_and_returns(
-    config: Config,
-    scores: Tensor,
-    is_truncated: Tensor,
-    kl: Tensor,
-    end_values: Tensor,
-    batch: Batch,
-    *,
-    kl_coef: float,
+    config: Config, scores: Tensor, kl: Tensor, end_values: Tensor, batch: Batch, *, kl_coef: float
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
-    scores fp64 (NaN where no reward applies) and is_truncated bool cover the branches of all ranks' rollouts;
-    batch.table_index selects the batch's N sequences. kl [T]: old - ref of each token; end_values [N]: values of the
-    states after the last tokens. All ranks call it (collective).
+    scores fp64 [P, G] of all rollouts, NaN where no reward applies: each sequence is paid its rollout's at its end.
+    kl [T]: old - ref of each token; end_values [N]: values of the states after the last tokens. All ranks call it
+    (collective).
 
-    A branch's score is the sum of its turns' rewards, paid at their ends, and of rewards without a turn, paid at the
-    branch's end. Estimates go from each sampled token to the next of its branch and skip appended tokens, as in verl.
+    Estimates go from each sampled token to the next of its sequence and skip appended tokens, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
-    own_scores = scores[batch.table_index]
-    of_turns = None if batch.turn_rewards is None else batch.turn_rewards[batch.loss_mask].double()
+    own_scores = scores.flatten()[batch.rollout]
     rewards = token_rewards(
-        own_scores.nan_to_num(0.0),
-        kl[batch.loss_mask].double(),
-        batch.num_loss_tokens,
-        kl_coef=kl_coef,
-        of_turns=of_turns,
+        own_scores.nan_to_num(0.0), kl[batch.loss_mask].double(), batch.num_loss_tokens, kl_coef=kl_coef
     )
-    is_bootstrapped = is_truncated[batch.table_index] & config.bootstrap_truncated
+    is_bootstrapped = batch.is_truncated[batch.last_index] & config.bootstrap_truncated
     estimates = gae(
         rewards,
         old_values,
@@ -158,18 +145,15 @@ def advantages_and_returns(
     return advantages, estimates + old_values
 
 
-def rollout_weights(config: Config, table: RolloutTable, scores: Tensor, max_new_tokens: int) -> Tensor:
-    """Weights fp64 [N] in the loss of the tokens of each of the N branches in an optimizer step.
-
-    scores [N] of the branches: NaN where no reward applies to the rollout, which the loss then leaves out.
-    """
-    keep = ~scores.isnan() & ~(table.is_truncated & config.drop_truncated)
+def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
+    """Weights fp64 [P, G] of the rollouts' tokens in the loss of their optimizer step; 0: the loss leaves it out."""
+    keep = ~groups.scores.isnan() & ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
-        table.num_loss_tokens,
+        groups.num_loss_tokens,
         norm=config.loss_norm,
         constant=max_new_tokens,
         keep=keep,
-        episode=table.episode,
+        num_minibatches=config.minibatches_per_epoch,
     )
 
 
@@ -225,37 +209,30 @@ def main(config: Config) -> int:
         metrics = StepMetrics(step)
         metrics.begin("generate")
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
-        rewarded, table = groups.rewarded, groups.table
-        scores = weighted_scores(groups.rewards, run.reward_weights)
-        branch_scores = weighted_scores(table.branch_rewards, run.reward_weights)
         add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
-        plan = run.plan_updates(table)
-        minibatches = plan.of_rank(rank())
-        streams = run.turn_rewards(rewarded.rollouts)
-        batch = exchange(rewarded.rollouts, table, plan.rank_of, streams).to(run.device)
+        # This rank's share of the rollouts, and which of it each minibatch has, in which microbatch.
+        batch, minibatches = run.distribute(groups, metrics)
+        # Adds values, and logprobs under the old policy and the reference.
         batch = run.score(batch, minibatches, policy, frozen)
-        batch = batch.to(torch.device("cpu"))
-        end_values = batch.end_values[batch.last_index]
         kl = kl_to_reference(batch)
         advantages, returns = advantages_and_returns(
             config,
-            branch_scores,
-            table.is_truncated,
+            groups.scores,
             kl,
-            end_values,
+            batch.end_values[batch.last_index],
             batch,
             kl_coef=progress.extra["kl_coef"],
         )
         old_values = batch.values[batch.loss_mask].double()
-        has_score = ~branch_scores.isnan()[batch.table_index].repeat_interleave(batch.num_loss_tokens)
+        has_score = batch.spread(~groups.scores.isnan().flatten()[batch.rollout])[batch.loss_mask]
         explained = explained_variance(old_values[has_score], returns[has_score])
         metrics.add("value/explained_var", explained)
         trains_policy = step > config.value_warmup_steps
         if reference is not None:
-            branch_kl = gather_to_table(batch, sequence_sums(kl, batch.lengths), len(branch_scores))
-            kl_mean = float(table.sum_branches(branch_kl).mean())
+            kl_sums = sequence_sums(kl, batch.lengths)
+            kl_mean = float(gather_to_rollouts(batch, kl_sums, groups.scores.numel()).mean())
             metrics.add("policy/kl_ref_completion", kl_mean)
             metrics.add("reward/kl_coef", progress.extra["kl_coef"])
             if trains_policy and config.kl_target:
@@ -263,21 +240,19 @@ def main(config: Config) -> int:
                     progress.extra["kl_coef"],
                     kl_mean,
                     target=config.kl_target,
-                    num_rollouts=scores.numel(),
+                    num_rollouts=groups.scores.numel(),
                     horizon=config.kl_horizon,
                 )
-        weights = [
-            rollout_weights(config, table.select(i), branch_scores[i], run.max_new_tokens)
-            for i in run.minibatches(table)
-        ]
+        weights = rollout_weights(config, groups, run.max_new_tokens)
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
             returns=batch.scatter(returns.float()),
-            loss_weights=batch.spread(torch.cat(weights)[batch.table_index]).float(),
-        ).to(run.device)
+            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+        )
 
         metrics.begin("report")  # before the update, which may be refused
-        run.log_rollouts(step, rewarded, table, batch)
+        run.log_rollouts(step, groups, batch)
+        batch = batch.to(run.device)
 
         metrics.begin("update")
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
@@ -314,7 +289,7 @@ def main(config: Config) -> int:
             progress.update += 1
 
         metrics.begin("report")
-        run.finish_step(step, metrics, groups, scores)
+        run.finish_step(step, metrics, groups)
 
     return run.close()
 

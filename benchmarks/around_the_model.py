@@ -34,7 +34,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.ranks import process_group
 from minirl.report.logger import Logger, rollout_records
 from minirl.rewards.reward_queue import RewardQueue
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import exchange, gather_table
 
@@ -100,7 +100,6 @@ def make_rollouts(count: int, prompts: PromptStream) -> list[Rollout]:
             num_prompt_tokens=PROMPT_TOKENS,
             rollout_id=RolloutId(ordinal, sample),
             finish_reason="stop",
-            kept=KeptIds.none(len(mask)),
         )
         rollouts.append(rollout)
     return rollouts

@@ -27,6 +27,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from workload import ROOT, start_script
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "fla-core", "tyro", "wandb", "safetensors")
@@ -159,19 +161,8 @@ def ppo(place: Place) -> Figures:
 
 
 def adapters(place: Place) -> Figures:
-    """See `learns`: LoRA, with the policy's base as the reference, and truncated sampling."""
-    flags = (
-        "--lora-rank",
-        "8",
-        "--kl-coef",
-        "0.001",
-        "--top-k",
-        "20",
-        "--top-p",
-        "0.99",
-        "--run-name",
-        "adapters",
-    )
+    """See `learns`: LoRA, with the policy's base as the reference."""
+    flags = ("--lora-rank", "8", "--kl-coef", "0.001", "--run-name", "adapters")
     return learns(place, "train_grpo.py", *flags)
 
 
@@ -257,6 +248,62 @@ def waits(place: Place) -> Figures:
     return {"of_decode_step": len(in_decode_steps) / 10, "of_microbatch": len(in_microbatch)}
 
 
+def compiled(place: Place) -> Figures:
+    """How many times as fast `torch.compile` makes what no kernel computes: with backward, but for the sampler."""
+    from minirl.generation.sampling import sample
+    from minirl.model.rotation import Rotation, rotate
+    from minirl.training.scoring import outputs_of_head
+
+    rows, hidden, vocab = (8192, 3584, 151936) if place.is_cuda else (8, 64, 512)
+    dtype = torch.bfloat16 if place.is_cuda else torch.float32
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=place.device, dtype=dtype).requires_grad_()
+
+    def random_ids(count: int) -> Tensor:
+        return torch.arange(count, device=place.device)
+
+    angles = torch.rand(rows, 1, 128, device=place.device)
+    rotation = Rotation(angles.cos(), angles.sin())
+    states, head = random(rows, hidden), random(vocab, hidden)
+    few = min(rows, 256)
+    noise = {"keys": random_ids(few), "positions": random_ids(few)}
+    heat = torch.ones(few, device=place.device)
+    cases: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {
+        "rotation": (lambda x: rotate(x, rotation), [random(rows, 28, 128)]),
+        "gate": (lambda gate, up: F.silu(gate) * up, [random(rows, 4 * hidden), random(rows, 4 * hidden)]),
+        "head": (
+            lambda x, weight: outputs_of_head(x, weight, random_ids(rows), torch.ones_like(x[:, :1]))[0],
+            [states, head],
+        ),
+        "sampler": (
+            lambda x, weight: sample(x, weight, **noise, temperature=heat)[1],
+            [states.detach()[:few], head.detach()],
+        ),
+    }
+    figures: Figures = {}
+    for name, (function, inputs) in cases.items():
+        made = torch.compile(function, backend="inductor" if place.is_cuda else "eager")
+        eager_s, compiled_s = (seconds_of(version, inputs, place) for version in (function, made))
+        figures |= {f"{name}_ms": 1e3 * eager_s, f"{name}_speedup": eager_s / compiled_s}
+    return figures
+
+
+def seconds_of(function: Callable[..., Tensor], inputs: Sequence[Tensor], place: Place) -> float:
+    """The least wall seconds of a call, and of backward if an input has a gradient, after one that does not count."""
+    least = float("inf")
+    for i in range(6):
+        began = time.perf_counter()
+        out = function(*inputs)
+        if out.requires_grad:
+            out.sum().backward()
+        if place.is_cuda:
+            torch.cuda.synchronize()
+        if i:
+            least = min(least, time.perf_counter() - began)
+    return least
+
+
 def speed(place: Place) -> Figures:
     """Decode against the memory's bandwidth, update and prefill against the arithmetic, memory and refresh."""
     shape = "qwen3-0.6b" if place.is_cuda else "tiny"
@@ -289,6 +336,7 @@ CHECKS = {
         kill_and_resume, 120, {"exit_code": (143, 143), "steps_before": (3, 11), "steps_in_order": (1, 1)}
     ),
     "waits": Check(waits, 90, {"of_decode_step": (0, 1), "of_microbatch": (0, 2)}),
+    "compiled": Check(compiled, 240),
     "speed": Check(
         speed,
         300,

@@ -26,6 +26,7 @@ from workload import (
 )
 
 import train_grpo  # found by workload
+from minirl.collect.step_groups import Groups
 from minirl.data.tokenizer import Tokenizer
 from minirl.generation.engine import Engine
 from minirl.model.families import read_config
@@ -33,6 +34,7 @@ from minirl.model.weights import load_replica
 from minirl.ranks import process_group
 from minirl.ranks.process_group import all_reduce_sum, rank, world_size
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
+from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table
@@ -48,7 +50,7 @@ class GrpoLoop:
         self.args = args
         self.device = process_group.start()
         self.dtype = getattr(torch, args.dtype)
-        self.config = train_grpo.Config(kl_coef=args.kl_coef)
+        self.config = train_grpo.Config(kl_coef=args.kl_coef, num_minibatches=1)
         self.tokenizer = Tokenizer(args.model)
         self.prompts = encode_prompts(self.tokenizer, args.prompts)
         self.policy = ShardedModel(read_config(args.model), args.model, dtype=self.dtype, device=self.device)
@@ -107,14 +109,14 @@ class GrpoLoop:
         )
         (microbatches,) = plan.of_rank(rank())
         batch = exchange(rollouts, table, plan.rank_of)
-        groups = table.rewards.view(args.prompts, args.samples, 1, 1)
-        reward_weights = torch.ones(1, dtype=torch.float64)
-        no_greedy = groups[:, :0, 0]
-        advantages = train_grpo.token_advantages(self.config, groups, no_greedy, reward_weights, table, batch)
-        weights = train_grpo.rollout_weights(self.config, table, table.rewards[:, 0], args.max_new)
+        grouped = table.rewards.view(args.prompts, args.samples, 1)
+        failed = torch.zeros(len(rollouts), dtype=torch.bool)
+        rewarded = RewardedRollouts(list(rollouts), [], [], rewards_column, failed)
+        groups = Groups(rewarded, table, grouped, grouped[:, :0], torch.ones(1, dtype=torch.float64))
+        weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
-            advantages=advantages.float(),
-            loss_weights=batch.spread(weights[batch.table_index]).float(),
+            advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
+            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
         ).to(self.device)
         if self.reference is not None:
             batch = self.reference.add_to(batch, microbatches)

@@ -40,7 +40,7 @@ from objectives import (
     gradient,
     make_batch,
     make_example,
-    make_table,
+    make_groups,
     make_trainer,
     minirl_loss,
     save_model,
@@ -85,20 +85,17 @@ def mask_of(x: Example) -> Tensor:
 def advantages_of(config: Config, x: Example) -> Tensor:
     """Advantages [N] of the script."""
     batch, _ = make_batch(x)
-    groups = x.rewards.view(-1, GROUP_SIZE, 1, 2)
-    weights = torch.ones(2, dtype=torch.float64)
-    table = make_table(x, x.rewards)
-    stream = train_grpo.token_advantages(config, groups, groups[:, :0, 0], weights, table, batch)
+    stream = train_grpo.token_advantages(config, make_groups(x, x.rewards), batch)
     return stream[batch.last_index]
 
 
 def loss_of_advantages(config: Config, x: Example, advantages: Tensor) -> Tensor:
     """The script's loss with these advantages [N]."""
     batch, new = make_batch(x)
-    weights = train_grpo.rollout_weights(config, make_table(x, x.rewards), x.rewards.sum(-1), LIMIT)
+    weights = train_grpo.rollout_weights(replace(config, num_minibatches=1), make_groups(x, x.rewards), LIMIT)
     micro = batch.replace(advantages=batch.spread(advantages))
     loss, _ = train_grpo.token_loss(config, micro, new, torch.zeros_like(new))
-    return (batch.spread(weights) * loss).sum()
+    return (batch.spread(weights.flatten()) * loss).sum()
 
 
 def verl_policy_loss(config: Config, x: Example, *, name: str, **settings: Any) -> Tensor:

@@ -27,7 +27,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from minirl.collect.step_groups import Groups
 from minirl.objective.advantages import group_advantages
 from minirl.objective.losses import importance_weights
 from minirl.ranks import process_group
 from minirl.rewards.functions import OverlongPenalty
+from minirl.rewards.rewarded import RewardedRollouts
 from minirl.run.embedded_model import save_tokenizer
 from minirl.training.batch import Batch, RolloutTable
 
@@ -123,7 +125,7 @@ def make_batch(x: Example) -> tuple[Batch, Tensor]:
         tokens=mask.long(),
         loss_mask=mask,
         sample_logprobs=torch.zeros(len(mask)),
-        table_index=torch.arange(len(lengths)),
+        rollout=torch.arange(len(lengths)),
     )
     batch = batch.replace(
         sample_logprobs=batch.scatter(x.sampled),
@@ -133,10 +135,10 @@ def make_batch(x: Example) -> tuple[Batch, Tensor]:
     return batch, batch.scatter(x.new)
 
 
-def make_table(x: Example, rewards: Tensor) -> RolloutTable:
-    """The example's rollouts as the table that every rank has."""
+def make_groups(x: Example, rewards: Tensor) -> Groups:
+    """The example's rollouts as the groups of a step."""
     num_loss_tokens = torch.tensor(x.lengths)
-    return RolloutTable(
+    table = RolloutTable(
         prompt_ordinal=torch.arange(NUM_COMPLETIONS) // GROUP_SIZE,
         sample=torch.arange(NUM_COMPLETIONS) % GROUP_SIZE,
         branch=torch.zeros(NUM_COMPLETIONS, dtype=torch.int64),
@@ -145,8 +147,10 @@ def make_table(x: Example, rewards: Tensor) -> RolloutTable:
         num_loss_tokens=num_loss_tokens,
         is_truncated=torch.tensor([ids[-1] != EOS for ids in x.ids]),
         rewards=rewards,
-        branch_rewards=rewards,
     )
+    grouped = rewards.view(NUM_GROUPS, GROUP_SIZE, 2)
+    rewarded = RewardedRollouts([], [], [], rewards, torch.zeros(NUM_COMPLETIONS, dtype=torch.bool))
+    return Groups(rewarded, table, grouped, grouped[:, :0], torch.ones(2, dtype=torch.float64))
 
 
 def follow_trl(script: Any) -> None:
@@ -162,19 +166,16 @@ def minirl_loss(config: Config, x: Example, script: Any = train_grpo) -> Tensor:
     if config.overlong_buffer:
         penalty = OverlongPenalty(limit=LIMIT, buffer=config.overlong_buffer * LIMIT)
         rewards[:, 1] = torch.tensor(penalty(completion_ids=x.ids))
-    groups = rewards.view(NUM_GROUPS, GROUP_SIZE, 1, 2)
-    no_greedy = groups[:, :0, 0]
-    reward_weights = torch.ones(2, dtype=torch.float64)
-    table = make_table(x, rewards)
-    advantages = script.token_advantages(config, groups, no_greedy, reward_weights, table, batch)
+    groups = make_groups(x, rewards)
+    advantages = script.token_advantages(config, groups, batch)
     entropies = batch.scatter(x.entropies)
     if hasattr(script, "has_high_entropy"):
         advantages[~script.has_high_entropy(entropies.detach(), batch.loss_mask)] = 0.0
     if hasattr(script, "top_covariances"):
-        is_top = script.top_covariances(batch, advantages, table)
+        is_top = script.top_covariances(batch.replace(advantages=advantages))
         streams = {field.name: getattr(batch, field.name) for field in fields(batch)}
         batch = script.KlCovBatch(**streams, is_top=is_top)
-    weights = script.rollout_weights(config, table, rewards.sum(-1), LIMIT)
+    weights = script.rollout_weights(replace(config, num_minibatches=1), groups, LIMIT).flatten()
     micro = batch.replace(advantages=advantages, loss_weights=batch.spread(weights))
     loss, _ = script.token_loss(config, micro, new, entropies)
     return (micro.loss_weights * loss).sum()

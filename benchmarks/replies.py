@@ -1,6 +1,6 @@
 """The cost of waiting for replies: 256 episodes of 4 turns, whose environment takes 50 ms for each of 3 replies.
 
-    python benchmarks/replies.py TOKENIZER [--seconds 0.05] [--no-async] [--workers 1] [--num-runs 3]
+    python benchmarks/replies.py TOKENIZER [--seconds 0.05] [--threads] [--num-runs 3]
         [--slow-seconds 10] [--reward-seconds 5] [--num-steps 3] [--max-staleness 2]
 
 TOKENIZER is a Hugging Face folder with a small vocabulary; the model is a random one of 3M parameters. Runs
@@ -28,16 +28,16 @@ def seconds():
     return {slow_seconds} if random.random() < 1 / 32 else {seconds}
 
 async def at_once(episode):
-    yield episode.generate(max_tokens=32)
+    await episode.generate(max_tokens=32)
     for _ in range(3):
         await asyncio.sleep(seconds())
-        yield episode.generate(after="reply ", max_tokens=32)
+        await episode.generate(after="reply ", max_tokens=32)
 
-def in_turn(episode):
-    yield episode.generate(max_tokens=32)
+async def in_threads(episode):
+    await episode.generate(max_tokens=32)
     for _ in range(3):
-        time.sleep(seconds())
-        yield episode.generate(after="reply ", max_tokens=32)
+        await asyncio.to_thread(time.sleep, seconds())
+        await episode.generate(after="reply ", max_tokens=32)
 """
 REWARD = """
 import time
@@ -72,8 +72,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--slow-seconds", type=float)
     parser.add_argument("--reward-seconds", type=float, default=0.0)
-    parser.add_argument("--no-async", action="store_true")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--threads", action="store_true")
     parser.add_argument("--num-runs", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=3)
     parser.add_argument("--max-staleness", type=int, default=0)
@@ -90,9 +89,9 @@ def main() -> None:
         (folder / "environment.py").write_text(
             ENVIRONMENT.format(seconds=args.seconds, slow_seconds=slow_seconds)
         )
-        function = "in_turn" if args.no_async else "at_once"
+        function = "in_threads" if args.threads else "at_once"
         flags = f"""--model {folder}/model --data {folder}/data.jsonl --reward {folder}/reward.py:length
-            --rollout {folder}/environment.py:{function} --workers {args.workers} --num-steps {args.num_steps}
+            --rollout {folder}/environment.py:{function} --num-steps {args.num_steps}
             --prompts-per-step 32 --group-size 8 --max-new-tokens 200
             --lr 1e-5 --max-staleness {args.max_staleness}""".split()
         for _ in range(args.num_runs):

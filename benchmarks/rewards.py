@@ -26,8 +26,8 @@ from torch import Tensor
 
 from minirl.data.task import Row
 from minirl.objective.advantages import group_advantages, weighted_scores
-from minirl.rewards.functions import compute_rewards
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.functions import call_arguments
+from minirl.rewards.reward_workers import RewardWorkers
 
 OWN_REWARDS = """
 import asyncio
@@ -67,8 +67,10 @@ def minirl_columns(own_file: str, rows: list[Row], texts: list[str], ids: list[l
     specs = [*(f"trl.rewards:{name}" for name in TRL_NAMES), *(f"{own_file}:{name}" for name in OWN_NAMES)]
     columns = []
     for spec in specs:
-        function = load_reward(spec, timeout_s=120.0, on_error="stop")
-        rewards = compute_rewards(function, rows, completions=texts, completion_ids=ids)
+        function = RewardWorkers(spec, timeout_s=120.0)
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        arguments = call_arguments(function, rows, ids, {"completions": completions})
+        rewards = function.submit(arguments, rows, texts).result()
         columns.append([math.nan if reward is None else reward for reward in rewards])
     return torch.tensor(columns, dtype=torch.float64).T
 

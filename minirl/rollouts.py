@@ -29,54 +29,6 @@ class RolloutId(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class KeptIds:
-    """For each of n tokens, the ids that its truncated distribution kept. On the host.
-
-    A token without kept ids was sampled from the whole vocabulary, or not at all.
-    """
-
-    counts: Tensor  # int32 [n]
-    ids: Tensor  # int32 [sum of counts], end to end; in the sampler's order, the likeliest first
-
-    @staticmethod
-    def none(n: int) -> "KeptIds":
-        """Return no ids for each of n tokens; the counts share one zero in memory."""
-        return KeptIds(torch.zeros(1, dtype=torch.int32).expand(n), torch.empty(0, dtype=torch.int32))
-
-    @staticmethod
-    def of_rows(rows: Tensor, counts: Tensor) -> "KeptIds":
-        """Return the first `counts` int32 [n] ids of `rows` int32 [n, W]."""
-        return KeptIds(counts, rows[torch.arange(rows.shape[1]) < counts[:, None]])
-
-    @staticmethod
-    def join(parts: Sequence["KeptIds"]) -> "KeptIds":
-        """Concatenate the ids of parts."""
-        if not any(len(part.ids) for part in parts):
-            return KeptIds.none(sum(map(len, parts)))
-        return KeptIds(torch.cat([part.counts for part in parts]), torch.cat([part.ids for part in parts]))
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def __getitem__(self, places: slice | Tensor) -> "KeptIds":
-        """Return the ids of the tokens at these places."""
-        counts = self.counts[places]
-        if not len(self.ids):  # the sums below would cover the whole batch for each of its microbatches
-            return KeptIds.none(len(counts))
-        starts = self.counts.cumsum(0) - self.counts
-        shifts = starts[places] - (counts.cumsum(0) - counts)
-        index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts)
-        return KeptIds(counts, self.ids[index])
-
-    def rows(self) -> Tensor:
-        """Return the ids int32 [n, W] with -1 after the last one; W is the greatest count."""
-        width = int(self.counts.max()) if len(self.ids) else 0
-        rows = torch.full((len(self), width), -1, dtype=torch.int32)
-        rows[torch.arange(width) < self.counts[:, None]] = self.ids
-        return rows
-
-
-@dataclass(frozen=True, eq=False)
 class Completion:
     """The n tokens after a prompt so far: sampled, or appended between two turns. On the host."""
 
@@ -84,7 +36,6 @@ class Completion:
     is_sampled: Tensor  # bool [n]
     logprobs: Tensor  # fp32 [n], at the sampling temperature; 0 where not sampled
     weight_versions: Tensor  # int32 [n], of the weights that sampled it; 0 where not sampled
-    kept: KeptIds  # of n tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,9 +46,7 @@ class Completion:
     def __add__(self, other: "Completion") -> "Completion":
         if not len(other):
             return self
-        *pairs, kept = zip(vars(self).values(), vars(other).values(), strict=True)
-        joined: list[Any] = [*map(torch.cat, pairs), KeptIds.join(kept)]
-        return Completion(*joined)
+        return Completion(*map(torch.cat, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def appended(tokens: Sequence[int]) -> Completion:
@@ -108,7 +57,6 @@ def appended(tokens: Sequence[int]) -> Completion:
         torch.zeros(n, dtype=torch.bool),
         torch.zeros(n),
         torch.zeros(n, dtype=torch.int32),
-        KeptIds.none(n),
     )
 
 
@@ -166,14 +114,14 @@ class EpisodeRecord:
     """The stored facts of a finished episode, besides its tokens. Empty if no episode made the rollout.
 
     turns: branch by branch. rewards: by name, the sum given and returned; None for one that does not apply.
-    environment: the attributes of its environment's object that reward functions see; None if none asks for them.
+    environment: `Episode.environment`, for reward functions that ask for it.
     prompt: the prompt of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
     schemas of the tools that it shows; None for the run's.
     """
 
     turns: Sequence[TurnFacts] = field(default_factory=list)
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    environment: Mapping[str, Any] | None = None
+    environment: Any = None
     prompt: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -184,8 +132,7 @@ class Rollout:
 
     A completion of several turns has appended tokens between them, which are not in the loss mask.
     finish_reason: "stop" (by a stop id or stop string) or "length"; for episodes also "turn_length" (the last turn
-    reached its own `max_tokens`), one of `CUT_OFF`, one of `episodes.generate.END_REASONS` from its function, or
-    "error".
+    reached its own `max_tokens`), one of `CUT_OFF`, or one of `episodes.episode.END_REASONS` from its function.
 
     An episode that does more than append to its tokens (a rewritten conversation, a second conversation) has several
     branches: each is a prompt with a completion, and a training sample with its own end and reward. They share the
@@ -197,7 +144,6 @@ class Rollout:
     loss_mask: Tensor  # bool [L], true where the policy sampled the token
     sample_logprobs: Tensor  # fp32 [L], recorded by the engine when it sampled; 0 where loss_mask is false
     weight_version: Tensor  # int32 [L], version (optimizer step) of the weights used; 0 in the prompt
-    kept: KeptIds = field(kw_only=True)  # of L tokens
     num_prompt_tokens: int
     rollout_id: RolloutId
     finish_reason: str
@@ -236,7 +182,7 @@ class Rollout:
     def after_prompt(self) -> Completion:
         """The tokens after the prompt of this branch."""
         streams = (self.tokens, self.loss_mask, self.sample_logprobs, self.weight_version)
-        return Completion(*streams, self.kept)[self.num_prompt_tokens :]
+        return Completion(*streams)[self.num_prompt_tokens :]
 
 
 def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
@@ -259,7 +205,6 @@ def rollout_of(
         loss_mask=torch.constant_pad_nd(completion.is_sampled, before),
         sample_logprobs=torch.constant_pad_nd(completion.logprobs, before),
         weight_version=torch.constant_pad_nd(completion.weight_versions, before),
-        kept=KeptIds.join([KeptIds.none(len(prompt)), completion.kept]),
         num_prompt_tokens=len(prompt),
         rollout_id=rollout_id,
         finish_reason=finish_reason,

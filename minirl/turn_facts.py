@@ -1,4 +1,4 @@
-"""The stored facts of a turn of an episode, besides its tokens. Standard library only."""
+"""The stored facts of a turn of an episode, besides its tokens."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,8 +9,9 @@ class TurnFacts:
     """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
 
     finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
-    not be read in whole; None if it could, or if nobody read it. rewards: those given to it, by name.
-    inserted: the messages appended before it. asked: the digest of its function's request (`Generate.digest`).
+    not be read in whole; None if it could, or if nobody read it. extra: what its
+    function notes for a fork of the script, which finds it in `rollout.episode.turns`.
+    inserted: the messages appended before it.
     """
 
     start: int
@@ -18,9 +19,8 @@ class TurnFacts:
     finish_reason: str = ""
     branch: int = 0
     parse_error: str | None = None
-    rewards: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     inserted: list[dict[str, Any]] = field(default_factory=list)
-    asked: str = ""
 
     @property
     def end(self) -> int:

@@ -22,8 +22,19 @@ from minirl.objective.advantages import (
 )
 from minirl.objective.kl import adapted_kl_coef
 from minirl.objective.loss_weights import loss_weights
-from minirl.training.batch import Batch, RolloutTable
-from support.worked import DR_GRPO, GRPO, LENGTHS, REWARDS, RLOO, TRL, assert_six_decimals, double, flat
+from minirl.training.batch import Batch
+from support.worked import (
+    DR_GRPO,
+    GRPO,
+    LENGTHS,
+    REWARDS,
+    RLOO,
+    TRL,
+    assert_six_decimals,
+    double,
+    flat,
+    groups_of,
+)
 
 COUNTS = torch.tensor(LENGTHS)
 # k1 = old - ref of the four worked sequences
@@ -81,25 +92,18 @@ def test_groups_do_not_mix(options):
 
 
 @pytest.mark.parametrize(
-    ("count", "rows", "num_equal"),
-    [
-        (1, [1], 0),
-        (3, [1, 3, 5], 0),
-        (4, [0, 1, 3, 5], 1),
-        (9, [0, 1, 2, 3, 4, 5], 3),
-    ],
+    ("count", "rows"), [(1, [1]), (3, [1, 3, 5]), (4, [0, 1, 3, 5]), (9, [0, 1, 2, 3, 4, 5])]
 )
-def test_groups_with_a_signal_are_selected_first(count, rows, num_equal):
-    """The first groups whose accuracies differ, filled up with the first others, in order and counted.
+def test_groups_with_a_signal_are_selected_first(count, rows):
+    """The first groups whose accuracies differ, filled up with the first others, in order.
 
     Judged by accuracy an all-correct group has no signal, whatever its lengths. Pitfalls 26 and 54.
     """
     accuracy = double([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.5, 1.0]])
-    assert select_groups(accuracy, count) == (rows, num_equal)
+    assert select_groups(are_equal(accuracy), count) == rows
 
 
-KEPT, KEPT_EPISODES = double([1, 0, 1, 1]), double([1, 1, 0, 1])
-BRANCHES = {"episode": torch.tensor([0, 0, 1, 2])}
+KEPT = double([1, 0, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -108,14 +112,13 @@ BRANCHES = {"episode": torch.tensor([0, 0, 1, 2])}
         (LENGTHS, {}, 1 / 14, [1 / 12, 1 / 20, 1 / 8, 1 / 16], 1 / 32),
         (LENGTHS, {"keep": KEPT.bool()}, KEPT / 9, [1 / 9, 0, 1 / 6, 1 / 12], KEPT / 24),
         (LENGTHS, {"keep": torch.zeros(4).bool()}, 0, [0] * 4, 0),
-        # Three rollouts of 1 + 4, 3 and 6 tokens: N counts rollouts.
-        ((1, 4, 3, 6), BRANCHES, 1 / 14, [1 / 15, 1 / 15, 1 / 9, 1 / 18], 1 / 24),
+        # Each of two minibatches by itself.
         (
             (1, 4, 3, 6),
-            {"keep": KEPT_EPISODES.bool(), **BRANCHES},
-            KEPT_EPISODES / 11,
-            [1 / 10, 1 / 10, 0, 1 / 12],
-            KEPT_EPISODES / 16,
+            {"num_minibatches": 2},
+            double([1 / 5, 1 / 5, 1 / 9, 1 / 9]),
+            [1 / 2, 1 / 8, 1 / 6, 1 / 12],
+            1 / 16,
         ),
         # A sequence without loss tokens stays in N; its own weight is finite and never used.
         ((2, 0, 4), {}, 1 / 6, [1 / 6, 0, 1 / 12], 1 / 24),
@@ -211,14 +214,11 @@ def test_the_score_of_a_sequence_without_tokens_is_paid_to_nobody():
 
 def with_kl(rank, baseline):
     """The script's advantages of the worked responses under a KL term in the reward."""
-    zeros, counts = torch.zeros(4, dtype=torch.int64), torch.tensor(LENGTHS)
-    rewards = REWARDS.view(4, 1)
-    table = RolloutTable(zeros, torch.arange(4), zeros, zeros, counts, counts, zeros.bool(), rewards, rewards)
     tokens = torch.arange(14)
-    batch = Batch(LENGTHS, tokens, tokens >= 0, double(flat(K1)), table_index=torch.arange(4))
+    batch = Batch(LENGTHS, tokens, tokens >= 0, double(flat(K1)), rollout=torch.arange(4))
     config = train_grpo.Config(baseline=baseline, advantage_norm="none", kl_reward_coef=0.05)
-    given = rewards.view(1, 4, 1, 1), torch.zeros(1, 0, 1).double(), double([1.0])
-    return train_grpo.token_advantages(config, *given, table, batch.replace(ref_logprobs=double([0.0] * 14)))
+    batch = batch.replace(ref_logprobs=double([0.0] * 14))
+    return train_grpo.token_advantages(config, groups_of(REWARDS), batch)
 
 
 @pytest.mark.parametrize(
@@ -364,4 +364,4 @@ def test_a_group_is_equal_by_the_scores_that_it_has():
     """Missing scores make no difference, and a group without any score has no signal."""
     groups = double([[1, MISSING, 1], [1, MISSING, 0], [MISSING] * 3, [0.1, 0.1, 0.1]])
     assert are_equal(groups).tolist() == [True, False, True, True]
-    assert select_groups(groups, 2) == ([0, 1], 1)
+    assert select_groups(are_equal(groups), 2) == [0, 1]

@@ -15,7 +15,7 @@ from minirl.run.flags import flag_of, parse
 ROOT = Path(__file__).parent.parent
 # From the ground up: a folder (or a file beside the folders) imports only what stands before it.
 ORDER = (
-    "errors truncation turn_facts rollouts files ranks model objective generation training data workers rewards "
+    "errors user_code truncation turn_facts rollouts files ranks model objective generation training data rewards "
     "episodes report collect run kernels agents plot show evaluate"
 ).split()
 # Parts that a default run does not need: others import them late, within functions.

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl.rollouts import KeptIds, Rollout, RolloutId, all_branches
+from minirl.rollouts import Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.batch import (
     NOT_MADE,
     Batch,
-    RolloutTable,
     exchange,
     gather_table,
-    gather_to_table,
+    gather_to_rollouts,
     gather_tokens,
     pack,
 )
@@ -32,15 +31,13 @@ def make_batch(lengths):
     streams = {
         field.name: torch.rand(sum(lengths), generator=generator) for field in dataclasses.fields(Batch)
     }
-    counts = (3 * streams["kept"]).int()
     return Batch(
         **{
             **streams,
-            "kept": KeptIds(counts, torch.arange(int(counts.sum()), dtype=torch.int32)),
             "lengths": tuple(lengths),
             "tokens": (1000 * streams["tokens"]).long(),
             "loss_mask": streams["loss_mask"] < 0.5,
-            "table_index": torch.arange(len(lengths)) * 10,
+            "rollout": torch.arange(len(lengths)) * 10,
             "prefixes": tuple(PromptPrefix(i, 1) for i in range(len(lengths))),
         }
     )
@@ -50,7 +47,7 @@ def tensor_fields(batch):
     return {
         f.name: getattr(batch, f.name)
         for f in dataclasses.fields(batch)
-        if f.name not in ("lengths", "prefixes", "kept")
+        if f.name not in ("lengths", "prefixes")
     }
 
 
@@ -66,14 +63,9 @@ def test_select_equals_a_loop_over_sequences(chosen):
     assert part.lengths == tuple(batch.lengths[i] for i in chosen)
     assert part.prefixes == tuple(batch.prefixes[i] for i in chosen)
     for name, value in tensor_fields(batch).items():
-        parts = value.split(1 if name == "table_index" else batch.lengths)
+        parts = value.split(1 if name == "rollout" else batch.lengths)
         wanted = torch.cat([value[:0], *(parts[i] for i in chosen)])
         torch.testing.assert_close(getattr(part, name), wanted, rtol=0, atol=0)
-    starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
-    kept = [batch.kept[starts[i] : starts[i] + batch.lengths[i]] for i in chosen]
-    wanted = KeptIds.join([KeptIds.none(0), *kept])
-    assert torch.equal(part.kept.counts, wanted.counts)
-    assert torch.equal(part.kept.ids, wanted.ids)
 
 
 @pytest.mark.parametrize("lengths", [[3, 1, 4], []])
@@ -86,11 +78,11 @@ def test_spread_repeats_within_the_loss_mask(lengths):
 
 
 def test_to_moves_every_stream_and_a_field_not_made_yet_stays_none():
-    """The table index stays on the host, as the table does."""
+    """The rollouts' indices stay on the host, as the table does."""
     batch = make_batch([2, 3])
     moved = batch.to(torch.device("meta"))
     devices = {name: value.device.type for name, value in tensor_fields(moved).items()}
-    assert devices.pop("table_index") == "cpu"
+    assert devices.pop("rollout") == "cpu"
     assert set(devices.values()) == {"meta"}
     assert (moved.lengths, moved.prefixes) == (batch.lengths, batch.prefixes)
     batch = batch.replace(advantages=NOT_MADE)
@@ -131,11 +123,9 @@ def make_rollout(prompt, sample):
     mask = torch.arange(num_prompt + num_sampled) >= num_prompt
     tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample * mask
     end = "length" if sample == 2 else "stop"
-    num_kept = mask * (tokens.int() % 3)
-    kept = KeptIds(num_kept, 1000 * prompt + tokens.int().repeat_interleave(num_kept))
     rollout_id = RolloutId(prompt, sample)
     logprobs, versions = mask * tokens / -1000, mask.int() * (1 + sample)
-    return Rollout(tokens, mask, logprobs, versions, num_prompt, rollout_id, end, kept=kept)
+    return Rollout(tokens, mask, logprobs, versions, num_prompt, rollout_id, end)
 
 
 @dataclass(frozen=True)
@@ -154,19 +144,15 @@ BRANCH_IDS = [(p, s, b) for p, s in IDS for b in range(1 + (s == 2))]
 
 
 def exchange_branches(rank, first_share, rank_of):
-    """The exchange of branches with a stream more, and each one's last token, sent back to its row of the table."""
+    """The exchange of branches with a stream more, and each one's last token, summed again by rollout."""
     # Rank 0 has the last `first_share`, reversed.
     rollouts = rollouts_of(IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
-    own_rewards = [
-        [10 * r.rollout_id.prompt_ordinal + r.rollout_id.branch] * 2 for r in all_branches(rollouts)
-    ]
-    columns = (torch.tensor(column, dtype=torch.float64).view(-1, 2) for column in (rewards, own_rewards))
-    table = gather_table(rollouts, *columns)
+    table = gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
     streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
     batch = exchange(rollouts, table, rank_of, streams, TaughtBatch)
-    lasts = gather_to_table(batch, batch.tokens[batch.last_index], 12)
-    return table, batch, lasts, *gather_tokens(batch, batch.tokens[batch.loss_mask], table)
+    lasts = gather_to_rollouts(batch, batch.tokens[batch.last_index], 9)
+    return table, batch, lasts, *gather_tokens(batch.tokens[batch.loss_mask])
 
 
 SOME = [None, 1, 0, None, 0, 0, None, 1, 1, None, 0, 1]
@@ -174,65 +160,44 @@ SOME = [None, 1, 0, None, 0, 0, None, 1, 1, None, 0, 1]
 
 @pytest.mark.parametrize("rank_of", [[0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], [1] * 12, SOME])
 @pytest.mark.parametrize("first_share", [0, 4, 9])
-def test_branches_are_rows_with_rewards_and_ends_of_their_own(two_ranks, first_share, rank_of):
+def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first_share, rank_of):
     """In order of their ids; branches of a rollout are trained on any rank or none, with all streams, a fork's own too,
-    and summed again in order of rollouts.
+    and summed again by rollout.
 
-    Every rank has the numbers per branch, every reward to its last bit and none counted twice, whoever holds the
-    rollouts, if any. Pitfall 53.
+    Every rank has the numbers of all, every reward to its last bit, whoever holds the rollouts, if any. Pitfall 53.
     """
     branches = all_branches(rollouts_of(IDS))
+    rollout_of_row = [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
     sent = [
         branch.tokens * (receiver is not None) for branch, receiver in zip(branches, rank_of, strict=True)
     ]
-    sampled = torch.cat([x[branch.loss_mask] for x, branch in zip(sent, branches, strict=True)])
-    for rank, answer in enumerate(two_ranks.run(exchange_branches, first_share, rank_of)):
-        table, batch, lasts, all_tokens, places = answer
+    sums = [sum(x[-1] for x, r in zip(sent, rollout_of_row, strict=True) if r == i) for i in range(9)]
+    answers = two_ranks.run(exchange_branches, first_share, rank_of)
+    for rank, (table, batch, lasts, all_tokens, places) in enumerate(answers):
         assert table.ids == [RolloutId(*ids) for ids in BRANCH_IDS]
-        assert table.episode.tolist() == [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
-        assert table.is_truncated.tolist() == [(s, b) == (2, 1) for _, s, b in BRANCH_IDS]
+        assert table.rollout.tolist() == rollout_of_row
+        assert table.is_truncated.tolist() == [s == 2 for _, s, _ in BRANCH_IDS]
         assert table.rewards.tolist() == [[p + 0.1, s / 3] for p, s, _ in BRANCH_IDS]
-        assert table.branch_rewards[:, 0].tolist() == [10 * p + b for p, _, b in BRANCH_IDS]
-        by_branch = [[10 * p, 10 * p + (s == 2)] for p, s in IDS]  # without one, the only one's
-        assert table.rewards_by_branch()[..., 0].tolist() == by_branch
         assert table.num_loss_tokens.tolist() == [(1, 2, (1, 2)[b])[s] for _, s, b in BRANCH_IDS]
         assert table.num_tokens.tolist() == [p + (1, 2, (1, 3)[b])[s] for p, s, b in BRANCH_IDS]
-        dtypes = {f.name: getattr(table, f.name).dtype for f in dataclasses.fields(table)}
-        assert {dtypes.pop("rewards"), dtypes.pop("branch_rewards")} == {torch.float64}
-        assert dtypes.pop("is_truncated") == torch.bool
-        assert set(dtypes.values()) == {torch.int64}
-        assert table.first_branches().ids == [RolloutId(p, s) for p, s in IDS]
-        assert table.select([3, 6, 7]).episode.tolist() == [0, 1, 1]
+        by_rollout = table.by_rollout()
+        assert by_rollout.ids == [RolloutId(p, s) for p, s in IDS]
+        assert by_rollout.num_loss_tokens.tolist() == [1 + s for _, s in IDS]
+        assert table[torch.tensor([3, 6, 7])].rollout.tolist() == [0, 1, 1]
         own = [i for i, receiver in enumerate(rank_of) if receiver == rank]
-        assert batch.table_index.tolist() == own
+        assert batch.rollout.tolist() == [rollout_of_row[i] for i in own]
         expected = pack([branches[i] for i in own])
-        for name in ("tokens", "loss_mask", "sample_logprobs", "weight_version"):
+        for name in ("tokens", "loss_mask", "sample_logprobs", "weight_version", "is_truncated"):
             # And the same dtypes.
             torch.testing.assert_close(getattr(batch, name), getattr(expected, name), rtol=0, atol=0)
+        assert batch.is_truncated[batch.last_index].tolist() == [BRANCH_IDS[i][1:] == (2, 1) for i in own]
         assert torch.equal(batch.taught, 3.0 * batch.sample_logprobs)
         assert batch.prefixes == expected.prefixes
-        assert torch.equal(batch.kept.counts, expected.kept.counts)
-        assert torch.equal(batch.kept.ids, expected.kept.ids)
         assert lasts.dtype == all_tokens.dtype == torch.float64
-        assert torch.equal(all_tokens.long(), sampled)
-        assert torch.equal(sampled[places], batch.tokens[batch.loss_mask])
-        assert lasts.tolist() == [x[-1] for x in sent]
-        sums = [sum(x[-1] for x, e in zip(sent, table.episode, strict=True) if e == i) for i in range(9)]
-        assert table.sum_branches(lasts).tolist() == sums
-
-
-@pytest.mark.parametrize("rows", [[], [5], [10, 0, 4]])
-def test_a_table_selects_rows_of_every_field_and_finds_them_by_rollout(one_rank, rows):
-    """In the order asked for; the rows of rollouts are those of the selection, not of the whole table."""
-    table, *_ = one_rank.run(exchange_branches, 9, [0] * 12)[0]
-    part = table.select(rows)
-    for field in dataclasses.fields(RolloutTable):
-        assert getattr(part, field.name).tolist() == [getattr(table, field.name)[i].tolist() for i in rows]
-    rollouts = [make_rollout(*BRANCH_IDS[row][:2]) for row in rows]
-    assert table.indices_of(rollouts) == rows
-    assert part.indices_of(rollouts[::-1]) == list(range(len(rows)))[::-1]
-    with pytest.raises(KeyError):
-        part.indices_of([make_rollout(5, 0)])
+        assert lasts.tolist() == sums
+        of_ranks = [batch.tokens[batch.loss_mask] for _, batch, *_ in answers]
+        assert torch.equal(all_tokens.long(), torch.cat(of_ranks))
+        assert torch.equal(all_tokens[places].long(), of_ranks[rank])
 
 
 def exchange_own_prompts(rank):

@@ -102,7 +102,7 @@ def test_calls_are_answered_and_every_turn_is_trained_on_as_it_was_sampled(on_tw
     [
         ("one_rank", ""),
         ("two_ranks", "--cache-tokens 128"),
-        ("one_rank", "--cache-tokens 512 --workers 2"),
+        ("one_rank", "--cache-tokens 512"),
     ],
     ids=["one rank", "few places", "tight cache"],
 )
@@ -113,9 +113,7 @@ def test_rollouts_depend_neither_on_ranks_nor_on_batch_and_cache(request, callin
 
 
 @pytest.mark.slow
-def test_the_function_in_a_script_gives_the_run_that_it_gives_in_worker_processes(
-    two_ranks, calling, on_two_ranks, tmp_path
-):
+def test_the_function_in_a_script_gives_the_run_of_the_flag(two_ranks, calling, on_two_ranks, tmp_path):
     shutil.copy(EXAMPLE, tmp_path / "calculator.py")
     named = {"        rollout,\n": "        calculator,\n"}
     imported = {

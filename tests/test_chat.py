@@ -385,7 +385,7 @@ def prompt_of(tmp_path):
     def first_prompt(arguments, *, chat=True):
         config = RunConfig(chat_template_kwargs=arguments, chat=chat)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), workers=None)
+        prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), user_rollout=None)
         return prompts.tokenizer.backend.decode(prompts.prompt_ids(0))
 
     return first_prompt

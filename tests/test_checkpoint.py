@@ -23,8 +23,7 @@ from torch import distributed as dist
 from minirl.errors import InputError, SaveError
 from minirl.files import durable
 from minirl.model.families import config_from_dict
-from minirl.run import checkpoint as checkpoint_module
-from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, check_remembered, checkpoints_in, own_records
+from minirl.run.checkpoint import Checkpoints, check_remembered, checkpoints_in
 from minirl.run.run import Progress
 from minirl.run.run_folder import open_run_folder
 from support.marks import slow
@@ -389,14 +388,12 @@ class TestWhatAScriptRemembers:
 
     def test_values_come_back_as_they_were_at_the_save(self):
         """Types, dtypes and bits, NaN included, though the script changes them afterwards."""
-        extra, records = every_value(), {"replay": [{"x": torch.ones(3)}]}
+        extra = every_value()
         with saving() as saver:
-            saver.save(1, extra=extra, records=records)
+            saver.save(1, extra=extra)
             extra["nested"].clear()
-            records["replay"][0]["x"] += 1
             progress = saver.checkpoints.restore(saver.run.path / "checkpoints" / "000001")
         assert as_text(progress["extra"]) == as_text(every_value())
-        assert as_text(progress["records"]) == as_text({"replay": [{"x": torch.ones(3)}]})
 
     @pytest.mark.parametrize(
         "value", [np.float64(1), Path("a"), torch.nn.Parameter(torch.ones(1)), {1, 2}, len]
@@ -404,30 +401,7 @@ class TestWhatAScriptRemembers:
     def test_what_would_come_back_as_something_else_is_refused_by_its_name(self, value):
         """At the save too, where no resume could read it."""
         with pytest.raises(InputError, match=r"^progress.extra\['level'\]: a checkpoint holds numbers"):
-            check_remembered("extra", {"fine": 1, "level": [0, {"x": value}]})
-        with saving() as saver, pytest.raises(InputError, match=r"^progress.records\['replay'\]"):
-            saver.save(1, records={"replay": [value]})
+            check_remembered({"fine": 1, "level": [0, {"x": value}]})
+        with saving() as saver, pytest.raises(InputError, match=r"^progress.extra\['level'\]"):
+            saver.save(1, extra={"level": [value]})
         assert checkpoints_in(saver.run.path) == []
-
-    @pytest.mark.parametrize(
-        ("num_saved", "num_ranks", "expected"),
-        [
-            (2, 2, [[0, 1, 2], [10]]),
-            (2, 1, [[0, 10, 1, 2]]),
-            (1, 2, [[0, 2], [1]]),
-            (3, 2, [[0, 20, 2], [10, 1]]),
-        ],
-    )
-    def test_row_11_records_are_dealt_out_to_another_number_of_ranks(
-        self, monkeypatch, num_saved, num_ranks, expected
-    ):
-        """None is lost or doubled, old ones stay before new ones, and on as many ranks each has its own."""
-        all_records = ([0, 1, 2], [10], [20])[:num_saved]
-        saved = [{IN_FLIGHT: records, "own": [i]} for i, records in enumerate(all_records)]
-        monkeypatch.setattr(checkpoint_module, "world_size", lambda: num_ranks)
-        dealt = []
-        for r in range(num_ranks):
-            monkeypatch.setattr(checkpoint_module, "rank", lambda r=r: r)
-            dealt.append(own_records(saved))
-        assert [records[IN_FLIGHT] for records in dealt] == expected
-        assert sorted(number for records in dealt for number in records["own"]) == list(range(num_saved))

@@ -16,11 +16,9 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
-from minirl.episodes.in_flight import finished_record, finished_rollout
 from minirl.generation.engine import Engine
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import KeptIds, Rollout, RolloutId
-from minirl.run.checkpoint import check_remembered
+from minirl.rollouts import Rollout, RolloutId
 from support.collecting import (
     CHAT,
     MAX_NEW_TOKENS,
@@ -35,7 +33,6 @@ from support.collecting import (
     replies_of,
     replying,
     resumed,
-    rollout_records,
     sums,
 )
 from support.engines import VOCAB, cached_model, make_engine, scores_of
@@ -63,9 +60,9 @@ def test_an_episode_costs_what_is_asked_of_it():
     """Of one answer the text for its reward; it leaves the engine with the others, and needs no garbage collection."""
     left = []
 
-    def watched(episode):
+    async def watched(episode):
         left.append(weakref.ref(episode))
-        yield episode.generate()
+        await episode.generate()
 
     collector = make_collector(rollout=watched, group_size=4)
     release = collector.engine.release
@@ -96,8 +93,8 @@ def assert_scored_as_sampled(rollout: Rollout, attention: str) -> None:
 def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once(attention):
     endings = set()
 
-    def watched(episode):
-        yield from replying(episode)
+    async def watched(episode):
+        await replying(episode)
         first, second, third, fourth = episode.turns
         ids = functools.partial(letter_tokenizer().encode_text, place="f:1")
         results, question = replies_of(episode)
@@ -127,11 +124,11 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
     template = "{% for m in messages %}z{{ m.role[0] }}:{{ m.content }}{% endfor %}za:"
     seen = []
 
-    def watched(episode):
-        yield episode.generate(max_tokens=1, stop=stop)
+    async def watched(episode):
+        await episode.generate(max_tokens=1, stop=stop)
         for _ in range(10):
             end = len(episode.tokens)
-            yield episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
+            await episode.generate(after={"role": "user", "content": "hi"}, max_tokens=1, stop=stop)
             previous, turn = episode.turns[-2:]
             if previous.text == "z":
                 seen.append(letter_tokenizer().decode(episode.tokens[end : -len(turn.ids)]))
@@ -144,8 +141,8 @@ def test_what_begins_a_message_is_left_out_where_a_turn_ended_with_it_and_not_wh
 def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_of_training(attention):
     seen = []
 
-    def watched(episode):
-        yield from branching(episode)
+    async def watched(episode):
+        await branching(episode)
         seen.append(episode)
 
     collector = make_collector(chat_prompts(), rollout=watched, attention=attention)
@@ -168,13 +165,13 @@ def test_row_61_a_branch_has_the_messages_that_it_began_with():
     """Its caller may go on with the list that it gave."""
     seen = []
 
-    def going_on(episode):
+    async def going_on(episode):
         messages = [{"role": "user", "content": "abc"}]
         branch = episode.branch(messages)
         messages.append({"role": "assistant", "content": "not said"})
-        yield branch.generate(max_tokens=3)
+        await branch.generate(max_tokens=3)
         messages[0]["content"] = "xyz"
-        yield branch.generate(after="d", max_tokens=3)
+        await branch.generate(after="d", max_tokens=3)
         seen.append(branch.messages)
 
     prompts = chat_prompts()
@@ -186,9 +183,9 @@ def test_row_61_a_branch_has_the_messages_that_it_began_with():
 
 
 def test_branches_of_an_episode_have_noise_of_their_own():
-    def twins(episode):
+    async def twins(episode):
         for _ in range(3):
-            yield episode.branch(episode.prompt).generate(max_tokens=20)
+            await episode.branch(episode.prompt).generate(max_tokens=20)
 
     (rollout, *_) = make_collector(chat_prompts(), rollout=twins).collect(1).rewarded.rollouts
     assert len({tuple(branch.completion) for branch in rollout.branches}) == 3
@@ -197,9 +194,9 @@ def test_branches_of_an_episode_have_noise_of_their_own():
 
 
 def test_an_episode_whose_further_branch_has_no_room_ends_with_length():
-    def long(episode):
-        yield episode.generate(max_tokens=3)
-        yield episode.branch("a" * 100).generate()
+    async def long(episode):
+        await episode.generate(max_tokens=3)
+        await episode.branch("a" * 100).generate()
 
     (rollout, *_) = make_collector(Prompts(), rollout=long).collect(1).rewarded.rollouts
     assert (rollout.finish_reason, len(rollout.branches)) == ("length", 1)
@@ -218,9 +215,9 @@ def test_an_answer_that_the_prompt_begins_is_one_message_with_it():
         vocab_size=VOCAB,
     )
 
-    def watched(episode):
+    async def watched(episode):
         assert episode.messages == begun
-        turn = yield episode.generate(max_tokens=5)
+        turn = await episode.generate(max_tokens=5)
         assert episode.messages == [begun[0], {"role": "assistant", "content": "it is" + turn.text}]
 
     collector = make_collector(prompts, rollout=watched)
@@ -228,9 +225,9 @@ def test_an_answer_that_the_prompt_begins_is_one_message_with_it():
 
 
 def test_an_episode_ends_with_length_where_what_it_appends_leaves_no_room():
-    def talkative(episode):
-        yield episode.generate(max_tokens=8)
-        yield episode.generate(after="a" * (MAX_NEW_TOKENS - 8))
+    async def talkative(episode):
+        await episode.generate(max_tokens=8)
+        await episode.generate(after="a" * (MAX_NEW_TOKENS - 8))
         raise AssertionError("there was no room")
 
     collector = make_collector(Prompts(lambda rollout_id: MAX_NEW_TOKENS), rollout=talkative)
@@ -248,9 +245,9 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
         returned.extend(map(weakref.ref, rollouts))
         return rollouts
 
-    def patient(episode):
+    async def patient(episode):
         for _ in range(6):
-            yield episode.generate(max_tokens=2)
+            await episode.generate(max_tokens=2)
         num_kept.append(sum(rollout() is not None for rollout in returned))
         assert len(episode.tokens) == len(episode.logprobs) == 12
 
@@ -265,10 +262,10 @@ def test_an_episode_keeps_its_tokens_once_however_many_turns_it_has(monkeypatch)
     [(one_turn, Prompts, 7), slow(replying, chat_prompts, 20)],
 )
 def test_a_budget_a_checkpoint_and_a_small_cache_change_nothing_in_a_rollout(rollout, make_prompts, budget):
-    """Other programs are in test_rollout_workers. Pitfall 40."""
-    make = functools.partial(make_collector, make_prompts(), rollout=rollout)
+    """Other functions are in test_programs. Pitfall 40."""
     tight = {"cache_tokens": 512, "max_running_requests": 5}
-    assert_pauses_change_nothing(functools.partial(make, engine_options=tight), make, make, budget=budget)
+    make = functools.partial(make_collector, make_prompts(), rollout=rollout, engine_options=tight)
+    assert_pauses_change_nothing(make, budget=budget)
 
 
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
@@ -327,44 +324,32 @@ def test_rounds_take_a_third_of_the_decode_steps_on_a_skewed_workload(max_stalen
     assert sum(counts[6:]) / 8 < 49 / 3
 
 
-def long_if_odd(rollout_id: RolloutId) -> int:
-    """Of every second prompt."""
-    return 20 if rollout_id.prompt_ordinal % 2 else 2
+@pytest.mark.parametrize("later", [0, 1, 3])
+def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
+    """With the same `max_staleness`, another, or 0. Prompts in flight begin again, before new ones. Fault 12."""
+    lengths = random.Random(0)
+    length_of = {}
+
+    def length(rollout_id):
+        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
+
+    def make(max_staleness):
+        return make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
+
+    trained = []
+    collector = make(3)
+    for number in range(4):
+        for _ in range(3):
+            trained += collector.collect(3).table.prompt_ordinal[::2].tolist()
+        before = collector.in_flight
+        assert sorted(trained + before) == list(range(collector.num_served))
+        assert before or number, "nothing was in flight"
+        collector = resumed(collector, make(later))
+        assert collector.in_flight == before
+    collector.close()
 
 
-@pytest.mark.parametrize("differs", ["request", "tokens"])
-def test_an_episode_that_does_not_repeat_itself_at_a_resume_begins_anew_and_is_counted(capsys, differs):
-    """Its function asks for something else, or the same is other tokens now, as of a template that writes the date."""
-    replies = ["a"]
-
-    def moody(episode):
-        yield episode.generate(max_tokens=1)
-        yield episode.generate(after=replies[-1])
-
-    def make():
-        return make_collector(
-            Prompts(lambda one: 1 + long_if_odd(one)), rollout=moody, round_tokens=5, max_staleness=3
-        )
-
-    first, second = make(), make()
-    first.collect(1)
-    paused = {
-        tuple(record["rollout_id"]) for record in rollout_records(first) if record["finish_reason"] is None
-    }
-    if differs == "request":
-        replies.append("b")
-    else:
-        other = second._prompts.tokenizer.encode_text("b", "")
-        second._prompts.appended_ids = lambda after, *_, **__: other if after else []
-    resumed(first, second)
-    assert second.take_count("restarted") == len(paused) > 0
-    assert "moody(episode), for the row at f:" in capsys.readouterr().out
-    rollouts = [r for _ in range(3) for r in second.collect(1, weight_version=7).rewarded.rollouts]
-    again = [r for r in rollouts if r.rollout_id in paused]
-    assert len(again) == len(paused)
-    for rollout in again:
-        assert set(rollout.weight_version[rollout.loss_mask].tolist()) == {7}
-    assert second.take_count("restarted") == 0
+ONE = torch.ones(1, dtype=torch.float64)
 
 
 def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> RewardedRollouts:
@@ -375,15 +360,10 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
         for sample, value in enumerate(values):
             mask = torch.arange(length) > 0
             streams = (torch.arange(length), mask, -mask.float(), mask.int())
-            rollouts.append(
-                Rollout(*streams, 1, RolloutId(ordinal, sample), "stop", kept=KeptIds.none(length))
-            )
+            rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
             rewards.append([value])
     rows = [Row("a", {}, "f:1")] * len(rollouts)
-    failed = torch.zeros(len(rollouts), dtype=torch.bool)
-    return RewardedRollouts(
-        rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1), failed
-    )
+    return RewardedRollouts(rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1))
 
 
 @pytest.mark.parametrize(
@@ -399,7 +379,9 @@ def make_rewarded(rewards_of: dict[int, list[float]], num_tokens: int = 1) -> Re
 )
 def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, num_missing):
     rewards = {3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]}
-    selection = select_step(make_rewarded(rewards), num_groups, 2, replaces_equal=replaces_equal)
+    selection = select_step(
+        make_rewarded(rewards), num_groups, 2, reward_weights=ONE, replaces_equal=replaces_equal
+    )
     assert selection.num_missing == num_missing
     assert selection.num_selected == len(taken)
     assert selection.groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
@@ -408,45 +390,27 @@ def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, 
         i for i in left for _ in range(2)
     ]
     assert selection.ended == rewards.keys() - {*left}
-    empty = select_step(make_rewarded({}), num_groups, 2, replaces_equal=replaces_equal)
+    empty = select_step(make_rewarded({}), num_groups, 2, reward_weights=ONE, replaces_equal=replaces_equal)
     assert (empty.num_selected, empty.num_missing) == (0, num_groups)
 
 
 def test_groups_count_rollouts_and_have_all_their_branches():
-    """Two branches of one rollout are not two rollouts; one row for each, but one reward and one text for both."""
+    """Two branches of one rollout are not two rollouts; one row for each, but one reward, length and text for both."""
     pool = make_rewarded({3: [1, 1], 7: [0, 1]}, num_tokens=2)
     pool = replace(
         pool, rollouts=[in_two_branches(r) if r.rollout_id.sample == 0 else r for r in pool.rollouts]
     )
-    selection = select_step(pool, 3, 1, 1)
+    selection = select_step(pool, 3, 1, 1, reward_weights=ONE)
     groups = selection.groups
     assert groups.table.ids == [RolloutId(prompt, 0, branch) for prompt in (3, 7) for branch in (0, 1)]
-    assert groups.table.episode.tolist() == [0, 0, 1, 1]
-    assert groups.rewards[:, :, 0].tolist() == [[1], [0]]
+    assert groups.table.rollout.tolist() == [0, 0, 1, 1]
+    assert groups.rewards[:, :, 0].tolist() == groups.scores.tolist() == [[1], [0]]
+    assert groups.num_loss_tokens.tolist() == [[2], [2]]
     assert groups.greedy_rewards[:, :, 0].tolist() == [[1], [1]]
     assert [r.rollout_id for r in groups.rewarded.rollouts] == [RolloutId(3, 0, 1), RolloutId(7, 0, 1)]
     assert [len(r.branches) for r in groups.rewarded.rollouts] == [2, 2]
     assert selection.left.rollouts == []
     assert (selection.num_selected, selection.num_missing) == (2, 1)
-
-
-def as_tuples(rollout: Rollout) -> list[tuple]:
-    return [
-        (*facts(branch), branch.num_prompt_tokens, branch.weight_version.tolist())
-        for branch in rollout.branches
-    ]
-
-
-def test_a_record_has_all_branches(tmp_path):
-    """Fault 12."""
-    (rollout,) = make_rewarded({4: [0]}, num_tokens=3).rollouts
-    branched = in_two_branches(rollout)
-    record = finished_record(branched, [None, 0.5], failed=True)
-    check_remembered("records", {"in_flight": [record]})
-    torch.save(record, tmp_path / "record.pt")
-    saved = torch.load(tmp_path / "record.pt", weights_only=True)
-    assert as_tuples(finished_rollout(saved)) == as_tuples(branched)
-    assert (saved["rewards"], saved["failed"]) == ([None, 0.5], True)
 
 
 def test_refills_come_from_new_prompts_and_end():

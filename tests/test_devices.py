@@ -9,15 +9,13 @@ from torch import Tensor
 
 import train_grpo
 from minirl.generation.engine import Engine
-from minirl.model import device_kernels, gated_delta_net
+from minirl.model import gated_delta_net
 from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
-from minirl.rollouts import KeptIds
 from minirl.training.batch import Batch
-from minirl.training.distillation import score_with_teacher, teacher_states
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import value_batch
 from support import stub_fla
@@ -28,9 +26,7 @@ from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """Without Triton's kernels, which other files test (test_fused, test_paged): their twins in torch run."""
-    monkeypatch.setattr(device_kernels, "are_used", lambda device: False)
+def device():
     rope_table.cache_clear()
     with PretendedCuda():
         yield CUDA
@@ -90,8 +86,8 @@ def make_batch():
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
-    batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), table_index=torch.arange(3))
-    return batch.replace(kept=KeptIds.none(len(tokens)), **dict(zip(names, streams[1:], strict=True)))
+    batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), rollout=torch.arange(3))
+    return batch.replace(**dict(zip(names, streams[1:], strict=True)))
 
 
 OBJECTIVES = {
@@ -166,25 +162,6 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
 
 def assert_close(expected, got):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
-def test_distillation_on_a_device_has_the_gradients_of_the_host(device, lengths):
-    """The teacher is parked when its head is used."""
-    results = []
-    for place in (CPU, device):
-        model, teacher = (make_model("mixed", torch.float32, seed=seed).to(place) for seed in (0, 5))
-        teacher = teacher.to(CPU).requires_grad_(False)
-        frozen = FrozenModel(teacher, teacher_states, names=["teacher_states"], device=place, park=True)
-        micro = frozen.add_to(make_batch().to(place), [[2], [], [0, 1]]).select(lengths)
-        *_, kl = score_with_teacher(model, micro, teacher, is_forward=False)
-        assert kl.device == place
-        assert next(teacher.parameters()).device == CPU
-        kl.sum().backward()
-        results.append(
-            [x.cpu() for x in (kl.detach(), *(parameter.grad for parameter in model.parameters()))]
-        )
-    assert_close(*results)
 
 
 def updated_on_a_device(rank: int, folder: Path, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

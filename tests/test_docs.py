@@ -12,10 +12,12 @@ import train_grpo
 import train_ppo
 from minirl import errors
 from minirl.data.tools import tool_schemas
-from minirl.episodes.episode import Episode, Turns
+from minirl.episodes.episode import Episode
 from minirl.rewards.functions import EpisodeReward
+from minirl.run.config import RunConfig
 from minirl.run.flags import flag_of
-from support.collecting import chat_prompts, in_workers, make_collector
+from minirl.run.load_task import load_rollout
+from support.collecting import chat_prompts, make_collector
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.scripts import ROOT, read_metrics, trained
@@ -192,7 +194,6 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
     monkeypatch.setattr("minirl.data.answers.parsed_answer", parsed)
     names = {
         "Episode": Episode,
-        "Turns": Turns,
         "look_up": str.upper,
         "run_tool": lambda name, arguments: f"{name} found {arguments['query']}",
         "reply_to": str.upper,
@@ -202,7 +203,7 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
     rewards = {name: EpisodeReward(name) for name in ("answer", "format") if "return {" in source}
     rollouts = rollouts_of(names["rollout"], rewards)
     assert len(rollouts) == 4 * 3
-    assert any(len(r.episode.turns) > 1 for r in rollouts) == ("turn = yield" in source)
+    assert any(len(r.episode.turns) > 1 for r in rollouts) == ("turn = await" in source)
 
 
 def test_the_tools_that_a_script_tells_of_have_schemas():
@@ -220,21 +221,20 @@ def test_a_reward_of_groups_on_a_page_runs():
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(line, name, before)`: the page's block with this line, after `before`, in its processes."""
+    """`load(line, name, before)`: the page's block with this line, after `before`."""
 
     def load_block(line, name, before="", kind="rollout"):
         (tmp_path / "mine.py").write_text(
             before + re.sub("</query>", "e", block_with(line, "environments.md"))
         )
-        return load_function(name, kind=kind)
+        return load_rollout(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}))
 
-    with in_workers(tmp_path) as load_function:
-        yield load_block
+    return load_block
 
 
-def test_a_rollout_of_a_page_runs_in_processes_of_its_own(load):
+def test_a_rollout_of_a_page_runs(load):
     ask = "async def ask(text):\n    return text.upper()\n"
-    rollouts = rollouts_of(load("async def search", "search", ask), {})
+    rollouts = rollouts_of(load("async def search", "search", ask).function, {})
     assert any(len(rollout.episode.turns) > 1 for rollout in rollouts)
 
 
@@ -250,7 +250,7 @@ def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path,
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")
     program.chmod(0o755)
     before = f"import os\nos.environ['PATH'] = {str(tmp_path)!r} + os.pathsep + os.environ['PATH']\n"
-    rollouts = rollouts_of(load(line, name, before), {"reward": EpisodeReward()})
+    rollouts = rollouts_of(load(line, name, before).function, {"reward": EpisodeReward()})
     assert {len(rollout.episode.turns) for rollout in rollouts} == {1}
     assert {rollout.episode.rewards["reward"] for rollout in rollouts} <= {0.0, 1.0}
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -10,7 +11,6 @@ import json
 import os
 import re
 import runpy
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -32,23 +32,19 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode
-from minirl.episodes.generate import Generate
-from minirl.episodes.program import Ended, Failed
-from minirl.episodes.rollout_workers import load_rollout
 from minirl.errors import InputError, RolloutError
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
-from minirl.rewards.reward_adapter import call_reward
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_tokenizer
-from minirl.run.load_task import load_task, rollout_workers
+from minirl.run.load_task import load_rollout, load_task
 from support.collecting import (
     CHAT,
     Prompts,
     assert_pauses_change_nothing,
     chat_prompts,
     collected,
-    in_workers,
     letter_tokenizer,
     make_collector,
     sums,
@@ -168,6 +164,9 @@ class NoTools:
     def reset(self, **row):
         return None
 
+class Silent(NoTools, NoReset):
+    pass
+
 class Undocumented(NoTools):
     def guess(self, number):
         return ""
@@ -194,10 +193,9 @@ def call(name, /, **arguments):
 
 @pytest.fixture
 def load(tmp_path):
-    """Tools or an environment of the file above in their workers, which are killed when the test is over."""
+    """Tools or an environment of the file above."""
     (tmp_path / "mine.py").write_text(SOURCE + BROKEN + RANDOM)
-    with in_workers(tmp_path, timeout_s=60.0) as load_function:
-        yield lambda kind, name, **options: load_function(name, kind=kind, **options)
+    return lambda kind, name: load_rollout(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}))
 
 
 @pytest.fixture
@@ -210,27 +208,26 @@ def said_turn(episode, tokenizer, asked, text):
     """A turn of an episode with this text, after its request."""
     ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
     message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
-    branch = episode.branch_of(asked)
-    branch.max_tokens = 1000
-    facts = {"branch": asked.branch, "inserted": asked.inserted, "asked": asked.digest}
-    return told_turn(len(branch.tokens), ids, text, said=message, **facts)
+    branch = episode.branches[asked.branch]
+    return told_turn(
+        len(branch.tokens), ids, text, message=message, branch=asked.branch, inserted=asked.inserted
+    )
 
 
-def converse(workers, tokenizer, texts, columns=None):
-    """Run an episode in workers, whose turns have these texts. Returns the appended parts, and the last reply."""
-    episode = Episode(Row("how much?", columns or {}, "f:1"), seed=1, max_tokens=1000)
-    number = workers.begin(episode)
-    asked = []
-    for text in [*texts, None]:
-        replies = []
-        while not replies:
-            replies = workers.replies(1.0)
-        ((_, reply),) = replies
-        if not isinstance(reply, Generate) or text is None:
-            return asked, reply
-        asked.append(reply.after if episode.all_turns or reply.branch == 0 else reply.prompt)
-        workers.send(number, said_turn(episode, tokenizer, reply, text))
-    return asked, None
+def converse(rollout, tokenizer, texts, columns=None):
+    """Run an episode whose turns have these texts. Returns its requests, and the episode."""
+    episode = Episode(Row("how much?", columns or {}, "f:1"), seed=1, max_tokens=10_000)
+    requests, left = [], iter(texts)
+
+    async def ask(request):
+        requests.append(request)
+        turn = said_turn(episode, tokenizer, request, next(left))
+        episode.take(turn)
+        return turn
+
+    episode.ask = ask
+    asyncio.run(rollout(episode))
+    return requests, episode
 
 
 def result(name, content):
@@ -250,8 +247,8 @@ TEXTS = (
 def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
     tools = load("tools", ",".join(f.__name__ for f in FUNCTIONS))
     assert [tool["function"]["name"] for tool in tools.tools] == [f.__name__ for f in FUNCTIONS]
-    asked, reply = converse(tools, tokenizer, TEXTS)
-    assert isinstance(reply, Ended)
+    requests, _ = converse(tools.function, tokenizer, TEXTS)
+    asked = [request.after for request in requests]
     missing = asked[2][1]["content"]
     assert asked == [
         "",
@@ -272,16 +269,19 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Guessing", "AsyncGuessing"])
 def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load, tokenizer, name, capfd):
-    environment = load("environment", name, num_workers=2)
+    environment = load("environment", name)
     names = [tool["function"]["name"] for tool in environment.tools]
     assert names == (["guess"] if name == "Guessing" else ["guess", "wait"])
     assert environment.gives_reward
     for target in (12, 7):
         texts = [call("guess", number=3), call("guess", number=target), "done"]
-        asked, _ = converse(environment, tokenizer, texts, {"target": target, "function": "f"})
+        columns = {"target": target, "function": "f"}
+        (_, *requests), episode = converse(environment.function, tokenizer, texts, columns)
         limit = 10 * (target // 10 + 1)
-        assert asked == [
-            [{"role": "user", "content": f"how much? (it is below {limit}; 1 message)"}],
+        assert episode.branches[1].prompt == [
+            {"role": "user", "content": f"how much? (it is below {limit}; 1 message)"}
+        ]
+        assert [request.after for request in requests] == [
             [result("guess", "too small")],
             [result("guess", "right")],
         ]
@@ -304,17 +304,19 @@ def test_row_59_what_is_no_tool_or_environment_is_refused_at_the_start(load, kin
 
 
 def test_an_observation_that_is_no_text_is_an_error_that_says_so(load, tokenizer):
-    _, reply = converse(load("environment", "Listed"), tokenizer, ["a"])
-    assert isinstance(reply, Failed)
-    assert r"reset returned [1]; expected text or None" in reply.why
+    with pytest.raises(TypeError, match=r"reset returned \[1\]; expected text or None"):
+        converse(load("environment", "Listed").function, tokenizer, ["a"])
 
 
 RANDOM = '''
-import random
+import threading
 
 class Letters:
+    def __init__(self):
+        self.thread = threading.current_thread()
+
     def reset(self, prompt, answer, **kwargs):
-        self.letters = "".join(random.choices("abcde", k=random.randint(0, 4)))
+        self.letters = "abcde"[: len(prompt[-1]["content"])]
         return f" {self.letters}{answer}"
 
     def draw(self, letter: str) -> str:
@@ -323,7 +325,8 @@ class Letters:
         Args:
             letter: One more.
         """
-        self.letters += letter + random.choice("xyz")
+        assert threading.current_thread() is self.thread is not threading.main_thread()
+        self.letters += letter
         return self.letters
 
     def get_reward(self):
@@ -345,65 +348,43 @@ def num_letters(environments):
 
 
 @pytest.mark.slow
-def test_episodes_of_an_environment_depend_on_the_row_and_the_seed_alone(load, monkeypatch):
-    """On any number of workers, in parts, over a checkpoint and a kill.
-
-    Reward functions see the attributes as they were when `get_reward` was last asked, also where no further turn fits.
-    """
+def test_episodes_of_an_environment_are_the_same_in_parts_and_after_a_resume(load, monkeypatch):
+    """Reward functions see the objects, also where no further turn fits. An object stays in one thread."""
     monkeypatch.setattr("minirl.data.answers.parsed_answer", letter_message)
     functions = {"sums": sums, "reward": EpisodeReward(), "seen": num_letters}
-    one, two = (load("environment", "Letters", num_workers=n) for n in (1, 2))
-
-    def make(rollout=one, **options):
-        return make_collector(chat_prompts(), rollout=rollout, functions=functions, **options)
-
-    def after_a_kill(**options):
-        for worker in two.pool.workers:
-            os.kill(worker.pid, signal.SIGKILL)
-        return make(two, **options)
-
-    rows = assert_pauses_change_nothing(make, after_a_kill, budget=7).values()
-    assert len({tuple(row[2][: row[3].index(True)]) for row in rows}) > 4  # of so few prompts
+    function = load("environment", "Letters").function
+    make = functools.partial(make_collector, chat_prompts(), rollout=function, functions=functions)
+    rows = assert_pauses_change_nothing(make, budget=7).values()
     assert any(row[3].count(False) > row[3].index(True) for row in rows)  # tools were called
     assert all(given == seen for *_, (_, given, seen) in rows)
     assert len({seen for *_, (_, _, seen) in rows}) > 4
 
 
-def test_attributes_that_reward_functions_cannot_see_are_named_with_what_to_do():
-    shop = types.SimpleNamespace(price=torch.tensor(2.0), kinds={"a": [None]}, client=object(), place=(1, 2))
-    episode = Episode(Row("", {}, "f:1"), seed=1, max_tokens=9, environment={})
-    tools = tool_loop.EnvironmentTools(shop)
-    tools._show(episode)
-    assert episode.environment == {"price": 2.0, "kinds": {"a": [None]}}
-    expected = r"'place' is not an attribute .* there are: price, kinds\. .*`get_reward\(self\)` and add --reward epis"
-    with pytest.raises(AttributeError, match=expected):
-        call_reward(lambda environments: environments[0].place, {"environments": [episode.environment]})
-    shop.board = "a" * 2**20
-    with pytest.raises(InputError, match=r"the attributes of the environment, .* are 10486\d\d characters"):
-        tools._show(episode)
-
-
 @pytest.mark.parametrize(
-    ("kind", "reward", "gives_reward"),
-    [("environment", "episode", False), ("environment", "episode:style", True), ("tools", "episode", False)],
+    ("kind", "name", "reward"),
+    [
+        ("environment", "Silent", "episode"),
+        ("environment", "Guessing", "episode:style"),
+        ("tools", "add", "episode"),
+    ],
 )
 def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_start(
-    monkeypatch, kind, reward, gives_reward
+    tmp_path, load, kind, name, reward
 ):
-    workers = types.SimpleNamespace(gives_reward=gives_reward)
-    monkeypatch.setattr("minirl.run.load_task.load_rollout", lambda *_, **__: workers)
-    expected = rf"--reward {reward}: --{kind} a.py:b gives no such reward; .*`environments`: --reward FILE.py"
+    load(kind, name)  # writes the file
+    spec = f"{tmp_path}/mine.py:{name}"
+    expected = rf"--reward {reward}: --{kind} {spec} gives no such reward; .*`environments`: --reward FILE.py"
     with pytest.raises(InputError, match=expected):
-        rollout_workers(RunConfig(**{kind: "a.py:b"}, reward=(reward,)))
-    assert rollout_workers(RunConfig(**{kind: "a.py:b"}, reward=("a.py:score",))) is workers
+        load_rollout(RunConfig(**{kind: spec}, reward=(reward,)))
+    assert load_rollout(RunConfig(**{kind: spec}, reward=("a.py:score",))).tools
 
 
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
-    def rollout(episode):
-        yield episode.generate(max_tokens=3)
+    async def rollout(episode):
+        await episode.generate(max_tokens=3)
         results = [result("add", "3"), result("add", "{'error': 'no'}")]
         results.append({"role": "user", "content": "{'error': "})
-        yield episode.generate(after=results, max_tokens=3)
+        await episode.generate(after=results, max_tokens=3)
 
     collector = make_collector(chat_prompts(200), rollout=rollout)
     collector.collect(2)
@@ -411,9 +392,9 @@ def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
 
 
 def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
-    workers = load("environment", "NoTools")
-    assert not workers.gives_reward
-    (steps,) = collected(make_collector(chat_prompts(), rollout=workers), 1)
+    environment = load("environment", "NoTools")
+    assert not environment.gives_reward
+    (steps,) = collected(make_collector(chat_prompts(), rollout=environment.function), 1)
     assert {row[1] for row in steps} <= {"stop", "length"}
 
 
@@ -475,33 +456,26 @@ def test_messages_and_tokens_are_those_of_trl(tmp_path):
     tokenizer = Tokenizer(tmp_path, chat=True, tools=FUNCTIONS)
     add_response_schema(tokenizer.backend)
     several = f"{call('add', a=1)}{call('fail', text='luck')}{call('search', query='x')}"
-    is_async = any(map(inspect.iscoroutinefunction, FUNCTIONS))
-    rollout = tool_loop.rollout_of(lambda: tool_loop.EpisodeTools(FUNCTIONS, is_async))
+    rollout = tool_loop.of_tools(FUNCTIONS).function
 
-    async def ours(texts):
-        episode = Episode(Row("how much?", {}, "f:1"), seed=1, max_tokens=10_000)
-        turns = rollout(episode)
-        turn, found, tokens = None, [], []
-        for text in texts:
-            asked = await turns.asend(turn)
+    def ours(texts):
+        requests, episode = converse(rollout, tokenizer, texts)
+        found, tokens = [], []
+        for request, turn in zip(requests, episode.turns, strict=True):
             if found:
-                contents = zip(asked.after, asked.contents, strict=True)
+                contents = zip(request.after, request.contents, strict=True)
                 found += [{**said, "content": said["content"] if it is None else it} for said, it in contents]
-                tokens += following_ids(tokenizer, asked.after, "", end_id=tokens[-1])
-            turn = said_turn(episode, tokenizer, asked, text)
-            episode.take(turn)
+                tokens += following_ids(tokenizer, request.after, "", end_id=tokens[-1])
             found.append(turn.message)
             tokens += turn.ids
-        with pytest.raises(StopAsyncIteration):
-            await turns.asend(turn)
         return found, tokenizer.encode(episode.row), tokens
 
     texts = [TEXTS[0], several, *TEXTS[2:3], TEXTS[5]]
-    assert asyncio.run(ours(texts)) == trl_loop(tokenizer, FUNCTIONS, texts)
+    assert ours(texts) == trl_loop(tokenizer, FUNCTIONS, texts)
     # This template shows no lists: in TRL the model sees nothing of them.
     lists = [call("lookup", function="x"), call("lookup", function=""), TEXTS[5]]
     messages = json.loads(json.dumps(trl_loop(tokenizer, FUNCTIONS, lists)[0], default=str))
-    assert asyncio.run(ours(lists))[0] == messages
+    assert ours(lists)[0] == messages
     assert messages[1]["content"] == [["x", "b'raw'"]]
 
 
@@ -677,13 +651,10 @@ def test_the_examples_run_with_their_packages(
     prompts = chat_prompts(4000)
     for i in range(prompts.num_prompts):
         prompts.row(i).columns.update(COLUMNS, extra_info={"max_turns": 3})
-    rollout = load_rollout(f"{EXAMPLES}/{example}", timeout_s=120.0)
-    try:
-        functions = {"sums": sums, "reward": EpisodeReward()}
-        collector = Collector(long_engine(), prompts, functions, rollout=rollout, group_size=2)
-        (steps,) = collected(collector, 1, 2)
-    finally:
-        rollout.pool.stop()
+    rollout = load_rollout(RunConfig(rollout=f"{EXAMPLES}/{example}")).function
+    functions = {"sums": sums, "reward": EpisodeReward()}
+    collector = Collector(long_engine(), prompts, functions, rollout=rollout, group_size=2)
+    (steps,) = collected(collector, 1, 2)
     for row in steps:
         assert row[1] == "stop"
         text = prompts.tokenizer.decode(row[2], skip_special_tokens=False)
@@ -885,19 +856,18 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
         lines.append(json.dumps({"prompt": prompt, "answer": "Yes", "function": "a"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr("minirl.data.answers.parsed_answer", said_by(rows))
-    workers = load_rollout(f"{file}:{object_name}", kind=kind)
     config = RunConfig(
         data=str(tmp_path / "rows.jsonl"),
         reward=tuple(f"{file}:{reward}" for reward in rewards),
-        environment=f"{file}:{object_name}" if kind == "environment" else None,
+        **{kind: f"{file}:{object_name}"},
     )
-    task = load_task(config)
+    loaded, task = load_rollout(config), load_task(config)
     try:
         tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
-        tokenizer.tools = workers.tools
+        tokenizer.tools = loaded.tools
         prompts = Prompts(tokenizer=tokenizer, max_new_tokens=3000, num_rows=len(rows))
         prompts._rows = task.train_rows
-        collector = Collector(long_engine(), prompts, task.rewards, rollout=workers, group_size=2)
+        collector = Collector(long_engine(), prompts, task.rewards, rollout=loaded.function, group_size=2)
         groups = collector.collect(len(rows))
         for row, scores in zip(groups.rewarded.rows, groups.rewarded.rewards.tolist(), strict=True):
             assert scores == pytest.approx(rows[row.prompt[0]["content"]][1])
@@ -907,9 +877,9 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
             scores = [task.rewards[reward](completions=[completion], answer=["Yes"]) for reward in rewards]
             assert scores == [[score] for score in rows["hit"][1]]
     finally:
-        workers.pool.stop()
         for function in task.rewards.values():
-            function.pool.stop()
+            if isinstance(function, RewardWorkers):
+                function.stop()
 
 
 # It shows the names of tools, and begins answers otherwise where there are any.
@@ -919,10 +889,10 @@ WITH_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CH
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
-def in_a_branch(episode):
+async def in_a_branch(episode):
     branch = episode.branch(episode.messages, tools=[LOOK])
-    yield branch.generate(max_tokens=3)
-    yield branch.generate(after={"role": "user", "content": "go on"}, max_tokens=3)
+    await branch.generate(max_tokens=3)
+    await branch.generate(after={"role": "user", "content": "go on"}, max_tokens=3)
 
 
 def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):

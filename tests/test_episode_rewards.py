@@ -1,5 +1,6 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
+import asyncio
 import functools
 import inspect
 import itertools
@@ -13,13 +14,9 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.data.task import Row
-from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import InputError, RewardError, RolloutError
-from minirl.objective.advantages import are_equal, token_rewards
 from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
-from minirl.rewards.reward_workers import load_reward
-from minirl.rewards.rewarded import turn_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
@@ -30,45 +27,33 @@ from support.collecting import (
     evaluated,
     in_workers,
     make_collector,
-    rollout_records,
 )
-from support.scripts import read_metrics, run_in_pool, untimed
+from support.scripts import ROOT, load_script, patched_fork, read_metrics, run_in_pool, untimed
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
 
 
-def giving(episode):
+async def giving(episode):
     """Three turns; "early" is what their lengths say, "total" is returned."""
     episode.reward(0.5, "early")
-    yield episode.generate(max_tokens=5, stop="e")
+    await episode.generate(max_tokens=5, stop="e")
     episode.reward(len(episode.turns[-1].ids), "early")
     episode.reward(10, "early")
-    yield episode.generate(after="abc", max_tokens=4)
-    yield episode.generate(after="d", max_tokens=6, stop=["a", "b"])
+    await episode.generate(after="abc", max_tokens=4)
+    await episode.generate(after="d", max_tokens=6, stop=["a", "b"])
     episode.reward(100.0, "early")
     return {"total": float(sum(episode.turns[-1].ids)), "early": 1000.0}
 
 
-async def giving_async(episode):
-    for asked in giving(episode):
-        yield asked
-    episode.reward(1000.0, "early")
-    episode.reward(float(sum(episode.turns[-1].ids)), "total")
-
-
-def playing(episode):
-    """Two players, each in a branch: rewards of a turn, of each player, which add up to 0, and of both."""
-    other = episode.branch("the other ")
-    turn = yield episode.generate(max_tokens=4, stop="e")
-    episode.reward(len(turn.ids), "early")
-    yield other.generate(max_tokens=5, stop="e")
-    turn = yield episode.generate(after="x", max_tokens=3)
-    won = turn.ids[-1] / 10
-    episode.reward(-won, "total", branch=other)
-    yield other.generate(after="x", max_tokens=3)
-    episode.reward(won, "total", branch=episode)
-    episode.reward(100.0, "early", branch="all")
-    return {"early": 1000.0}
+async def rewriting(episode):
+    """Two branches, the second of which may be cut off; rewards given in both and returned."""
+    other = episode.branch("abc")
+    await episode.generate(max_tokens=2)
+    episode.reward(1.0)
+    await other.generate(max_tokens=2)
+    episode.reward(0.5)
+    await other.generate(after="de")
+    return episode.seed % 5
 
 
 def of_last_turn(episodes):
@@ -90,9 +75,8 @@ def by_hand(rollout):
 
 @pytest.fixture
 def load(tmp_path):
-    """`load(name)`: a rollout or reward function of a file, in its workers, which are killed at the end."""
-    functions = (giving, giving_async, playing, of_last_turn)
-    source = "import os\n\n" + "\n\n".join(map(inspect.getsource, functions))
+    """`load(name)`: a reward function of a file, in its workers, which are killed at the end."""
+    source = inspect.getsource(of_last_turn)
     with in_workers(tmp_path, timeout_s=20.0) as load_function:
 
         def load_one(name, more="", **options):
@@ -102,9 +86,8 @@ def load(tmp_path):
         yield load_one
 
 
-@pytest.mark.parametrize("where", ["here", "giving", "giving_async"])
-def test_what_is_returned_and_given_are_columns_of_the_rewards(load, where):
-    collector = collector_of(OF_EPISODE, giving if where == "here" else load(where, num_workers=2))
+def test_what_is_returned_and_given_are_columns_of_the_rewards():
+    collector = collector_of(OF_EPISODE, giving)
     groups = collector.collect(4)
     expected = [by_hand(rollout) for rollout in groups.rewarded.rollouts]
     assert groups.rewards.view(-1, 2).tolist() == expected
@@ -140,8 +123,8 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
     given, value, message = HOSTILE[name]
     says = "episode.reward, for the row at" if given else r"rollout mine for the row at f:\d+, after turn 1:"
 
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
         for amount in given:
             episode.reward(amount, "total")
         return value
@@ -153,49 +136,31 @@ def test_row_24_what_is_no_reward_is_refused_with_function_row_and_value(name):
 def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
     refused = []
 
-    def mine(episode):
+    async def mine(episode):
         try:
             while True:
-                yield episode.generate(max_tokens=3)
+                await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
-        except GeneratorExit:
-            with pytest.raises(InputError, match="the episode ended; give rewards before a `yield`"):
+        except asyncio.CancelledError:
+            with pytest.raises(InputError, match="the episode ended; give rewards before `await"):
                 episode.reward(1.0, "total")
             refused.append(True)
             raise
 
-    groups = collector_of(OF_EPISODE, mine, limits=EpisodeLimits(max_turns=4)).collect(2)
+    groups = collector_of(OF_EPISODE, mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
     assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
     assert len(refused) == 6
 
 
-def test_an_episode_that_fails_has_what_it_gave_and_the_rest_does_not_apply(load):
-    fails = """
-def fails(episode):
-    yield episode.generate(max_tokens=3)
-    episode.reward(7.0, "early")
-    if episode.row.place == "f:3":
-        raise KeyError("no such tool")
-    return {"total": 1.0}
-"""
-    rollout = load("fails", fails, on_error="end")
-    groups = collector_of(OF_EPISODE, rollout, group_size=1).collect(40)
-    for rollout, rewards in zip(groups.rewarded.rollouts, groups.rewards[:, 0].tolist(), strict=True):
-        assert rewards[1] == 7.0
-        assert math.isnan(rewards[0]) == (rollout.finish_reason == "error")
-    assert groups.rewards.isnan().sum() == 1
-
-
 def test_a_reward_that_is_returned_as_none_does_not_apply():
-    def mine(episode):
-        yield episode.generate(max_tokens=3)
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
         episode.reward(1.0, "early")
         return {"total": None, "early": None}
 
     groups = collector_of(OF_EPISODE, mine).collect(1)
     assert groups.rewards.isnan().all()
-    assert not turn_rewards(groups.rewarded.rollouts, {"early": 1.0}).any()
 
 
 def if_odd(completion_ids):
@@ -203,168 +168,87 @@ def if_odd(completion_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["here", "workers"])
-def test_paused_and_finished_rollouts_keep_their_rewards_over_a_checkpoint(load, where):
+def test_rollouts_that_pause_have_the_rewards_of_those_that_do_not():
     """With groups judged whole, and rewards that do not apply to all."""
-    rollout = giving if where == "here" else load("giving", num_workers=2)
-    make = functools.partial(collector_of, {**OF_EPISODE, "last": of_last_turn, "if_odd": if_odd}, rollout)
-    paused = make(round_tokens=12, max_staleness=3)
-    paused.collect(2)
-    assert {record["finish_reason"] is None for record in rollout_records(paused)} == {True, False}
-    assert {*paused._rewarded.rewards[:, 3].isnan().tolist()} == {True, False}
-    assert_pauses_change_nothing(make, budget=12)
+    functions = {**OF_EPISODE, "last": of_last_turn, "if_odd": if_odd}
+    assert_pauses_change_nothing(functools.partial(collector_of, functions, giving), budget=12)
 
 
-def test_turn_rewards_are_at_the_last_tokens_of_turns_and_the_rest_at_the_end():
-    """By hand: at the last token of the first and of the third turn; with the rest they add up to the reward."""
-    groups = collector_of(OF_EPISODE, giving).collect(2)
-    rollouts = groups.rewarded.rollouts
-    of_turns = turn_rewards(rollouts, {"total": 0.5, "early": 0.25})
-    assert of_turns.dtype == torch.float32
-    expected = []
-    for rollout in rollouts:
-        first, second, third = rollout.episode.turns
-        expected.append(torch.zeros(len(rollout.tokens)))
-        expected[-1][rollout.num_prompt_tokens + first.end - 1] = 0.25 * (first.num_tokens + 10)
-        expected[-1][rollout.num_prompt_tokens + third.end - 1] = 0.25 * 100
-        assert second.rewards == {}
-    assert torch.equal(of_turns, torch.cat(expected))
-    sampled = of_turns[torch.cat([rollout.loss_mask for rollout in rollouts])].double()
-    lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
-    scores = groups.rewards.view(-1, 2) @ torch.tensor([0.5, 0.25]).double()
-    rewards = token_rewards(
-        scores, torch.zeros(len(sampled)).double(), lengths, kl_coef=0.1, of_turns=sampled
-    )
-    torch.testing.assert_close(sequence_sums(rewards, lengths.tolist()), scores, rtol=0, atol=1e-9)
-    assert sorted(set((rewards != sampled).nonzero()[:, 0].tolist())) == (lengths.cumsum(0) - 1).tolist()
+def branches_of_a_step(rank):
+    """Of two groups: the mean advantage that GRPO gives each branch, PPO's returns, and the groups."""
+    prompts = Prompts(lambda rollout_id: 5)
+    groups = collector_of({"reward": EpisodeReward()}, rewriting, prompts=prompts).collect(2)
+    batch = exchange(groups.rewarded.rollouts, groups.table, [0] * 12)
+    stream = train_grpo.token_advantages(train_grpo.Config(), groups, batch)
+    means = sequence_sums(stream, batch.lengths) / batch.num_loss_tokens
+    config = train_ppo.Config(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
+    zeros, sevens = torch.zeros(len(batch.tokens)), torch.full((12,), 7.0)
+    batch = batch.replace(values=zeros)
+    _, returns = train_ppo.advantages_and_returns(config, groups.scores, zeros, sevens, batch, kl_coef=0.0)
+    return means, returns.split(batch.num_loss_tokens.tolist()), groups
 
 
-def by_player(rollout):
-    """The rewards of each branch of `playing` from the tokens: "total", "early"."""
-    won = float(rollout.earlier[0].tokens[-1]) / 10
-    first = rollout.episode.turns[0]
-    return [[won, first.num_tokens + 1100.0], [-won, 1100.0]]
+def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_was_cut_off(one_rank):
+    """A branch has its rollout's advantage in GRPO; in PPO it is paid the reward at its own end. By the recursion:
+
+    A_t = r_t + gamma V_end + gamma lambda A_(t+1), with values of 0 except of 7 after the end.
+    """
+    ((means, returns, groups),) = one_rank.run(branches_of_a_step)
+    scores = groups.scores
+    assert scores.flatten().tolist() == [r.episode.rewards["reward"] for r in groups.rewarded.rollouts]
+    assert len(scores.unique()) > 2
+    expected = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(means.view(6, 2), expected.view(6, 1).expand(6, 2), rtol=0, atol=1e-9)
+    for score, first, second in zip(scores.flatten().tolist(), returns[::2], returns[1::2], strict=True):
+        assert first.tolist() == [score / 4, score]
+        assert second.tolist() == [(score + 3.5) / 16, (score + 3.5) / 4, score + 3.5]
 
 
-@pytest.mark.parametrize("where", ["here", "playing", "dies_once"])
-def test_each_branch_has_the_rewards_of_its_own_turns_and_shares_the_others(load, where):
-    """In the table and for the groups; the rollout has all of them. Also where its process dies between two turns."""
-    dies_once = """
-def dies_once(episode):
-    playing_on = playing(episode)
-    asked = next(playing_on)
-    while True:
-        turn = yield asked
-        if len(episode.all_turns) == 4:
-            try:
-                open(__file__ + ".died", "x").close()
-            except FileExistsError:
-                pass
-            else:
-                os._exit(3)
-        try:
-            asked = playing_on.send(turn)
-        except StopIteration as end:
-            return end.value
-"""
-    collector = collector_of(OF_EPISODE, playing if where == "here" else load(where, dies_once))
-    groups = collector.collect(4)
-    expected = torch.tensor([by_player(rollout) for rollout in groups.rewarded.rollouts]).double()
-    assert len(expected[:, 0, 0].unique()) > 3
-    torch.testing.assert_close(groups.table.branch_rewards.view(12, 2, 2), expected, rtol=0, atol=1e-6)
-    assert torch.equal(groups.branch_rewards.view(12, 2, 2), groups.table.branch_rewards.view(12, 2, 2))
-    assert groups.rewards[..., 0].abs().max() == 0
-    torch.testing.assert_close(groups.rewards[..., 1].flatten(), expected[:, 0, 1], rtol=0, atol=1e-6)
-
-
-def advantages_of_players(rank):
-    """The advantages of GRPO for `playing`, by branch, and the rollouts' own rewards."""
-    groups = collector_of({"total": EpisodeReward("total")}, playing).collect(4)
-    table = groups.table
-    batch = exchange(groups.rewarded.rollouts, table, [0] * len(table.branch))
-    weights = torch.ones(1, dtype=torch.float64)
-    config = train_grpo.Config()
-    advantages = train_grpo.token_advantages(
-        config, groups.branch_rewards, groups.greedy_rewards, weights, table, batch
-    )
-    means = sequence_sums(advantages, batch.lengths) / batch.num_loss_tokens
-    return means, [by_player(rollout) for rollout in groups.rewarded.rollouts], groups
-
-
-def test_the_advantages_of_self_play_are_those_of_each_player_though_all_sums_are_equal(one_rank):
-    """A player is compared with the same one in the group's other rollouts, and such groups have a signal."""
-    ((advantages, rewards, groups),) = one_rank.run(advantages_of_players)
-    own = torch.tensor(rewards, dtype=torch.float64)[..., 0].view(4, 3, 2)
-    expected = (own - own.mean(1, keepdim=True)) / (own.std(1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(advantages, expected.flatten(), rtol=0, atol=1e-6)
-    assert advantages.abs().max() > 0.5
-    assert are_equal(groups.rewards[..., 0]).all()
-    assert not are_equal(groups.branch_rewards[..., 0]).any()
-
-
-def long_in_one_branch(episode):
-    yield episode.generate(max_tokens=3)
-    yield episode.branch("abc").generate()
-
-
-def test_the_overlong_penalty_is_of_each_branch():
+def test_the_overlong_penalty_of_a_rollout_is_the_sum_of_its_branches():
     """Its limit is that of a branch; end to end both would be over it."""
+
+    async def long_in_one_branch(episode):
+        await episode.generate(max_tokens=3)
+        await episode.branch("abc").generate()
+
     overlong = {"overlong": OverlongPenalty(limit=40, buffer=20)}
     groups = collector_of(overlong, long_in_one_branch, prompts=Prompts(lambda _: 35)).collect(2)
-    assert groups.branch_rewards.tolist() == [[[[0.0], [-0.75]]] * 3] * 2
     assert groups.rewards.tolist() == [[[-0.75]] * 3] * 2
     assert overlong["overlong"]([[7] * 38]) == [-0.9]
 
 
-def cut_off_in_one_branch(episode):
-    """The example of docs/episodes.md: one branch ends with a stop token, the other is cut off."""
-    other = episode.branch("abc")
-    yield episode.generate(max_tokens=2)
-    episode.reward(1.0)
-    yield other.generate(max_tokens=2)
-    episode.reward(0.5)
-    yield other.generate(after="de")
-    return 0.25
+async def noting(episode):
+    """Two turns in two branches, each with a reward that only a fork of the script uses."""
+    turn = await episode.generate(max_tokens=2)
+    turn.extra["reward"] = 1.0
+    turn = await episode.branch("abc").generate(max_tokens=3)
+    turn.extra["reward"] = float(episode.seed % 5)
+    return 1.0
 
 
-def returns_of_branches(rank, gamma, gae_lambda):
-    """Returns of PPO with a value of 0 before each token, and of 7 after each branch."""
-    prompts = Prompts(lambda rollout_id: 5)
-    groups = collector_of({"reward": EpisodeReward()}, cut_off_in_one_branch, prompts=prompts).collect(1)
-    table, rollouts = groups.table, groups.rewarded.rollouts
-    streams = {"turn_rewards": turn_rewards(rollouts, {"reward": 1.0})}
-    batch = exchange(rollouts, table, [0] * 6, streams)
-    batch = batch.replace(values=torch.zeros(len(batch.tokens)))
-    config = train_ppo.Config(gamma=gamma, gae_lambda=gae_lambda, bootstrap_truncated=True)
-    _, returns = train_ppo.advantages_and_returns(
-        config,
-        table.branch_rewards[:, 0],
-        table.is_truncated,
-        torch.zeros(len(batch.tokens)),
-        torch.full((6,), 7.0),
-        batch,
-        kl_coef=0.0,
-    )
-    return returns.split(batch.num_loss_tokens.tolist())
+def credited(rank, grpo, ppo):
+    """By turn of a step: the GRPO fork's advantages, what the PPO fork pays at its tokens, and the rollouts."""
+    groups = collector_of({"reward": EpisodeReward()}, noting, prompts=Prompts(lambda _: 5)).collect(2)
+    rollouts = groups.rewarded.rollouts
+    parts = []
+    for stream in (load_script(grpo).turn_advantages(rollouts), load_script(ppo).turn_rewards(rollouts)):
+        batch = exchange(rollouts, groups.table, [0] * 12, {"advantages": stream})
+        parts.append([part.tolist() for part in batch.advantages[batch.loss_mask].split([2, 3] * 6)])
+    return *parts, [r.episode.turns[1].extra["reward"] for r in rollouts]
 
 
-@pytest.mark.parametrize(
-    ("gamma", "gae_lambda", "expected"),
-    [
-        (1.0, 1.0, [[1.25, 1.25], [7.75, 7.75, 7.25]]),
-        (0.5, 0.5, [[0.3125, 1.25], [0.359375, 1.4375, 3.75]]),
-    ],
-)
-def test_a_branch_returns_its_own_turns_and_the_rest_and_is_bootstrapped_if_it_was_cut_off(
-    one_rank, gamma, gae_lambda, expected
-):
-    """The worked numbers of docs/episodes.md, and by the recursion with another discount: V is 0 except at the end.
-
-    A_t = r_t + gamma V_end + gamma lambda A_(t+1), over the sampled tokens alone: 0.25 + 0.5 * 7 = 3.75,
-    0.5 + 0.25 * 3.75 = 1.4375, 0.25 * 1.4375 = 0.359375; and 1.25, 0.25 * 1.25 = 0.3125.
-    """
-    (returns,) = one_rank.run(returns_of_branches, gamma, gae_lambda)
-    assert [part.tolist() for part in returns] == expected * 3
+def test_forks_credit_each_turn_with_the_reward_that_its_function_noted(one_rank, tmp_path):
+    """GRPO: all tokens of a turn, less the mean of the prompt's turns. PPO: its last token."""
+    grpo = patched_fork(tmp_path, ROOT / "docs/objectives/turn_rewards.diff", name="grpo")
+    ppo = patched_fork(tmp_path, ROOT / "docs/examples/turn_rewards_ppo.patch", name="ppo")
+    ((advantages, paid, seconds),) = one_rank.run(credited, grpo, ppo)
+    assert len(set(seconds)) > 1
+    means = [(3 + sum(seconds[i : i + 3])) / 6 for i in (0, 3)]
+    for i, second in enumerate(seconds):
+        mean = means[i // 3]
+        assert advantages[2 * i] == pytest.approx([1 - mean] * 2)
+        assert advantages[2 * i + 1] == pytest.approx([second - mean] * 3)
+        assert paid[2 * i : 2 * i + 2] == [[0, 1], [0, 0, second]]
 
 
 # Groups
@@ -381,7 +265,7 @@ def pairwise(rollouts):
 
 @pytest.mark.parametrize("where", ["here", "worker"])
 def test_a_function_of_episodes_gets_all_of_a_prompt_at_once(load, where):
-    function = of_last_turn if where == "here" else load("of_last_turn", make=load_reward, num_workers=2)
+    function = of_last_turn if where == "here" else load("of_last_turn", num_workers=2)
     sizes = []
 
     def size(episodes):
@@ -445,24 +329,15 @@ def one_is_nan(episodes):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"reward raises for the row at f:3, .*raised\n(.|\n)*KeyError: 'a pair'"),
-        ("short", r"reward short for the row at f:\d+, .*returned 1 values for 3 completions"),
+        ("raises", r"reward raises for the row at f:3: raised\n(.|\n)*KeyError: 'a pair'"),
+        ("short", r"reward short for the row at f:\d+: returned 1 values for 3 completions"),
         ("one_is_nan", r"reward one_is_nan for the row at f:\d+, .*returned nan"),
     ],
 )
 def test_row_24_a_bad_call_for_a_group_stops_the_run(load, name, message):
-    function = load(name, BAD_GROUPS, make=load_reward)
+    function = load(name, BAD_GROUPS)
     with pytest.raises(RewardError, match=message):
         collector_of({name: function, **OF_EPISODE}, giving).collect(40)
-
-
-def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
-    function = load("raises", BAD_GROUPS, make=load_reward, on_error="zero")
-    groups = collector_of({"raises": function, **OF_EPISODE}, giving).collect(40)
-    places = [row.place for row in groups.rewarded.rows]
-    expected = [0.0 if place == "f:3" else 1.0 for place in places]
-    assert groups.rewards[:, :, 0].flatten().tolist() == expected
-    assert groups.rewarded.failed.tolist() == [place == "f:3" for place in places]
 
 
 # The arguments of functions.
@@ -471,14 +346,14 @@ def test_a_failing_group_that_is_forgiven_gets_zero_as_a_whole(load):
 def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have_completions_as_in_trl():
     """In a chat the completion is the episode's own messages after the prompt, with tool results between."""
     conversations = {}
-    seen = []
+    seen = {}
 
-    def chatting(episode):
-        yield episode.generate(max_tokens=5)
+    async def chatting(episode):
+        await episode.generate(max_tokens=5)
         episode.reward(episode.seed % 7, "early")
         if episode.seed % 2:
-            yield episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
-            yield episode.generate(after=" and", max_tokens=3)
+            await episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
+            await episode.generate(after=" and", max_tokens=3)
         conversations[episode.seed] = episode.messages, {"early": episode.seed % 7}
 
     def mine(prompts, completions, messages, rewards_given, episodes, **others):
@@ -487,23 +362,25 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
             prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
         ] == messages
         assert [episode.messages for episode in episodes] == messages
-        seen.extend(zip(messages, rewards_given, strict=True))
+        seen[episodes[0].row.place] = list(zip(messages, rewards_given, strict=True))
         return [0.0] * len(messages)
 
     prompts = chat_prompts(200)
     prompts._rows = [replace(row, prompt=[{"role": "user", "content": row.prompt}]) for row in prompts._rows]
     functions = {"mine": mine, "early": EpisodeReward("early")}
     groups = collector_of(functions, chatting, prompts=prompts).collect(6)
-    assert seen == [conversations[prompts.key(r.rollout_id)] for r in groups.rewarded.rollouts]
-    assert {len(messages) for messages, _ in seen} == {2, 4}
-    seen.clear()
+    rewarded = groups.rewarded
+    facts = [conversations[prompts.key(rollout.rollout_id)] for rollout in rewarded.rollouts]
+    assert [fact for row in rewarded.rows[::3] for fact in seen[row.place]] == facts
+    assert {len(messages) for messages, _ in facts} == {2, 4}
+    texts = []
 
     def of_text(messages, completions, prompts):
-        seen.extend(zip(messages, prompts, completions, strict=True))
+        texts.extend(zip(messages, prompts, completions, strict=True))
         return [0.0] * len(messages)
 
     collector_of({"mine": of_text, **OF_EPISODE}, giving).collect(2)
-    for messages, prompt, text in seen:
+    for messages, prompt, text in texts:
         assert messages == [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
 
 
@@ -550,14 +427,14 @@ def test_the_flag_names_episode_rewards():
 
 
 FILE = """
-def rollout(episode):
-    turn = yield episode.generate(max_tokens=3)
-    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+async def rollout(episode):
+    turn = await episode.generate(max_tokens=3)
+    turn = await episode.generate(after="=" if "1" in turn.text else "==")
     return float(len(episode.tokens)) + sum(episode.tokens) % 7
 
-def silent(episode):
-    turn = yield episode.generate(max_tokens=3)
-    turn = yield episode.generate(after="=" if "1" in turn.text else "==")
+async def silent(episode):
+    turn = await episode.generate(max_tokens=3)
+    turn = await episode.generate(after="=" if "1" in turn.text else "==")
 
 def episode(completion_ids):
     return [float(len(ids)) + sum(ids) % 7 for ids in completion_ids]

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import sys
 from statistics import fmean
 from unittest import mock
 
@@ -13,13 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.task import Task
 from minirl.errors import InputError
-from minirl.evaluate import finished_records, main, parsed
+from minirl.evaluate import main, parsed
 from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import RunConfig, StepFlags
 from minirl.run.flags import flag_of
 from support.collecting import Prompts, facts, make_collector
 from support.collecting import evaluated as evaluated_here
-from support.jobs import started, wait_for
 from support.scripts import (
     evaluated,
     read_metrics,
@@ -30,18 +28,6 @@ from support.scripts import (
     words,
     write_rows,
 )
-
-# Logs the rows that it judges, and takes long for all but the first four.
-SLOW = """
-import os, time
-
-def slow(prompts, completions, answer):
-    path = os.environ["JUDGED"]
-    with open(path, "a") as file:
-        file.write(prompts[0] + "\\n")
-    time.sleep(0.0 if len(open(path).readlines()) <= 4 else float(os.environ.get("SLEEP_S", "0")))
-    return [float(c[:1] == a[:1]) / 3 for c, a in zip(completions, answer)]
-"""
 
 
 def refused(*flags):
@@ -275,58 +261,6 @@ def test_samples_among_the_likeliest_token_alone_are_greedy(one_rank, runs):
         texts, result = answers(name, f"{flags} {added}")
         assert texts == greedy
         assert result.items() >= truncation.items()
-
-
-@pytest.mark.slow
-def test_a_killed_evaluation_goes_on_with_the_prompts_that_are_left(one_rank, two_ranks, runs, tmp_path):
-    """On two ranks too: each prompt is judged once, and the JSON is that of an evaluation that nobody killed."""
-    (tmp_path / "mine.py").write_text(SLOW)
-    flags = ["--samples", "2", "--eval-rows", "10", "--reward", f"{tmp_path}/mine.py:slow"]
-    judged = tmp_path / "judged"
-    command = [sys.executable, "-m", "minirl.evaluate", *flags, "--run-name", "killed"]
-    rollouts = runs / "killed" / "rollouts"
-    variables = {"MINIRL_RUNS": str(runs), "JUDGED": str(judged), "SLEEP_S": "100"}
-    with started(tmp_path, [command], **variables) as job:
-        wait_for(lambda: len(list(rollouts.glob("000001.jsonl"))) == 1, "no row was written")
-        wait_for(lambda: (rollouts / "000001.jsonl").read_text().count("\n") == 8, "4 rows were not written")
-        wait_for(lambda: len(judged.read_text().split()) == 5, "the fifth row is not judged")
-        job.kill()
-    # A kill may also cut off a line.
-    with (rollouts / "000001.jsonl").open("a") as file:
-        file.write('{"id": [9, 0], "row')
-    finished = judged.read_text().split()[:4]
-    judged.write_text("\n".join(finished) + "\n")
-    result = evaluated(two_ranks, *flags, "--run-name killed", runs=runs, JUDGED=str(judged))
-    assert len(judged.read_text().split()) == len({*judged.read_text().split()}) == 10
-    whole = evaluated(one_rank, *flags, "--run-name whole", runs=runs, JUDGED=str(tmp_path / "others"))
-    assert result == whole
-    assert read_rollouts(runs / "killed", 0) == read_rollouts(runs / "whole", 0)
-    # All is finished: nothing is judged again.
-    assert evaluated(one_rank, *flags, "--run-name killed", runs=runs, JUDGED=str(judged)) == whole
-    assert len(judged.read_text().split()) == 10
-
-
-def test_half_a_prompt_is_not_finished(tmp_path):
-    rows = [record(*ids, 1.0, "7", exact=1.0) | {"prompt": "a"} for ids in ((1, 0), (0, 1), (0, 0))]
-    write_rows(tmp_path / "000000.jsonl", rows[:1])
-    write_rows(tmp_path / "000001.jsonl", rows[1:])
-    assert [r["id"] for r in finished_records(tmp_path, 2)] == [[0, 0], [0, 1]]
-    assert [path.name for path in tmp_path.iterdir()] == ["000000.jsonl"]
-    assert [r["id"] for r in finished_records(tmp_path, 2)] == [[0, 0], [0, 1]]
-
-
-@pytest.mark.slow
-def test_an_evaluation_goes_on_with_the_same_flags_only(one_rank, runs, tmp_path):
-    """Its numbers would be of two evaluations."""
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "12=", "answer": "12"}])
-    model = next(runs.glob("toy-*"))
-    flags = f"--model {model} --data {data} {reward_of(tmp_path, 'float(len(c))')} --run-name changed"
-    evaluated(one_rank, flags, runs=runs)
-    with pytest.raises(
-        AssertionError, match=r"began with other flags: --seed 3 \(was 0\); take another --run-name"
-    ):
-        evaluated(one_rank, flags, "--seed 3", runs=runs)
-    assert evaluated(one_rank, flags, runs=runs)["prompts"] == 1
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank, runs):

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.sorting import load_sorting
+from minirl.rewards.functions import EpisodeReward
+from support.collecting import make_collector
 from support.resuming import remembered, resume
 from support.scripts import ROOT, patched_fork, read_metrics, read_rollouts, trained, write_rows
 
@@ -112,11 +114,36 @@ def test_a_reference_that_follows_the_policy(two_ranks, runs, tmp_path):
         load_file(folder / "model.safetensors")
         for folder in (first, checkpoints / "000001", checkpoints / "000002")
     ]
-    averages = remembered(checkpoints / "000002", "extra", "ema")
+    averages = remembered(checkpoints / "000002", "ema")
     assert averages.keys() == weights[0].keys()
     for name, average in averages.items():
         expected = 0.5625 * weights[0][name] + 0.1875 * weights[1][name] + 0.25 * weights[2][name]
         torch.testing.assert_close(average, expected)
+
+
+@pytest.mark.slow
+def test_a_teachers_whole_distribution(two_ranks, runs, tmp_path):
+    """The first step's loss is the mean reverse KL over the vocabulary of transformers' logits, at sampled tokens."""
+    fork = forked(tmp_path, "vocabulary_kl")
+    trained(two_ranks, runs / "teacher", "train_grpo.py", COMMON)
+    teacher = runs / "teacher" / "checkpoints" / "000002"
+    flags = f"--teacher {teacher} --temperature 0.7 --prompts-per-step 4 --group-size 2"
+    lines = train_and_resume(two_ranks, runs / "vocabulary_kl", fork, flags)
+    (first,) = runs.glob("toy-*")
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (first, teacher)]
+    divergences = []
+    for rollout in read_rollouts(runs / "vocabulary_kl", 1):
+        prompt, completion = (tokenizer(rollout[name])["input_ids"] for name in ("prompt", "completion"))
+        completion += [tokenizer.eos_token_id] * (rollout["finish_reason"] == "stop")
+        with torch.no_grad():
+            p, q = ((m(torch.tensor([prompt + completion])).logits[0] / 0.7).log_softmax(-1) for m in models)
+        sampled_at = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        divergences.append((p.exp() * (p - q)).sum(-1)[sampled_at])
+    expected = float(torch.cat(divergences).mean())
+    assert expected > 1e-6
+    assert lines[0]["teacher/kl"] == pytest.approx(expected, rel=1e-3)
+    assert lines[0]["policy/loss"] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -147,30 +174,19 @@ def test_curriculum(two_ranks, runs, tmp_path):
         assert {len(rollout["prompt"]) for rollout in read_rollouts(runs / "curriculum", step)} == {5}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "function", "flags"),
-    [
-        ("self_play", "play", "--reward episode --max-new-tokens 24"),
-        (
-            "tree_search",
-            "search",
-            "--reward episode:advantage episode:right --reward-weights 1 0 --baseline none --advantage-norm none",
-        ),
-    ],
-)
-def test_rollouts_of_several_branches(two_ranks, runs, name, function, flags):
-    """Each branch has its own reward, and GRPO its own advantage for it."""
-    rollout = f"--rollout {EXAMPLES}/{name}.py:{function} --prompts-per-step 4 --group-size 4"
-    train_and_resume(two_ranks, runs / name, "train_grpo.py", rollout, flags)
-    rollouts = read_rollouts(runs / name, 2)
-    branches = [[branch["reward"] for branch in r["branches"]] for r in rollouts if "branches" in r]
-    assert branches
-    if name == "self_play":
-        assert all(sorted(rewards) == [-1, 1] for rewards in branches)
-    else:
-        assert all(abs(sum(rewards)) < 8 for rewards in branches)
-        assert any(len(set(rewards)) > 1 for rewards in branches)
+@pytest.mark.parametrize(("name", "function"), [("self_play", "play"), ("tree_search", "search")])
+def test_rollouts_of_several_branches_note_what_each_is_paid(name, function):
+    """All turns of a branch get the same, the rollouts nothing: that is left to the fork with rewards of turns."""
+    rollout = runpy.run_path(str(EXAMPLES / f"{name}.py"))[function]
+    functions = {"reward": EpisodeReward()}
+    if name == "tree_search":
+        functions["right"] = EpisodeReward("right")
+    groups = make_collector(functions=functions, rollout=rollout).collect(4)
+    assert groups.rewards[..., 0].unique().tolist() == [0]
+    for one in groups.rewarded.rollouts:
+        paid = {(turn.branch, turn.extra["reward"]) for turn in one.episode.turns}
+        assert len(paid) == len(one.branches)
+        assert name == "tree_search" or sorted(reward for _, reward in paid) in ([-1], [-1, 1])
 
 
 @pytest.mark.parametrize("patch", sorted(EXAMPLES.glob("*.patch")), ids=lambda path: path.stem)

@@ -12,12 +12,8 @@ from safetensors.torch import load_file
 
 from minirl.errors import InputError
 from minirl.generation.engine import Request
-from minirl.kernels.fused_gate import FusedGate
-from minirl.kernels.fused_rotation import FusedRotation
-from minirl.model import device_kernels
 from minirl.model.config import Adapters
 from minirl.model.families import FAMILIES, config_from_dict
-from minirl.model.rotation import Rotation, rotate
 from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
 from minirl.rollouts import RolloutId
@@ -25,7 +21,7 @@ from minirl.run.budget import num_parameters
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine, scores_of
-from support.families import CASES, PUBLISHED, family_table, logit_error, make_checkpoint, twin
+from support.families import CASES, PUBLISHED, family_table, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
 from support.scripts import read_metrics, run_in_pool
@@ -155,21 +151,6 @@ def test_an_unknown_family_is_refused_with_the_features_that_it_needs(config, na
     with pytest.raises(InputError, match=re.escape(named).replace(r"\.\*", ".*")) as caught:
         config_from_dict(getattr(transformers, f"{config}Config")().to_dict())
     assert "docs/families.md" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", OF_FAMILY.values())
-def test_kernels_are_not_chosen_for_what_they_do_not_compute(name, monkeypatch):
-    """The model with CUDA's choices, and plain functions instead of its kernels."""
-
-    def rotate_halves(q, k, cos, sin):
-        assert cos.shape[-1] == q.shape[-1]
-        return rotate(q, Rotation(cos, sin)), rotate(k, Rotation(cos, sin))
-
-    oracle = make_checkpoint(name)
-    monkeypatch.setattr(device_kernels, "are_used", lambda device: True)
-    monkeypatch.setattr(FusedRotation, "apply", rotate_halves)
-    monkeypatch.setattr(FusedGate, "apply", lambda gate, up: torch.nn.functional.silu(gate) * up)
-    assert logit_error(oracle, twin(oracle)) <= 2e-6
 
 
 @pytest.mark.parametrize("name", [name if name in FEW_PUBLISHED else slow(name) for name in PUBLISHED])

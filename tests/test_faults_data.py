@@ -1,8 +1,6 @@
 """Faults of data files, prompts and tokenizers: named by file, line and field before a model is loaded."""
 
 import json
-import tracemalloc
-from pathlib import Path
 
 import pytest
 
@@ -106,47 +104,6 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text, ensure_ascii
     path = write(b"\xef\xbb\xbf" + first, b"\r", second, b"", third)
     places = enumerate((1, 3, 5))
     assert list(read_rows(path)) == [Row(text, {"answer": i}, f"{path}:{n}") for i, n in places]
-
-
-def test_row_13_a_line_that_is_changed_while_the_run_goes_is_named_when_it_is_served(write):
-    """In its bytes, cut off or gone; lines that are added, other rows, and a file that takes its place do no harm."""
-    lines = [json.dumps({"prompt": f"row {i}"}).encode() for i in range(4)]
-    path = write(*lines)
-    rows = read_rows(path)
-    before = list(rows)
-    with open(path, "ab") as file:
-        file.write(b"\nmore")
-    assert list(rows) == before
-    with open(path, "r+b") as file:
-        file.seek(len(lines[0]) + 1)
-        file.write(lines[1].replace(b"row 1", b"row 7"))
-    with pytest.raises(InputError, match=rf"{path}:2: has changed since the run began; restore the file"):
-        rows[1]
-    assert [rows[0], *rows[2:]] == [before[0], *before[2:]]
-    with open(path, "r+b") as file:
-        file.truncate(len(lines[0]) + 3)
-    for i in (1, 2, 3, -1):
-        with pytest.raises(InputError, match="has changed since the run began"):
-            rows[i]
-
-    rows = read_rows(write(*lines))
-    (tmp := Path(f"{path}.new")).write_bytes(b"{}")
-    tmp.rename(path)
-    assert list(rows) == before
-
-
-def test_rows_of_a_file_are_not_kept_in_memory(write):
-    """A row costs its place in the file, whatever its length."""
-    path = write(*[json.dumps({"prompt": "long " * 50, "n": i}).encode() for i in range(20_000)])
-    tracemalloc.start()
-    rows = read_rows(path)
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept / len(rows) < 40
-    assert rows[19_999].columns == rows[-1].columns == {"n": 19_999}
-    assert [row.columns["n"] for row in rows[3:12:4]] == [3, 7, 11]
-    with pytest.raises(IndexError):
-        rows[20_000]
 
 
 def check_on_ranks(rank, texts):

@@ -18,8 +18,8 @@ SHORT = "--num-steps 2 --prompts-per-step 3 --group-size 2 --save-every 1 --eval
 
 
 def take_stop_token(hidden, head, **options):
-    tokens, logprobs, kept_ids = sample(hidden, head, **options)
-    return torch.zeros_like(tokens), logprobs, kept_ids
+    tokens, logprobs = sample(hidden, head, **options)
+    return torch.zeros_like(tokens), logprobs
 
 
 def ending_at_once():
@@ -29,35 +29,27 @@ def ending_at_once():
 
 @pytest.mark.parametrize("script", ["train_grpo.py", slow("train_ppo.py")])
 @pytest.mark.parametrize(
-    ("row", "flags", "metric", "advice"),
+    ("row", "flags", "metric"),
     [
-        ("row-28-equal-rewards", "", "reward/frac_equal_groups", "rewards of each prompt are all equal"),
-        ("row-29-empty", "", "len/empty", "nearly every completion is empty"),
-        (
-            "row-30-truncated",
-            "--max-new-tokens 1 --drop-truncated",
-            "len/truncated",
-            "raise --max-new-tokens",
-        ),
+        ("row-28-equal-rewards", "", "reward/frac_equal_groups"),
+        ("row-29-empty", "", "len/empty"),
+        ("row-30-truncated", "--max-new-tokens 1 --drop-truncated", "len/truncated"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("row") else "",
 )
-def test_a_step_without_signal_is_finite_and_gives_advice(
-    two_ranks, runs, tmp_path, script, row, flags, metric, advice
-):
-    """Ranks stay in step and say what to do; where all advantages or weights are 0 (GRPO), no weight moves."""
+def test_a_step_without_signal_is_finite(two_ranks, runs, tmp_path, script, row, flags, metric):
+    """Ranks stay in step; where all advantages or weights are 0 (GRPO), no weight moves."""
     if script == "train_ppo.py":
         flags = flags.replace("--drop-truncated", "")
     folder = runs / f"{row}-{script}"
     flags += f" {reward_of(tmp_path, '1.0')} --run-name {folder.name}"
     under = ending_at_once if row == "row-29-empty" else contextlib.nullcontext
-    printed = run_in_pool(two_ranks, script, SHORT, flags, runs=runs, under=under)
+    run_in_pool(two_ranks, script, SHORT, flags, runs=runs, under=under)
     lines = read_metrics(folder)
     assert len(lines) == 2
     for line in lines:
         assert all(value is not None for value in line.values()), "something is not finite"
         assert line[metric] == 1
-    assert printed.count(advice) == 1
     first, last = map(load_file, sorted(folder.glob("checkpoints/*/model.safetensors")))
     assert all(bool(torch.isfinite(x).all()) for x in last.values())
     if script == "train_grpo.py":
@@ -83,7 +75,7 @@ def count_scored(rank: int, is_on: bool) -> int:
 
 def training_on_all():
     """A patch under which no rollout is left out."""
-    return mock.patch.object(train_grpo, "can_skip", return_value=torch.zeros(6, dtype=torch.bool))
+    return mock.patch.object(train_grpo, "can_skip", return_value=torch.zeros(2, 3, dtype=torch.bool))
 
 
 def checkpoint_bytes(folder: Path) -> dict[str, bytes]:

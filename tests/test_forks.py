@@ -15,9 +15,9 @@ from support.scripts import ROOT, changed_fork, read_metrics, read_rollouts, run
 FLAGS = "--num-steps 3 --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 4 --group-size 4"
 FLAGS += " --num-minibatches 1 --lr 1e-3"
 TWO_TURNS = {
-    "    yield episode.generate()\n": """\
-    turn = yield episode.generate(max_tokens=3)
-    yield episode.generate(after="=" if "1" in turn.text else "==")
+    "    await episode.generate()\n": """\
+    turn = await episode.generate(max_tokens=3)
+    await episode.generate(after="=" if "1" in turn.text else "==")
 """,
 }
 AFTER_COLLECT = (
@@ -26,7 +26,7 @@ AFTER_COLLECT = (
 LENGTH_PENALTY = {
     AFTER_COLLECT: AFTER_COLLECT
     + """\
-        lengths = groups.table.num_loss_tokens.view(len(groups.rewards), -1, 1)
+        lengths = groups.num_loss_tokens[..., None]
         groups = dataclasses.replace(groups, rewards=groups.rewards - 0.01 * lengths)
 """,
     "from dataclasses import dataclass\n": "import dataclasses\nfrom dataclasses import dataclass\n",
@@ -56,9 +56,7 @@ def test_a_rollout_with_appended_text_between_two_turns_and_a_length_penalty(
             # One or two are appended, and "<eos>" is not written after one turn or both.
             assert num_tokens - 2 <= rollout["num_tokens"] <= num_tokens + 1
     if not more:
-        return
-    # In flight are episodes between their turns and within them.
-    resume(two_ranks, fork, folder, FLAGS, more, last_step=2)
+        resume(two_ranks, fork, folder, FLAGS, last_step=2)
     one = trained(one_rank, runs / f"{name}-one", fork, FLAGS, more, "--num-steps 1")
     first = [[r["completion"] for r in read_rollouts(run, 1)] for run in (folder, one)]
     assert first[0] == first[1]

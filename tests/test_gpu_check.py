@@ -13,7 +13,7 @@ from support.scripts import start_script
 
 # One check of each function; the others run the same ones with the other script.
 CHECKS_OF_THE_CPU = (
-    "environment empty_microbatch gpu_tests first_command ppo grpo_1_5b kill_and_resume waits speed"
+    "environment empty_microbatch gpu_tests first_command ppo grpo_1_5b kill_and_resume waits compiled speed"
 )
 
 

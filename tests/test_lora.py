@@ -138,9 +138,9 @@ def data(runs) -> str:
 
 
 TURNS_AND_A_BRANCH = """
-    turn = yield episode.generate(max_tokens=3)
-    yield episode.generate(after="=", max_tokens=4)
-    yield episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
+    turn = await episode.generate(max_tokens=3)
+    await episode.generate(after="=", max_tokens=4)
+    await episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
 """
 
 
@@ -166,7 +166,7 @@ def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(
     name = f"lora-{Path(script).stem}"
     if script == "train_grpo.py":
         script = changed_fork(
-            tmp_path, "lora_turns", {"\n    yield episode.generate()\n": TURNS_AND_A_BRANCH}
+            tmp_path, "lora_turns", {"\n    await episode.generate()\n": TURNS_AND_A_BRANCH}
         )
     flags = f"{TINY} {data} {more}"
     folder = trained(two_ranks, runs / name, script, flags)

@@ -26,7 +26,7 @@ from minirl.objective.losses import (
     sft_loss,
     value_loss,
 )
-from minirl.training.batch import Batch, RolloutTable
+from minirl.training.batch import Batch
 from minirl.training.scoring import refuse_gradient
 from support.jobs import ROOT
 from support.worked import (
@@ -41,6 +41,7 @@ from support.worked import (
     assert_six_decimals,
     double,
     flat,
+    groups_of,
 )
 
 NEW = double(
@@ -479,41 +480,35 @@ def test_bradley_terry_losses_and_gradients_equal_the_worked_numbers(
     assert_six_decimals(grad, slopes)
 
 
-NO_STD, ALL = {"advantage_norm": "none"}, [1] * 7
-DIFFERENT, HAS_SCORE = [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]
+NO_STD, ALL = {"advantage_norm": "none"}, [1] * 6
+DIFFERENT, HAS_SCORE = [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("flags", "greedy", "expected"),
     [
         # Rollouts of equal rewards, and those without a weight, are left out.
-        ({}, [], DIFFERENT),
-        (NO_STD, [], DIFFERENT),
-        ({"policy_loss": "cispo"}, [], DIFFERENT),
+        ({}, None, DIFFERENT),
+        (NO_STD, None, DIFFERENT),
+        ({"policy_loss": "cispo"}, None, DIFFERENT),
         # Rollouts of equal rewards may all be better than another baseline.
-        ({"baseline": "greedy", **NO_STD}, [[0.0], [0.0], [1.0]], [1, 1, 0, 1, 1, 0, 0]),
-        ({"baseline": "none", **NO_STD}, [], [1, 1, 0, 1, 1, 1, 0]),
+        ({"baseline": "greedy", **NO_STD}, [[0.0], [0.0], [1.0]], [1, 0, 1, 1, 0, 0]),
+        ({"baseline": "none", **NO_STD}, None, [1, 0, 1, 1, 1, 0]),
         # A term that teaches without an advantage.
-        ({"kl_coef": 1e-3}, [], HAS_SCORE),
-        ({"entropy_coef": 1e-3}, [], HAS_SCORE),
+        ({"kl_coef": 1e-3}, None, HAS_SCORE),
+        ({"entropy_coef": 1e-3}, None, HAS_SCORE),
         # Statistics over all tokens of the step leave none out.
-        ({"advantage_norm": "whiten"}, [], ALL),
-        ({"kl_reward_coef": 1e-3, "baseline": "none", **NO_STD}, [], ALL),
+        ({"advantage_norm": "whiten"}, None, ALL),
+        ({"kl_reward_coef": 1e-3, "baseline": "none", **NO_STD}, None, ALL),
     ],
     ids=str,
 )
 def test_the_script_trains_on_what_can_teach(flags, greedy, expected):
-    """Of three pairs of rollouts, whose first has two branches: rewards differ, are equal, or one is missing."""
-    ids = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 1, 0], [2, 0, 0], [2, 1, 0]])
-    counts, is_truncated = torch.full([7], 4), torch.zeros(7, dtype=torch.bool)
-    table = RolloutTable(*ids.T, counts, counts, counts, is_truncated, *torch.zeros(2, 7, 1))
-    rewards = double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]])[:, :, None, None].repeat(1, 1, 2, 1)
-    greedy_rewards = double(greedy or [[]] * 3)[:, :, None]
+    """Of three pairs of rollouts: rewards differ, are equal, or one is missing."""
+    groups = groups_of(double([[1.0, 0.0], [0.1, 0.1], [1.0, math.nan]]), greedy=greedy and double(greedy))
     config = train_grpo.Config(**flags)
-    scores = rewards[..., 0].flatten(0, 1)[table.episode, table.branch]
-    weights = train_grpo.rollout_weights(config, table, scores, 8)
-    is_skipped = train_grpo.can_skip(config, rewards, greedy_rewards, double([1.0]), table, weights)
-    assert (~is_skipped).int().tolist() == expected
+    is_skipped = train_grpo.can_skip(config, groups, train_grpo.rollout_weights(config, groups, 8))
+    assert (~is_skipped).int().flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -531,8 +526,7 @@ def test_a_gradient_on_rollouts_that_the_script_skips_is_refused(term, is_refuse
     entropy = torch.tensor([0.0, 0.2, 0.0, 0.9, 0.0, 0.3], requires_grad=True)
     new = torch.zeros(6, requires_grad=True)
     advantages = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
-    table_index = torch.tensor([1, 0, 2])
-    micro = Batch((2, 2, 2), torch.arange(6), mask, table_index=table_index)
+    micro = Batch((2, 2, 2), torch.arange(6), mask, rollout=torch.tensor([1, 0, 2]))
     objective = (mask * (-advantages * new + term(new, entropy))).sum()
     refusal = pytest.raises(InputError, match="can_skip: skips rollouts")
     with refusal if is_refused else nullcontext():

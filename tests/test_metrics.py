@@ -34,7 +34,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import Batch
 from minirl.training.learning_rate import learning_rate
 from support.rollouts import in_two_branches
@@ -118,14 +118,12 @@ def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1)
     length = num_prompt_tokens + num_sampled
     tokens = torch.arange(length)
     streams = (tokens >= num_prompt_tokens, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
-    return Rollout(
-        tokens, *streams, num_prompt_tokens, RolloutId(4, sample), finish_reason, kept=KeptIds.none(length)
-    )
+    return Rollout(tokens, *streams, num_prompt_tokens, RolloutId(4, sample), finish_reason)
 
 
 def judged(rollouts, rows=(), texts=(), rewards=None):
     rewards = torch.zeros(len(rollouts), 1) if rewards is None else rewards
-    return RewardedRollouts(rollouts, list(rows), list(texts), rewards, torch.zeros(len(rollouts)))
+    return RewardedRollouts(rollouts, list(rows), list(texts), rewards)
 
 
 def test_means_maxima_and_totals_are_over_parts_and_ranks(reduce_over_ranks):
@@ -305,7 +303,7 @@ def test_rollouts_are_described_by_their_completions(reduce_over_ranks):
     assert [branch.finish_reason for branch in several.branches] == ["stop", "length"]
     first, second = StepMetrics(), StepMetrics()
     for metrics, rollouts in ((first, [make_rollout(9, 1), several]), (second, [])):
-        add_rollouts(metrics, rollouts, grouped_rewards=rewards, branch_rewards=rewards)
+        add_rollouts(metrics, rollouts, grouped_rewards=rewards)
     assert reduce_over_ranks(first, second)[0] == {
         "len/mean": 3.0,
         "len/max": 5.0,
@@ -423,9 +421,8 @@ def test_staleness_is_the_age_of_sampled_tokens_in_steps(reduce_over_ranks):
         for versions in all_versions:
             version = torch.tensor(versions, dtype=torch.int32)
             tokens = torch.arange(len(versions))
-            kept = KeptIds.none(len(tokens))
             streams = (version > 0, -tokens, version)
-            rollouts.append(Rollout(tokens, *streams, 1, RolloutId(0, 0), "stop", kept=kept))
+            rollouts.append(Rollout(tokens, *streams, 1, RolloutId(0, 0), "stop"))
         metrics = StepMetrics()
         add_staleness(metrics, rollouts, 12, updates_per_step=4)
         return metrics
@@ -455,7 +452,7 @@ def test_console_lines_say_what_was_measured_and_their_columns_do_not_shift():
     assert lines["policy/logp_gap_max"].startswith(
         "step   7/150 0:03:36 left reward  0.512 gap     - kl 0.012 "
     )
-    few = {"policy/logp_gap_max": 0.0, "teacher/kl": 0.07}
+    few = {"policy/logp_gap_max": 0.0, "teacher/kl_k1": 0.07}
     line = console_line(7, 150, few, measured=few, left_s=3723)
     assert line == "step   7/150 1:02:03 left gap 0e+00 kl 0.070"
 

@@ -1,5 +1,6 @@
 """Row-invariant products: they are the usual products, and a row's bits do not depend on the rows around it."""
 
+import functools
 import itertools
 import random
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from minirl.model import batch_invariance, padding
+from minirl.model.layers import ACTIVATIONS, Gate
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -97,6 +99,20 @@ def test_silu_and_its_gradient_equal_torch_and_rows_do_not_depend_on_their_batch
     for start, rows in itertools.product(range(9), ROWS):
         part = slice(start, start + rows)
         assert torch.equal(batch_invariance.activate(x[part]), got[part])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("width", [32, 131])
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
+    """Values and both gradients, of views with strides too, as a fused projection gives them."""
+    activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[name])
+    results = []
+    for gated in (lambda gate, up: Gate.apply(gate, up, activate), lambda gate, up: activate(gate) * up):
+        x = (4 * randn(9, 2 * width, dtype=dtype)).requires_grad_()
+        out = gated(*x.chunk(2, 1))
+        results.append((out, *torch.autograd.grad(out, x, randn(9, width, dtype=dtype, seed=1))))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("before", ["none", "ieee", "tf32"])

@@ -5,11 +5,14 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
 
-from minirl.training.batch import Batch, RolloutTable
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId
+from minirl.training.batch import Batch
+from minirl.turn_facts import TurnFacts
 from support.resuming import resume
 from support.scripts import (
     ROOT,
@@ -19,7 +22,7 @@ from support.scripts import (
     read_metrics,
     trained,
 )
-from support.worked import double
+from support.worked import double, groups_of
 
 ROWS = objectives()
 PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
@@ -53,34 +56,23 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
         assert norms[1] != pytest.approx(metrics[1]["optim/grad_norm"], rel=1e-4)
 
 
-def make_table(counts, rewards):
-    """One group of rollouts that sampled these numbers of tokens."""
-    ids, counts = torch.arange(len(counts)), torch.tensor(counts)
-    rewards = double(rewards).view(-1, 1)
-    return RolloutTable(ids * 0, ids, ids * 0, counts, counts, counts, ids < 0, rewards, rewards)
-
-
 def make_batch(lengths, sampled, **streams):
     """Sequences of sampled tokens alone."""
     tokens = torch.arange(len(sampled))
-    index = torch.arange(len(lengths))
-    return Batch(lengths, tokens, tokens >= 0, sampled, table_index=index, **streams)
+    return Batch(lengths, tokens, tokens >= 0, sampled, rollout=torch.arange(len(lengths)), **streams)
 
 
 def advantages_of_group(fork, rewards, **config):
     """Of one group, of 3, 5, 2 and 4 tokens."""
-    table = make_table([3, 5, 2, 4], rewards)
-    grouped, weights = table.rewards.view(1, 4, 1, 1), double([1.0])
-    scores, greedy = grouped[..., 0], grouped[:, :0, 0]
-    return fork.branch_advantages(fork.Config(**config), scores, grouped, greedy, weights, table).flatten()
+    groups = groups_of(double([rewards]), torch.tensor([[3, 5, 2, 4]]))
+    return fork.advantages(fork.Config(**config), groups, groups.scores).flatten()
 
 
 def advantages_of_two_rewards(fork):
     """Of one group of four with two rewards each."""
-    table = make_table([1, 1, 1, 1], [0.0] * 4)
-    rewards = double([[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.0, 40.0]]).view(1, 4, 1, 2)
-    scores, weights = rewards.sum(-1), double([1.0, 0.5])
-    return fork.branch_advantages(fork.Config(), scores, rewards, rewards[:, :0, 0], weights, table).flatten()
+    rewards = double([[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.0, 40.0]]])
+    groups = replace(groups_of(rewards[..., 0]), rewards=rewards, reward_weights=double([1.0, 0.5]))
+    return fork.advantages(fork.Config(), groups, groups.scores).flatten()
 
 
 def loss_of(fork, log_ratios, advantage, *, drift=0.0, ref=0.0, **fields):
@@ -104,19 +96,18 @@ def loss_of(fork, log_ratios, advantage, *, drift=0.0, ref=0.0, **fields):
 
 def covariance_example():
     """Three rollouts of a token each."""
-    return make_table([1, 1, 1], [3.0, -1.0, -2.0]), make_batch((1, 1, 1), double([-0.5, -1.5, -1.0]))
+    return double([3.0, -1.0, -2.0]), make_batch((1, 1, 1), double([-0.5, -1.5, -1.0]))
 
 
 def clip_cov(fork):
-    table, batch = covariance_example()
-    rewards, weights = table.rewards.view(1, 3, 1, 1), double([1.0])
+    rewards, batch = covariance_example()
     config = fork.Config(baseline="none", advantage_norm="none")
-    return [fork.token_advantages(config, rewards, rewards[:, :0, 0], weights, table, batch)]
+    return [fork.token_advantages(config, groups_of(rewards[None]), batch)]
 
 
 def kl_cov(fork):
-    table, batch = covariance_example()
-    is_top = fork.top_covariances(batch, table.rewards[:, 0], table)
+    advantages, batch = covariance_example()
+    is_top = fork.top_covariances(batch.replace(advantages=advantages))
     assert is_top.tolist() == [1.0, 0.0, 0.0]
     return [loss_of(fork, [0.2], 3.0, is_top=is_top[:1])[0]]
 
@@ -131,6 +122,17 @@ def entropy_coefs(fork):
     for entropy in (0.15, 0.18, 0.25):
         coefs.append(fork.next_entropy_coefs(coefs[-1][0], entropy))
     return double(coefs[1:]).T
+
+
+def turn_rewards(fork):
+    """Two rollouts of one prompt."""
+    rollouts = []
+    for sample, rewards in enumerate(([1.0, 0.0], [0.5, 0.5])):
+        turns = [TurnFacts(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
+        streams = (torch.arange(2), torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
+        record, rollout_id = EpisodeRecord(turns), RolloutId(0, sample)
+        rollouts.append(Rollout(*streams, 0, rollout_id, "stop", episode=record))
+    return [fork.turn_advantages(rollouts)]
 
 
 WORKED = {
@@ -153,6 +155,7 @@ WORKED = {
     "KL-cov": kl_cov,
     "80/20": high_entropies,
     "Adaptive entropy": entropy_coefs,
+    "Turn rewards": turn_rewards,
 }
 
 

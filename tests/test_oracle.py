@@ -47,17 +47,13 @@ SCRIPTS = {
 }
 
 
-def two_turns_in_two_branches(episode):
-    """Rewards of turns, of a branch and of both; the second branch may be cut off, and one reward does not apply."""
+async def two_turns_in_two_branches(episode):
+    """The second branch may be cut off, and one reward does not apply."""
     other = episode.branch("two" * (episode.seed % 3 + 1))
-    turn = yield episode.generate(max_tokens=4)
-    episode.reward(len(set(turn.ids)) / 4)
-    turn = yield other.generate(stop=["e", "a"], max_tokens=5)
-    episode.reward(turn.ids[0] / 34)
-    yield episode.generate(after="xyz", max_tokens=3)
-    turn = yield other.generate(after=" so ")
-    episode.reward(0.5 - turn.ids[-1] / 34, branch=episode)
-    episode.reward(0.25, branch="all")
+    await episode.generate(max_tokens=4)
+    await other.generate(stop=["e", "a"], max_tokens=5)
+    await episode.generate(after="xyz", max_tokens=3)
+    turn = await other.generate(after=" so ")
     return {"reward": None} if episode.seed % 7 == 0 else 1.0 / len(turn.ids)
 
 
@@ -91,7 +87,7 @@ def recorded_step(rank, script, flags, runs):
 
 
 class Branch:
-    """A branch as the file has it: ids, which of them were sampled, the rewards at its turns, and its end."""
+    """A branch as the file has it: ids, which of them were sampled, its end, and the rollout's reward and advantage."""
 
     def __init__(self, line, number, tokenizer):
         def ids_of(text):
@@ -99,25 +95,17 @@ class Branch:
 
         self.ids = tokenizer(line["prompt"])["input_ids"] if number == 0 else []
         self.mask = [False] * len(self.ids)
-        self.paid = [0.0] * len(self.ids)
-        turns = iter([turn for turn in line["turns"] if turn["branch"] == number])
         for segment in line["segments"]:
             if segment["branch"] == number:
                 new = ids_of(segment["text"])
                 assert len(new) == segment["num_tokens"]
-                is_sampled = segment["kind"] == "sampled"
                 self.ids += new
-                self.mask += [is_sampled] * len(new)
-                self.paid += [0.0] * len(new)
-                if is_sampled:
-                    self.paid[-1] = next(turns)["rewards"].get("reward", 0.0)
+                self.mask += [segment["kind"] == "sampled"] * len(new)
         (facts,) = [facts for facts in line["branches"] if facts["branch"] == number]
-        self.key, self.number, self.told = line["id"], number, facts
+        self.key, self.number, self.told_advantage = line["id"], number, line["advantage"]
         self.is_cut_off = facts["finish_reason"] in ("length", "max_turns", "max_tokens", "timeout")
-        (total,) = line["rewards"].values()
-        self.has_score = total is not None
-        self.rest = (total or 0.0) - sum(turn["rewards"].get("reward", 0.0) for turn in line["turns"])
-        self.score = self.rest + sum(self.paid)
+        (self.score,) = line["rewards"].values()
+        self.has_score = self.score is not None
 
     @property
     def sampled(self):
@@ -131,25 +119,25 @@ def masked_estimates(branch, values):
     values: of the states after each token.
     """
     following, estimate = values[-1] if branch.is_cut_off else 0.0, 0.0
-    unpaid = branch.rest  # at the last sampled token
+    paid = branch.score or 0.0  # at the last sampled token
     estimates = []
     for t in reversed(range(len(branch.ids))):
         if branch.mask[t]:
-            estimate = branch.paid[t] + unpaid + GAMMA * following - values[t - 1] + GAMMA * LAMBDA * estimate
-            following, unpaid = values[t - 1], 0.0
+            estimate = paid + GAMMA * following - values[t - 1] + GAMMA * LAMBDA * estimate
+            following, paid = values[t - 1], 0.0
             estimates.append(estimate)
     return torch.stack(estimates[::-1])
 
 
 def group_relative(branches):
-    """For each branch the advantage of its tokens among the branches of its number in its group."""
+    """For each branch the advantage of its rollout in its group."""
     groups = defaultdict(list)
     for branch in branches:
-        if branch.has_score:
-            groups[branch.key[0], branch.number].append(branch.score)
+        if branch.has_score and branch.number == 0:
+            groups[branch.key[0]].append(branch.score)
     advantages = []
     for branch in branches:
-        scores = torch.tensor(groups[branch.key[0], branch.number], dtype=torch.float64)
+        scores = torch.tensor(groups[branch.key[0]], dtype=torch.float64)
         is_compared = branch.has_score and len(scores) > 1
         advantage = (branch.score - scores.mean()) / (scores.std() + 1e-6) if is_compared else 0.0
         advantages.append(torch.full([len(branch.sampled)], float(advantage), dtype=torch.float64))
@@ -178,12 +166,12 @@ def check_policy(folder, branches, advantages, weight, recorded, metrics, gradie
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         loss = -torch.exp(new - new.detach()) * advantage - ENTROPY_COEF * entropy
         total = total + (weight * branch.has_score * loss).sum()
-        assert_close(branch.told["advantage"], advantage.mean())
         if branch.has_score:
-            assert_close(branch.told["reward"], branch.score)
             sampled, used, *_ = recorded[tuple(branch.ids)]
             assert_close(sampled, new.detach())
             assert_close(used, advantage)
+    for first, *of_both in zip(branches[::2], advantages[::2], advantages[1::2], strict=True):
+        assert_close(first.told_advantage, torch.cat(of_both).mean())
     total.backward()
     assert_close(metrics["policy/loss"], total.detach())
     assert_gradients(model, gradients)
@@ -238,14 +226,14 @@ def step_of(one_rank, folders):
 
 
 def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
-    """Rewards of turns, of a branch and of both; some do not apply."""
+    """Both branches of a rollout have its advantage; some rewards do not apply."""
     recorded, (gradients,), branches, weight, metrics = step_of("grpo")
     advantages = group_relative(branches)
     check_policy(folders / "policy", branches, advantages, weight, recorded, metrics, gradients)
 
 
 def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
-    """Turns are paid where they end; branches that were cut off are bootstrapped, and the others of the episode not."""
+    """Branches are paid where they end; those that were cut off are bootstrapped, and the others of the episode not."""
     from transformers import LlamaForSequenceClassification
 
     recorded, (of_value, of_policy), branches, weight, metrics = step_of("ppo")

@@ -12,6 +12,7 @@ import torch
 
 import train_grpo
 import train_ppo
+from minirl.collect.step_groups import Groups
 from minirl.errors import GuardError
 from minirl.generation.engine import Request
 from minirl.model.families import scalar_config
@@ -20,7 +21,7 @@ from minirl.model.weights import load_replica, named_parameters
 from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
 from minirl.ranks.process_group import broadcast_object, gather_objects, world_size
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run import Progress
 from minirl.training import batch as batching
@@ -67,8 +68,7 @@ def make_rollouts(num_prompts, group_size):
             end = "length" if (prompt + sample) % 4 == 0 else "stop"
             tokens = torch.cat([opening, completion])
             streams = (mask, logprobs, versions)
-            kept = KeptIds.none(length)
-            rollouts.append(Rollout(tokens, *streams, num_prompt, rollout_id, end, kept=kept))
+            rollouts.append(Rollout(tokens, *streams, num_prompt, rollout_id, end))
     return rollouts
 
 
@@ -91,28 +91,24 @@ class Case:
 
 
 def shared_out(rank, max_tokens, case):
-    """One minibatch of 21 rollouts, first spread unevenly over the ranks: their table, this rank's batch, and its
+    """One minibatch of 21 rollouts, first spread unevenly over the ranks: their groups, this rank's batch, and its
     microbatches."""
     rollouts = case.rollouts()
     last = world_size() - 1
     mine = [rollout for i, rollout in enumerate(rollouts) if min(i // 5, last) == rank]
     rewards = torch.tensor([case.reward(r.rollout_id) for r in mine], dtype=torch.float64)
     table = gather_table(mine, rewards.view(-1, 1))
+    rewards = table.by_rollout().rewards.view(7, 3, 1)
+    groups = Groups(None, table, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
     minibatch = range(len(table.num_tokens))
     if case.num_equal:
-        weights = train_grpo.rollout_weights(case.config, table, table.rewards[:, 0], 64)
-        is_trained = ~train_grpo.can_skip(case.config, *rewards_of(table), table, weights)
+        weights = train_grpo.rollout_weights(case.config, groups, 64)
+        is_trained = ~train_grpo.can_skip(case.config, groups, weights).flatten()[table.rollout]
         assert 6 <= is_trained.sum() <= 9
         minibatch = is_trained.nonzero()[:, 0].tolist()
     split = dict(num_ranks=world_size(), max_tokens=max_tokens)
     plan = plan_updates([minibatch], table.num_tokens.tolist(), table.prefixes, **split)
-    return table, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
-
-
-def rewards_of(table):
-    """Rewards, those of greedy rollouts and the weight of the only reward, as the script's functions take them."""
-    rewards = table.rewards_by_branch().view(7, 3, -1, 1)
-    return rewards, rewards[:, :0, 0], torch.ones(1, dtype=torch.float64)
+    return groups, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
 
 
 def loss_of_one_sequence(model, tokens=None):
@@ -135,7 +131,7 @@ def since_old(sample_logprobs, mask, level):
 
 def objective(**flags):
     """What of the GRPO family's objective depends on more than a token, with a KL term in the loss."""
-    return train_grpo.Config(**{"advantage_norm": "none", "kl_coef": 0.04, **flags})
+    return train_grpo.Config(**{"advantage_norm": "none", "kl_coef": 0.04, "num_minibatches": 1, **flags})
 
 
 BY_SEQUENCE, DROPPED = {"loss_norm": "sequence_mean"}, {"drop_truncated": True}
@@ -159,12 +155,11 @@ def grpo_gradients(rank, max_tokens, folder, case):
     """Full gradients of one GRPO minibatch in fp64, by the script's own functions."""
     config = case.config
     model = sharded(folder, torch.float64)
-    table, batch, microbatches = shared_out(rank, max_tokens, case)
-    advantages = train_grpo.token_advantages(config, *rewards_of(table), table, batch)
-    weights = train_grpo.rollout_weights(config, table, table.rewards[:, 0], 64)
+    groups, batch, microbatches = shared_out(rank, max_tokens, case)
+    weights = train_grpo.rollout_weights(config, groups, 64)
     batch = batch.replace(
-        advantages=advantages,
-        loss_weights=batch.spread(weights[batch.table_index]),
+        advantages=train_grpo.token_advantages(config, groups, batch),
+        loss_weights=batch.spread(weights.flatten()[batch.rollout]),
         ref_logprobs=batch.sample_logprobs.double(),
     )
     for i, sequences in enumerate(microbatches):
@@ -187,23 +182,14 @@ def assert_close_gradients(of_ranks, expected, tolerance):
             assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
-def trained_tokens(case):
-    """The rollouts that are trained on, each with the mask of its tokens that are: those of branches that are kept."""
-    for rollout, whole in zip(case.rollouts(), make_rollouts(7, 3), strict=True):
-        mask = whole.loss_mask.clone()
-        if case.config.drop_truncated and rollout.finish_reason == "length":
-            mask[sum(len(branch.tokens) for branch in rollout.earlier) :] = False
-        if mask.any():
-            yield whole, mask
-
-
 def plain_gradients(rank, folder, case):
     """Gradients of the plain double-precision model, one rollout at a time, by autograd through full logits."""
     config = case.config
     model = load_replica(folder, dtype=torch.float64).requires_grad_()
-    kept = list(trained_tokens(case))
-    num_tokens = sum(int(mask.sum()) for _, mask in kept)
-    for r, mask in kept:
+    kept = [r for r in make_rollouts(7, 3) if not (config.drop_truncated and r.is_truncated)]
+    num_tokens = sum(r.num_sampled for r in kept)
+    for r in kept:
+        mask = r.loss_mask
         layout = batching.PackedLayout((len(r.tokens),), CPU)
         logits = model(r.tokens, layout.positions, layout) @ model.lm_head.weight.T
         new = logits.log_softmax(-1)[:-1].gather(1, r.tokens[1:, None])[:, 0][mask[1:]]
@@ -245,8 +231,8 @@ def test_gradient_is_that_of_an_unsharded_unpacked_model(one_rank, two_ranks, fo
 
 
 def numbers_of_rollouts(batch):
-    """Random numbers for every token of a batch that depend on its index in the table alone."""
-    generators = [torch.Generator().manual_seed(index) for index in batch.table_index.tolist()]
+    """Random numbers for every token of a batch that depend on its rollout alone."""
+    generators = [torch.Generator().manual_seed(rollout) for rollout in batch.rollout.tolist()]
     parts = [torch.randn(n, generator=g) for n, g in zip(batch.lengths, generators, strict=True)]
     return torch.where(batch.loss_mask, torch.cat([torch.zeros(0), *parts]), 0.0)
 
@@ -258,26 +244,25 @@ def ppo_backward(rank, max_tokens, folder, value_folder, dtype, options, value_s
     """
     policy = sharded(folder, dtype, **options)
     value = sharded(value_folder, dtype, scalar_head=True, **options)
-    table, batch, microbatches = shared_out(rank, max_tokens, CASES["token_mean"])
+    groups, batch, microbatches = shared_out(rank, max_tokens, CASES["token_mean"])
 
-    config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True)
+    config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True, num_minibatches=1)
     batch = batch.replace(
         values=numbers_of_rollouts(batch).to(dtype), ref_logprobs=0.9 * batch.sample_logprobs
     )
     advantages, returns = train_ppo.advantages_and_returns(
         config,
-        table.rewards[:, 0],
-        table.is_truncated,
+        groups.scores,
         train_ppo.kl_to_reference(batch),
         torch.full((len(batch.lengths),), 0.7),
         batch,
         kl_coef=0.05,
     )
-    weights = train_ppo.rollout_weights(config, table, table.rewards[:, 0], 64)
+    weights = train_ppo.rollout_weights(config, groups, 64)
     batch = batch.replace(
         advantages=batch.scatter(advantages.to(dtype)),
         returns=batch.scatter(returns.to(dtype)),
-        loss_weights=batch.spread(weights[batch.table_index]).to(dtype),
+        loss_weights=batch.spread(weights.flatten()[batch.rollout]).to(dtype),
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_minibatches, plan_updates
+from minirl.objective.loss_weights import minibatch_of
+from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
 
 
 def random_groups(seed, *, has_prompts=True):
@@ -80,11 +81,11 @@ def test_minibatches_cut_the_rows_in_their_order(num_minibatches, has_prompts):
     """
     for seed in range(20):
         lengths, prompts, num_ranks, max_tokens = random_groups(seed, has_prompts=has_prompts)
-        minibatches = plan_minibatches(range(len(lengths)), num_minibatches)
+        owner = minibatch_of(len(lengths), num_minibatches)
+        minibatches = [(owner == i).nonzero()[:, 0].tolist() for i in range(num_minibatches)]
         plan = plan_updates(minibatches, lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
         assert [row for minibatch in minibatches for row in minibatch] == list(range(len(lengths)))
         sizes = [len(minibatch) for minibatch in minibatches]
-        assert len(sizes) == num_minibatches
         assert max(sizes) - min(sizes) <= 1
         for minibatch, ranks in zip(minibatches, plan.microbatches, strict=True):
             assert_is_partition(ranks, minibatch, lengths, prompts, max_tokens)
@@ -109,11 +110,6 @@ def test_rows_that_are_not_trained_on_are_in_no_microbatch():
             rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
             as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
             assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-
-
-def test_a_minibatch_has_all_branches_of_its_rollouts():
-    """It is cut between rollouts, of which it has as many as another one, whatever their branches."""
-    assert plan_minibatches([0, 0, 0, 1, 2, 2, 3], 2) == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 # Groups whose rollouts have their prompt in common.

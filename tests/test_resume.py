@@ -9,7 +9,6 @@ from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy, load, remembered, resume
 from support.scripts import (
-    branching_fork,
     changed_fork,
     read_rollouts,
     reward_of,
@@ -24,34 +23,20 @@ COMMON += " --num-epochs 2 --num-minibatches 2 --group-size 3"
 CASES = {
     "grpo": ("train_grpo.py", "--dynamic-sampling --kl-coef 0.01"),
     "skips": ("train_grpo.py", ""),
-    "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
 RUN = '    run = Run(setup, {"policy": (policy, optimizer)}, collector'
 REPORT = '        metrics.begin("report")  # before'
 # A fork's changes in train_grpo.py: a keyword of `Run`, and lines before the report.
-FORKS = {
-    "replay": {
-        RUN: f"{RUN}, records={{'replay': []}}",
-        REPORT: """\
-        replay = progress.records["replay"]
-        rollouts = groups.rewarded.rollouts
-        replay += [{"tokens": r.tokens, "logprobs": r.sample_logprobs, "why": r.finish_reason} for r in rollouts]
-        progress.records["replay"] = replay = replay[-12:]  # also some of the step before
-        batch = batch.replace(advantages=batch.advantages * sum(len(x["tokens"]) for x in replay) / 100)
-"""
-        + REPORT,
-    },
-    "curriculum": {
-        RUN: f"{RUN}, extra={{'curriculum': {{'level': 0, 'mean': torch.ones((), dtype=torch.float64)}}}}",
-        REPORT: """\
+CURRICULUM = {
+    RUN: f"{RUN}, extra={{'curriculum': {{'level': 0, 'mean': torch.ones((), dtype=torch.float64)}}}}",
+    REPORT: """\
         curriculum = progress.extra["curriculum"]
         curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * scores.mean()
         curriculum["level"] += int(curriculum["mean"] > 0.8)  # two steps are
         collector.num_served += curriculum["level"]
 """
-        + REPORT,
-    },
+    + REPORT,
 }
 POOLS = {1: "one_rank", 2: "two_ranks"}
 EVERY_SPLIT = range(NUM_STEPS + 1)
@@ -61,7 +46,6 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
     ("case", "num_ranks", "splits"),
     [
         slow("grpo", 2, EVERY_SPLIT),
-        slow("partial", 2, EVERY_SPLIT),
         slow("skips", 2, [1]),
         slow("ppo", 2, EVERY_SPLIT),
         ("grpo", 1, [1]),
@@ -96,19 +80,6 @@ def assert_same_samples_on_one_rank(one_rank: RankPool, script: str, folder: Pat
 
 
 @pytest.mark.slow
-def test_row_12_rollouts_of_several_branches_go_on_from_a_checkpoint(one_rank, two_ranks, runs, tmp_path):
-    """In flight with the rewards that they had, to the same bits; on another number of ranks no branch is alone."""
-    fork = str(branching_fork(tmp_path, "train_grpo.py"))
-    flags = f"{COMMON} --max-staleness 2"
-    folder = trained(two_ranks, runs / "branches", fork, flags)
-    saved = folder / "checkpoints" / "000001" / "resume"
-    groups = [group for rank in range(2) for group in load(saved / f"{rank}-of-2.pt")["records"]["in flight"]]
-    assert any(one.get("earlier") for group in groups for one in group["rollouts"]), "none has branches"
-    resume(two_ranks, fork, folder, flags)
-    assert_same_samples_on_one_rank(one_rank, fork, folder, flags)
-
-
-@pytest.mark.slow
 def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedded_model, tmp_path):
     """Not the models that it began with, nor the checkpoint of another run."""
     script, flags = "train_ppo.py", "--value-warmup-steps 1"
@@ -125,32 +96,39 @@ def test_row_51_a_resume_needs_the_folder_of_the_run_only(one_rank, runs, embedd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["grpo", "partial"])
-def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks, case):
-    """From two ranks to one: the same prompts and, given equal weights, the same samples, in flight too."""
-    script, flags = CASES[case]
-    folder = trained(two_ranks, runs / f"{case}-2", script, COMMON, flags)
+def test_row_11_a_run_goes_on_with_another_number_of_ranks(runs, one_rank, two_ranks):
+    """From two ranks to one: the same prompts and, given equal weights, the same samples."""
+    script, flags = CASES["grpo"]
+    folder = trained(two_ranks, runs / "grpo-2", script, COMMON, flags)
     assert_same_samples_on_one_rank(one_rank, script, folder, COMMON, flags)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["replay", "curriculum"])
-def test_a_fork_remembers_tensors_and_records_over_a_resume(one_rank, two_ranks, runs, tmp_path, name):
-    """Fault 12: a replay buffer of each rank, and a curriculum of all, from two ranks to one.
-
-    The forks of docs/examples are resumed on as many ranks, to the same bits.
-    """
-    fork = changed_fork(tmp_path, f"fork_{name}", FORKS[name])
-    kind = "records" if name == "replay" else "extra"
-    folder = trained(two_ranks, runs / name, fork, COMMON)
-    last = remembered(folder / "checkpoints" / "000003", kind, name)
-    assert len(last) == (12 if name == "replay" else 2)
-    fewer = interrupted_copy(runs / name, f"{name}-fewer", 2)
+def test_a_fork_remembers_tensors_over_a_resume(one_rank, two_ranks, runs, tmp_path):
+    """Fault 12: a curriculum, from two ranks to one. The forks of docs/examples are resumed to the same bits."""
+    fork = changed_fork(tmp_path, "fork_curriculum", CURRICULUM)
+    folder = trained(two_ranks, runs / "curriculum", fork, COMMON)
+    fewer = interrupted_copy(folder, "curriculum-fewer", 2)
     run_in_pool(one_rank, fork, f"{COMMON} --run-name {fewer.name}", runs=runs)
-    on_one = remembered(fewer / "checkpoints" / "000003", kind, name)
-    assert len(on_one) == len(last)
-    if name == "curriculum":
-        assert on_one["level"] == last["level"] == 2
+    levels = [remembered(run / "checkpoints" / "000003", "curriculum")["level"] for run in (folder, fewer)]
+    assert levels == [2, 2]
+
+
+@pytest.mark.parametrize("later", ["--max-staleness 2", slow("--max-staleness 0")])
+def test_row_12_a_resume_begins_the_prompts_in_flight_again(two_ranks, runs, later):
+    """None is lost or served twice: those of a run that was killed, also with another bound of staleness."""
+    flags = f"{COMMON} --max-staleness 2"
+    folder = trained(two_ranks, runs / "partial", "train_grpo.py", flags)
+    copy = interrupted_copy(folder, f"partial-{later[-1]}", 2)
+    in_flight = load(copy / "checkpoints" / "000002" / "resume" / "progress.pt")["in_flight"]
+    assert in_flight
+    more = (COMMON, later, "--num-steps 5", f"--run-name {copy.name}")
+    run_in_pool(two_ranks, "train_grpo.py", *more, runs=runs)
+    trained_on = [{r["id"][0] for r in read_rollouts(copy, step)} for step in range(1, 6)]
+    assert sum(map(len, trained_on)) == len(set.union(*trained_on)) == 5 * 3
+    assert set(in_flight) & set.union(*trained_on[2:])
+    progress = load(copy / "checkpoints" / "000005" / "resume" / "progress.pt")
+    assert set.union(*trained_on, progress["in_flight"]) == {*range(progress["num_served"])}
 
 
 @pytest.mark.slow
@@ -158,23 +136,12 @@ def test_row_13_a_script_that_remembers_more_than_the_checkpoint_begins_with_its
     one_rank, runs, tmp_path
 ):
     """And what a script no longer knows stays in its checkpoints."""
-    fork = changed_fork(tmp_path, "fork_curriculum", FORKS["curriculum"])
+    fork = changed_fork(tmp_path, "fork_curriculum", CURRICULUM)
     flags = f"{COMMON} --run-name curriculum-new --num-steps"
     for script, num_steps in (("train_grpo.py", 1), (fork, 2), ("train_grpo.py", 3)):
         run_in_pool(one_rank, script, flags, str(num_steps), runs=runs)
     saved = [
-        remembered(path, "extra", "curriculum")
+        remembered(path, "curriculum")
         for path in sorted((runs / "curriculum-new" / "checkpoints").iterdir())[1:]
     ]
     assert saved[0] == saved[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--group-size 2", "--seed 1", "--max-staleness 0"])
-def test_row_13_rollouts_in_flight_are_not_taken_for_others(two_ranks, runs, flag):
-    """Their groups, rows or ages would be wrong."""
-    script, flags = CASES["partial"]
-    folder = trained(two_ranks, runs / "partial-2", script, COMMON, flags)
-    copy = interrupted_copy(folder, f"partial{flag.replace(' ', '')}", 1)
-    with pytest.raises(AssertionError, match=r"in flight"):
-        run_in_pool(two_ranks, script, COMMON, flags, flag, f"--run-name {copy.name}", runs=runs)

@@ -10,11 +10,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
 from minirl.errors import RewardError
-from minirl.rewards.functions import OverlongPenalty, compute_rewards, functions_and_weights
+from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.training import frozen_models
-from support.rollouts import make_prompts, make_rollout, reward_rollouts
+from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROWS = [
@@ -29,7 +29,7 @@ POSITIONS = 64
 
 
 def rewards_of(function, rows=ROWS, completions=("1", "2")):
-    return compute_rewards(function, rows, completions=completions, completion_ids=[[7]] * len(completions))
+    return rewards_of_call(function, rows, completions)
 
 
 def test_a_function_with_kwargs_gets_prompts_completions_ids_and_every_column():
@@ -76,7 +76,7 @@ def test_load_reward_returns_the_named_function_which_finds_modules_beside_its_f
     (folder / "mine.py").write_text(
         "import batch\ndef score(completions):\n    return [batch.BONUS for _ in completions]\n"
     )
-    assert rewards_of(load_reward(f"{folder}/mine.py:score")) == [2.0, 2.0]
+    assert rewards_of(RewardWorkers(f"{folder}/mine.py:score")) == [2.0, 2.0]
 
 
 def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatch):
@@ -89,9 +89,10 @@ def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatc
         "from mine_in_parts.bonus import BONUS\ndef score(completions):\n    return [BONUS] * len(completions)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert rewards_of(load_reward("mine_in_parts.scores:score")) == [3.0, 3.0]
-    installed = load_reward("minirl.data.gsm8k:strict_score")
-    assert installed(completions=["#### 4", "#### 5"], answer=[4.0, 4.0]) == [1.0, 0.0]
+    assert rewards_of(RewardWorkers("mine_in_parts.scores:score")) == [3.0, 3.0]
+    installed = RewardWorkers("minirl.data.gsm8k:strict_score")
+    rows = [Row("q", {"answer": 4.0}, "f:1")] * 2
+    assert rewards_of(installed, rows, ["#### 4", "#### 5"]) == [1.0, 0.0]
 
 
 ASYNC_REWARD = """
@@ -115,10 +116,10 @@ async def fails(completions):
 def test_an_async_function_is_waited_for_and_its_completions_run_side_by_side(tmp_path):
     """Ten completions of which none ends before all have begun; errors and None are as elsewhere."""
     (tmp_path / "mine.py").write_text(ASYNC_REWARD)
-    score = load_reward(f"{tmp_path}/mine.py:score")
-    assert score(completions=["aaa", "b"] * 5) == [3.0, None] * 5
+    score = RewardWorkers(f"{tmp_path}/mine.py:score")
+    assert rewards_of(score, ROWS[:1] * 10, ["aaa", "b"] * 5) == [3.0, None] * 5
     with pytest.raises(RewardError, match=r"reward fails (.|\n)*KeyError: 'answer'"):
-        rewards_of(load_reward(f"{tmp_path}/mine.py:fails"))
+        rewards_of(RewardWorkers(f"{tmp_path}/mine.py:fails"))
 
     async def here(completions):
         return [1.0] * len(completions)
@@ -315,7 +316,7 @@ def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and
     assert judged.rewards.tolist() == [[i + 1, judged.rows[i].columns["answer"], i] for i in range(5)]
 
     def facts(judged):
-        return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist(), judged.failed.tolist()
+        return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist()
 
     none = reward_rollouts(dict.fromkeys(functions, lambda: pytest.fail("called")), prompts, [])
     first, rest = (reward_rollouts(functions, prompts, part) for part in (rollouts[:1], rollouts[1:]))

@@ -1,6 +1,7 @@
 """Rounds (`--max-staleness`): no step waits for a slow reply or reward, nothing is lost, and the simulation agrees."""
 
 import argparse
+import asyncio
 import itertools
 import sys
 import threading
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from minirl.episodes.event_loop import event_loop
 from minirl.episodes.runner import EpisodeRunner
-from minirl.errors import InputError, RewardError, RolloutError
+from minirl.errors import RolloutError
 from minirl.ranks import time_account
-from minirl.rewards.reward_workers import load_reward
-from minirl.workers.pool import wait_for_any
+from minirl.rewards.reward_model import RewardModel
 from support.collecting import (
     Prompts,
     calculator,
@@ -23,46 +24,22 @@ from support.collecting import (
     in_workers,
     make_collector,
     resumed,
-    rollout_records,
 )
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import rounds
 
-# The replies to the second prompt's episodes, and its rewards, wait until a file exists.
+# The rewards of the second prompt wait until a file exists.
 SOURCE = """
-import asyncio, pathlib, time
+import pathlib, time
 
 GATE = pathlib.Path(__file__).parent / "open"
-
-async def patient(episode):
-    yield episode.generate(max_tokens=3)
-    if episode.row.place == "PLACE":
-        while not GATE.exists():
-            await asyncio.sleep(0.01)
-    yield episode.generate(after="ab", max_tokens=3)
 
 def reward(completion_ids, prompts):
     while prompts[0] == "PROMPT" and not GATE.exists():
         time.sleep(0.01)
     return [float(len(ids)) for ids in completion_ids]
 
-def fails(episode):
-    yield episode.generate(max_tokens=3)
-    raise ValueError("never")
-
-async def ends_late(episode):
-    yield episode.generate(max_tokens=3)
-    if episode.row.place == "PLACE":
-        while not GATE.exists():
-            await asyncio.sleep(0.01)
-
-def large(episode):
-    yield episode.generate(max_tokens=3)
-    yield episode.generate(after="a" * 100_000)
-
-def raises(completions):
-    raise ValueError("never")
 """
 NUM_STEPS = 5
 OPTIONS = {"round_tokens": 4, "max_staleness": 3}
@@ -72,24 +49,47 @@ def make_prompts():
     return Prompts(num_rows=50)
 
 
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """Functions of the file above in workers, for rounds that wait for none."""
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
     monkeypatch.setattr(EpisodeRunner, "patience_s", 0.02)
-    second = make_prompts().row(1)
-    (tmp_path / "mine.py").write_text(SOURCE.replace("PLACE", second.place).replace("PROMPT", second.prompt))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Reward functions of the file above in workers."""
+    (tmp_path / "mine.py").write_text(SOURCE.replace("PROMPT", make_prompts().row(1).prompt))
     with in_workers(tmp_path, timeout_s=60.0) as load_function:
         yield load_function
+
+
+class Gate:
+    """Replies to the second prompt's episodes wait until it is open."""
+
+    def __init__(self):
+        self.is_open = False
+
+    async def wait(self, episode):
+        while episode.row.place == make_prompts().row(1).place and not self.is_open:
+            await asyncio.sleep(0.005)
+
+    async def patient(self, episode):
+        await episode.generate(max_tokens=3)
+        await self.wait(episode)
+        await episode.generate(after="ab", max_tokens=3)
+
+    async def ends_late(self, episode):
+        await episode.generate(max_tokens=3)
+        await self.wait(episode)
 
 
 def ordinals(steps):
     return [sorted({row[0].prompt_ordinal for row in step}) for step in steps]
 
 
-def here(episode):
+async def here(episode):
     """The same as the function in the file, at once."""
-    yield episode.generate(max_tokens=3)
-    yield episode.generate(after="ab", max_tokens=3)
+    await episode.generate(max_tokens=3)
+    await episode.generate(after="ab", max_tokens=3)
 
 
 def whole_rollouts(num_prompts):
@@ -107,38 +107,38 @@ def assert_same_under_equal_weights(steps):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(
-    load, tmp_path, is_killed
-):
-    """Also over a checkpoint, in which its function has not replied, and beside an evaluation in the same workers."""
-    collector = make_collector(make_prompts(), rollout=load("patient"), **OPTIONS)
+def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(is_killed):
+    """Also after a resume, which begins them again, and beside an evaluation with the same function."""
+    gate = Gate()
+    collector = make_collector(make_prompts(), rollout=gate.patient, **OPTIONS)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
-    waiting = [record for record in rollout_records(collector) if record["rollout_id"][0] == 1]
-    assert [(len(record["asked"]), len(record["turns"])) for record in waiting] == [(1, 1)] * 3
+    assert 1 in collector.in_flight
     requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
     assert len(evaluated(collector.evaluator(make_prompts()), requests).rollouts) == 1
-    (tmp_path / "open").touch()
+    gate.is_open = True
     if is_killed:
-        collector = resumed(collector, make_collector(make_prompts(), rollout=load("patient"), **OPTIONS))
+        collector = resumed(collector, make_collector(make_prompts(), rollout=gate.patient, **OPTIONS))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
     assert sum(1 in step for step in ordinals(steps)) == 1
     assert_same_under_equal_weights(steps)
 
 
-def test_the_bound_of_staleness_holds_for_slow_replies_too(load, tmp_path):
+def test_the_bound_of_staleness_holds_for_slow_replies_too():
     """The step in which their group is due waits for them."""
-    collector = make_collector(make_prompts(), rollout=load("patient"), round_tokens=4, max_staleness=1)
+    gate = Gate()
+    collector = make_collector(make_prompts(), rollout=gate.patient, round_tokens=4, max_staleness=1)
     steps = collected(collector, 1, 2)
     assert 1 not in ordinals(steps)[0]
-    (tmp_path / "open").touch()
+    gate.is_open = True
     assert 1 in ordinals(collected(collector, 1, 2, first_step=1))[0]
 
 
-def test_a_reply_that_comes_between_two_rounds_ends_its_episode(load, tmp_path):
+def test_a_reply_that_comes_between_two_rounds_ends_its_episode():
     """Also the last one that runs: the step would wait for it forever."""
-    rollout = load("ends_late")
-    collector = make_collector(make_prompts(), rollout=rollout, group_size=1, round_tokens=4, max_staleness=1)
+    gate = Gate()
+    options = {"group_size": 1, "round_tokens": 4, "max_staleness": 1}
+    collector = make_collector(make_prompts(), rollout=gate.ends_late, **options)
     steps = collected(collector, 1, 2)
     begin_round = collector._runner.begin_round
     num_late = []
@@ -147,8 +147,8 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode(load, tmp_path):
         if len(collector._runner.running) == 1 and not collector._runner._spent:
             num_late.append(1)
             assert len(num_late) < 9, "its rollout was lost"
-            (tmp_path / "open").touch()
-            wait_for_any([rollout.pool], 60.0)
+            gate.is_open = True
+            event_loop().run_slice(0.05)
         begin_round(*args, **options)
 
     collector._runner.begin_round = begin_late
@@ -157,61 +157,37 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode(load, tmp_path):
     assert 1 in ordinals(steps)[1]
 
 
-@pytest.mark.slow
-def test_a_reply_that_fills_the_pipe_during_an_update_is_not_late(load):
-    """Its process waits for the trainer to read it, for longer than the time limit of a reply."""
-    rollout = load("large", timeout_s=1.0)
-    collector = make_collector(make_prompts(), rollout=rollout, **OPTIONS)
+def test_a_reply_that_comes_during_an_update_is_not_late():
+    """The trainer sees it after the update, which may take longer than the time limit of a reply."""
+
+    async def mine(episode):
+        await episode.generate(max_tokens=3)
+        await asyncio.sleep(0.1)
+        await episode.generate(after="ab", max_tokens=3)
+
+    collector = make_collector(make_prompts(), rollout=mine, call_timeout=0.5, **OPTIONS)
     collector._runner.patience_s = 0.0
     collector._serve(1, 1.0)
     collector._run_round(0)
-    rollout.pool.flush()
-    time.sleep(2)
+    time.sleep(1)
     collected(collector, 1, 2)
-
-
-def test_a_worker_that_cannot_be_replaced_during_an_evaluation_is_an_error_that_says_so(load, tmp_path):
-    """Also where it held episodes of the training."""
-    rollout = load("patient")
-    collector = make_collector(make_prompts(), rollout=rollout, **OPTIONS)
-    collected(collector, 1, 2)
-    (tmp_path / "mine.py").write_text("raise ValueError('it is gone')")
-    for worker in rollout.pool.workers:
-        worker.kill()
-    requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
-    with pytest.raises(RolloutError, match=r"(?s)^rollout patient: raised.*it is gone"):
-        evaluated(collector.evaluator(make_prompts()), requests)
 
 
 def test_an_evaluation_is_judged_as_a_whole_however_late_a_reward_comes(load, tmp_path):
-    """A function without workers, such as a reward model, gets all completions in one call."""
+    """A reward model gets all completions in one call."""
     judged = []
 
-    def judge(completions):
+    def judge(prompts, completions):
         judged.append(len(completions))
         return [0.0] * len(completions)
 
-    functions = {"reward": load("reward", make=load_reward), "judge": judge}
+    functions = {"reward": load("reward"), "judge": RewardModel(judge)}
     requests = make_prompts().requests(0, 3, group_size=0, num_greedy=1)
     opening = threading.Timer(1.0, (tmp_path / "open").touch)
     opening.start()
     rewarded = evaluated(make_collector(make_prompts(), rollout=here, functions=functions), requests)
     opening.join()
     assert (len(rewarded.rollouts), judged) == (3, [3])
-
-
-def test_forgiven_failures_are_a_share_of_an_evaluation_and_of_all_in_flight(load):
-    """Also after a resume, which begins none of these."""
-    functions = {"raises": load("raises", make=load_reward, on_error="zero")}
-    options = {"functions": functions, "rollout": here, **OPTIONS}
-    first = make_collector(make_prompts(), **options)
-    first._serve(20, 1.0)
-    second = resumed(first, make_collector(make_prompts(), **options))
-    assert second._runner._failures.num_total == 60
-    requests = make_prompts().requests(0, 40, group_size=0, num_greedy=1)
-    evaluator = make_collector(make_prompts(), rollout=here, functions=functions)
-    with pytest.raises(RewardError, match=r"^3 of this step's 40 .* forgives 2"):
-        evaluated(evaluator, requests)
 
 
 @pytest.mark.slow
@@ -227,42 +203,28 @@ def test_nothing_is_kept_of_prompts_that_were_taken():
         runner._unbegun,
     )
     assert max(map(len, by_prompt)) <= 2 * (1 + OPTIONS["max_staleness"])
-    assert len(runner._number_of) <= 6 * (1 + OPTIONS["max_staleness"])
-
-
-def test_what_is_in_flight_and_would_be_taken_too_late_is_refused_before_decoding():
-    """As after `--resume force` with a smaller `--max-staleness`."""
-    first = make_collector(make_prompts(), rollout=calculator, **OPTIONS)
-    collected(first, 3, 4)
-    second = make_collector(make_prompts(), rollout=calculator, round_tokens=4, max_staleness=1)
-    resumed(first, second)
-    with pytest.raises(InputError, match=r"^--max-staleness 1: steps of 1 prompts .* too late; resume with"):
-        second.collect(1)
-    assert second.take_count("sampled_tokens") == 0
+    assert len(runner._program_of) <= 6 * (1 + OPTIONS["max_staleness"])
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
-    function = load("reward", make=load_reward, num_workers=2)
+    function = load("reward", num_workers=2)
     options = {"functions": {"reward": function}, "rollout": here, **OPTIONS}
     collector = make_collector(make_prompts(), **options)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
-    (unrewarded,) = [group for group in collector.records() if group["rollouts"][0]["rollout_id"][0] == 1]
-    assert [record["rewards"] for record in unrewarded["rollouts"]] == [None] * 3
-    pids = [worker.pid for worker in function.pool.workers]
+    assert len(collector._queue.groups[1].rollouts) == 3
     (tmp_path / "open").touch()
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), **options))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
     assert sum(1 in step for step in ordinals(steps)) == 1
-    assert [worker.pid for worker in function.pool.workers] == pids
     for rollout_id, _, tokens, is_sampled, *_, rewards in itertools.chain(*steps):
         assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
 
 
 def test_waits_for_rewards_are_counted(load):
-    function = load("reward", make=load_reward, num_workers=2)
+    function = load("reward", num_workers=2)
     collector = make_collector(make_prompts(), functions={"reward": function}, rollout=here, **OPTIONS)
     time_account.this_process.begin()
     collector.collect(2)
@@ -270,9 +232,13 @@ def test_waits_for_rewards_are_counted(load):
     assert seconds["wait_rewards"] > 0.8 * EpisodeRunner.patience_s
 
 
-def test_a_function_that_fails_in_flight_stops_the_run_naming_row_and_turn(load):
+def test_a_function_that_fails_in_flight_stops_the_run_naming_row_and_turn():
+    async def fails(episode):
+        await episode.generate(max_tokens=3)
+        raise ValueError("never")
+
     with pytest.raises(RolloutError, match=r"(?s)rollout fails for the row at f:\d+, after turn 1: .*never"):
-        collected(make_collector(make_prompts(), rollout=load("fails"), **OPTIONS), 2, 2)
+        collected(make_collector(make_prompts(), rollout=fails, **OPTIONS), 2, 2)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from minirl.generation import sampling
-from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, uniforms
+from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, truncate, uniforms
 from minirl.model import batch_invariance
-from minirl.truncation import MAX_KEPT, Truncation
+from minirl.truncation import Truncation
 from support.sampling import RULES, columns, keys_of, random_head, sample_rows, sampling_rows
 
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -119,7 +119,7 @@ def test_inverse_cdf_never_returns_a_token_without_probability(vocab):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "temperature", "rule"), [(12, 0.8, Truncation()), (30, 1.5, Truncation(12, 0.95, 0.02))]
+    ("vocab", "temperature", "rule"), [(12, 0.8, Truncation()), (30, 1.5, Truncation(12, 0.95))]
 )
 def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
     """Forty thousand draws over distinct keys pass a chi-square test against the softmax, over the kept tokens alone
@@ -128,7 +128,7 @@ def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
     draws = 40_000
     generator = torch.Generator().manual_seed(3)
     hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
-    tokens, logprobs, kept = sample(
+    tokens, logprobs = sample(
         hidden.expand(draws, -1),
         head,
         keys=torch.arange(draws),
@@ -136,8 +136,10 @@ def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
         temperature=torch.full((draws,), temperature),
         truncation=columns([rule] * draws),
     )
-    allowed = kept[0][kept[0] >= 0].tolist() or list(range(vocab))
-    assert len(allowed) < vocab or rule.top_k == 0
+    logits = hidden @ head.T / temperature
+    truncate(logits, torch.ones(1), *columns([rule]))
+    allowed = logits[0].isfinite().nonzero()[:, 0].tolist()
+    assert (len(allowed) < vocab) == (rule.top_k > 0)
     expected = torch.softmax((hidden.double() @ head.double().T)[0, allowed] / temperature, -1) * draws
     counts = torch.bincount(tokens, minlength=vocab)[allowed]
     assert counts.sum() == draws
@@ -162,7 +164,7 @@ def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logp
     """z = [1, 2, 0, -1] gives the reference's numbers for every token, in one tile of the vocabulary and in two. At
     temperature 0 it is the likeliest token whatever the key, with its logprob at temperature 1."""
     expected, rows = torch.tensor(logprobs), 200
-    tokens, got, _ = sample(
+    tokens, got = sample(
         torch.ones(rows, 1),
         torch.tensor([[1.0], [2.0], [0.0], [-1.0]]),
         keys=keys_of(rows),
@@ -183,9 +185,9 @@ EVERYONE = torch.arange(24)
 def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile, rules):
     """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are unchanged."""
     rows, head = sampling_rows(torch.float32), random_head(vocab)
-    tokens, logprobs, _ = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
+    tokens, logprobs = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan
-    got_tokens, got_logprobs, _ = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
+    got_tokens, got_logprobs = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
     assert got_logprobs[:2].isnan().all()
     assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
     assert torch.equal(got_tokens[2:], tokens[2:])
@@ -196,23 +198,20 @@ def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile, rules):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [48, 1000, 2049])
 def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab, rules):
-    """Mixed temperatures and rules in one batch, rows alone, in reverse, in pairs and threes: the same token, logprob
-    and kept tokens bit for bit. Greedy rows and those without a rule are sampled from the whole vocabulary. Pitfall 51.
+    """Mixed temperatures and rules in one batch, rows alone, in reverse, in pairs and threes: the same token and
+    logprob bit for bit. Greedy rows and those without a rule are sampled from the whole vocabulary. Pitfall 51.
     """
     rows, head = sampling_rows(dtype), random_head(vocab, dtype)
     expected = sample_rows(rows, head, rules, EVERYONE)
-    counts = (expected[2] >= 0).sum(1)
     if rules:
         is_whole = (rows["temperature"] == 0) | (columns(rules)[0] == 0)
-        assert torch.equal(counts == 0, is_whole)
-        assert counts.max() == min(vocab, MAX_KEPT)
-        for got, whole in zip(expected[:2], sample(head=head, **rows), strict=False):
+        for got, whole in zip(expected, sample(head=head, **rows), strict=True):
             assert torch.equal(got[is_whole], whole[is_whole])
+        assert not torch.equal(expected[1], whole)
     exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)
     if not exact:
         print("1e-5 instead of equal bits: a row's bits depend on the batch in this machine's matrix library")
     for chosen in (EVERYONE.flip(0), *EVERYONE.split(1), *EVERYONE.split(2), *EVERYONE.split(3)):
-        tokens, logprobs, kept = sample_rows(rows, head, rules, chosen)
+        tokens, logprobs = sample_rows(rows, head, rules, chosen)
         assert torch.equal(tokens, expected[0][chosen])
-        assert torch.equal(kept, expected[2][chosen])
         assert (logprobs - expected[1][chosen]).abs().max() <= (0 if exact else 1e-5)

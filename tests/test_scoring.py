@@ -8,26 +8,23 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.generation.sampling import sample
-from minirl.kernels.fused_head import FusedLogprobs
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict
+from minirl.model.logprobs import MAX_LOGITS, chunk_width
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel, unparked
 from minirl.training.scoring import ChunkedLogprobs, value_batch
 from support.cuda_rules import pad_as_on_cuda
 from support.engines import score_at
-from support.interpreter import mend_interpreter, needs_interpreter
 from support.layouts import shuffled_members
 from support.marks import slow
 from support.memory import allocated_bytes
 from support.models import RAW_CONFIG
-from support.sampling import GRID, columns
 
 CPU = torch.device("cpu")
 VOCAB = 37
@@ -56,7 +53,7 @@ def make_batch(lengths=LENGTHS, prompts=PROMPTS):
         part[prompt:] = True
         part[prompt + 2 : prompt + 4] = False
     tokens = torch.randint(0, VOCAB, mask.shape, generator=torch.Generator().manual_seed(1))
-    return Batch(lengths, tokens, mask, table_index=torch.arange(len(lengths)))
+    return Batch(lengths, tokens, mask, rollout=torch.arange(len(lengths)))
 
 
 def states_of(model, batch):
@@ -147,39 +144,18 @@ def test_results_and_gradients_equal_the_head_position_by_position(dtype, option
 CHUNKS_AND_TILES = [(1, 1), (2, 5), (3, 19), (4, 18), (10, 7), (11, 10), (12, 4), (99, 99)]
 
 
-@pytest.mark.parametrize(
-    ("function", "sizes"),
-    [
-        *((ChunkedLogprobs, sizes) for sizes in CHUNKS_AND_TILES),
-        pytest.param(FusedLogprobs, (16,), marks=needs_interpreter),
-    ],
-)
+@pytest.mark.parametrize("sizes", CHUNKS_AND_TILES)
 @pytest.mark.parametrize("temperatures", [[1.0], [0.75, 1.0, 1.5]])
-@pytest.mark.parametrize("is_truncated", [False, True])
-def test_head_gradients_equal_autograd_through_full_logits(
-    function, sizes, temperatures, is_truncated, monkeypatch
-):
-    """Values and gradients are the full head's, for any chunk and tile, border and last rest.
-
-    Where truncation keeps 1 to 10 tokens of a row, or all of the last row, a softmax over these gives them.
-    Pitfalls 12 and 41.
-    """
-    if function is FusedLogprobs:
-        mend_interpreter(monkeypatch)
+def test_head_gradients_equal_autograd_through_full_logits(sizes, temperatures):
+    """Values and gradients are the full head's, for any chunk and tile, border and last rest. Pitfalls 12 and 41."""
     generator = torch.Generator().manual_seed(2)
     hidden, head = (torch.randn(n, 6, generator=generator).double().requires_grad_() for n in (11, 19))
     targets = torch.randint(0, 19, (11,), generator=generator)
     weights = torch.randn(2, 11, generator=generator)
-    kept, kept_ids = torch.ones(11, 19).bool(), None
-    if is_truncated:
-        ids = torch.rand(11, 19, generator=generator).scatter(1, targets[:, None], -1.0).argsort(1)
-        count = torch.arange(1, 12)[:, None]
-        kept = (ids.argsort(1) < count) | (count == 11)
-        kept_ids = torch.where((torch.arange(10) < count) & (count < 11), ids[:, :10], -1)
     divisor = torch.tensor([temperatures[i % len(temperatures)] for i in range(11)])[:, None]
-    got = function.apply(hidden, head, targets, divisor, *sizes, kept_ids)
-    all_logprobs = (hidden @ head.T / divisor).masked_fill(~kept, -torch.inf).log_softmax(-1)
-    entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(~kept, 0.0)).sum(-1)
+    got = ChunkedLogprobs.apply(hidden, head, targets, divisor, *sizes)
+    all_logprobs = (hidden @ head.T / divisor).log_softmax(-1)
+    entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
     expected = all_logprobs.gather(1, targets[:, None])[:, 0], entropies
     pairs = list(zip(got, expected, strict=True))
     for used in ([0], [1], [0, 1]):
@@ -220,15 +196,13 @@ def test_results_and_gradients_of_the_head_have_the_error_of_their_dtype(dtype, 
         assert error < (1e-6 if dtype == torch.float32 else 2**-8)
 
 
-@pytest.mark.parametrize("rules", [[], GRID], ids=["whole", "truncated"])
 @pytest.mark.parametrize(
     ("vocab", "tile"), [(37, 2048), (37, 16), (700, 512), slow(2049, 2048), slow(4500, 2048)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype, rules):
-    """One tile or several with an uneven last one, few rows or many, beside rows that keep more tokens or all: bit for
-    bit what training computes."""
+def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, tile, dtype):
+    """One tile or several with an uneven last one, few rows or many: bit for bit what training computes."""
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(300, 64, generator=generator).to(dtype)
     head = torch.randn(vocab, 64, generator=generator).div(4).to(dtype)
@@ -236,15 +210,11 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (64, 1.0), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
         heat, divisor = torch.full((rows,), temperature), torch.full((300, 1), temperature)
-        truncation = columns([rules[i % len(rules)] for i in range(rows)]) if rules else ()
-        tokens, sampled, kept = sample(
-            hidden[:rows], head, **noise, temperature=heat, truncation=truncation, vocab_chunk=tile
-        )
+        tokens, sampled = sample(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
         everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
-        kept_ids = F.pad(kept.long(), (0, 0, 0, 300 - rows), value=-1) if rules else None
         # Also where 1, 2 or 3 rows are left for the last chunk.
         for chunk in (1000, 299, 298, 297, 37, 7, 1) if rows == 300 else (1000, 37):
-            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, divisor, chunk, tile, kept_ids)
+            scored, _ = ChunkedLogprobs.apply(hidden, head, everything, divisor, chunk, tile)
             assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
@@ -265,6 +235,15 @@ def test_logits_and_the_head_in_fp32_never_exist_as_a_whole(dtype, entropy_weigh
     assert head.nbytes < peak < head.nbytes + 4 * vocab * width / 2
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 500, 8192, 30_000, 65_536])
+def test_a_chunk_of_the_vocabulary_on_cuda_is_as_wide_as_its_bound_allows(num_tokens):
+    """However many tokens there are; it is a width that products are fast at."""
+    width = chunk_width(num_tokens, 151_936)
+    assert width == 151_936 or width % 512 == 0
+    assert num_tokens * width <= MAX_LOGITS
+    assert width == 151_936 or num_tokens * (width + 512) > MAX_LOGITS
+
+
 @pytest.mark.parametrize("tile", [8, 4, 2])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.1])
 def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_weight):
@@ -277,23 +256,15 @@ def test_a_nan_in_the_head_is_a_nan_in_every_logprob_and_gradient(tile, entropy_
     assert torch.cat([logprobs, hidden.grad.flatten()]).isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("function", "sizes"),
-    [
-        *((ChunkedLogprobs, (8, tile)) for tile in (8, 3, 2, 1)),
-        *(pytest.param(FusedLogprobs, (width,), marks=needs_interpreter) for width in (8, 2, 1)),
-    ],
-)
-def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(function, sizes, monkeypatch):
+@pytest.mark.parametrize("tile", [8, 3, 2, 1])
+def test_tokens_of_no_probability_leave_entropy_and_gradients_finite(tile):
     """0 log 0 is 0: logits so far apart that probabilities, or a tile's, underflow, or are -inf, make no NaN.
 
     Pitfall 42.
     """
-    if function is FusedLogprobs:
-        mend_interpreter(monkeypatch)
     head = torch.tensor([[0.0], [0.0], [-2000.0], [-torch.inf]], requires_grad=True)
     hidden = torch.ones(1, 1, requires_grad=True)
-    logprobs, entropies = function.apply(hidden, head, torch.tensor([0]), torch.ones(1, 1), *sizes)
+    logprobs, entropies = ChunkedLogprobs.apply(hidden, head, torch.tensor([0]), torch.ones(1, 1), 8, tile)
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert entropies.item() == pytest.approx(math.log(2))
     (grad,) = torch.autograd.grad(logprobs.sum() + 3 * entropies.sum(), head)
@@ -344,7 +315,7 @@ def make_groups(seed=0):
     mask = torch.cat([torch.arange(prefix.num_tokens + n) >= prefix.num_tokens for prefix, n in members])
     lengths = tuple(prefix.num_tokens + n for prefix, n in members)
     prefixes = tuple(prefix for prefix, _ in members)
-    return Batch(lengths, tokens, mask, table_index=torch.arange(len(lengths)), prefixes=prefixes)
+    return Batch(lengths, tokens, mask, rollout=torch.arange(len(lengths)), prefixes=prefixes)
 
 
 def without_prompts(batch):

@@ -187,10 +187,10 @@ def rewards(completions):
     time.sleep(0.1)
     return [float(len(c)) for c in completions]
 
-def replies(episode):
-    yield episode.generate(max_tokens=1)
+async def replies(episode):
+    await episode.generate(max_tokens=1)
     time.sleep(0.05)
-    yield episode.generate(max_tokens=1)
+    await episode.generate(max_tokens=1)
 """
 
 
@@ -287,12 +287,12 @@ def one(digit: str) -> str:
     """
 
 
-def rollout(episode):
+async def rollout(episode):
     """Two turns, between which is the result of a tool."""
     assert episode.tools[0]["function"]["name"] == "one"
-    turn = yield episode.generate(max_tokens=3)
+    turn = await episode.generate(max_tokens=3)
     assert turn.message["content"] == turn.text.strip()
-    yield episode.generate(after={"role": "tool", "content": "1"}, max_tokens=5)
+    await episode.generate(after={"role": "tool", "content": "1"}, max_tokens=5)
     roles = [message["role"] for message in episode.messages]
     assert roles == ["user", "assistant", "tool", "assistant"]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from minirl.generation.engine import Engine
 from minirl.kernels import paged_attention
-from minirl.model import batch_invariance, device_kernels
+from minirl.model import batch_invariance
 from minirl.model.config import Adapters
 from minirl.model.families import scalar_config
 from minirl.model.layers import Linear
@@ -24,7 +24,6 @@ from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
 from minirl.rollouts import RolloutId
 from minirl.run import planning, setup
-from minirl.run.checkpoint import IN_FLIGHT
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
 from support.engines import (
@@ -41,11 +40,9 @@ from support.families import make_checkpoint, twin
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
-from support.resuming import digests, interrupted_copy, load
+from support.resuming import digests
 from support.scripts import (
     extended_fork,
-    read_rollouts,
-    run_in_pool,
     start_script,
     trained,
     untimed,
@@ -158,7 +155,6 @@ def decode_on_a_device(rank):
     rope_table.cache_clear()
     with (
         mock.patch.object(paged_attention, "decode", plain_decode),
-        mock.patch.object(device_kernels, "are_used", return_value=False),
         PretendedCuda(),
     ):
         model = sharded_twin(whole, rank, 2).to(CUDA)
@@ -326,17 +322,17 @@ RUNS = {
     "lora": ("train_grpo.py", "--kl-coef 0.05 --lora-rank 3 --algorithm remax --offload-optimizer"),
     "ppo_lora": ("train_ppo.py", "--lora-rank 3 --recompute-layers on"),
     "partial": ("train_grpo.py", "--max-staleness 2 --dynamic-sampling --num-steps 4"),
-    "teacher": ("train_grpo.py", "--teacher {teacher} --teacher-kl reverse"),
+    "teacher": ("train_grpo.py", "--teacher {teacher}"),
     "workers": ("train_grpo.py", WORKERS),
     "workers_partial": ("train_grpo.py", WORKERS + " --max-staleness 1 --num-steps 3"),
 }
 FUNCTIONS = """
-def calculate(episode):
-    turn = yield episode.generate(max_tokens=4)
+async def calculate(episode):
+    turn = await episode.generate(max_tokens=4)
     for _ in range(episode.seed % 3):
-        turn = yield episode.generate(after="7 ", max_tokens=3, stop=["1"])
+        turn = await episode.generate(after="7 ", max_tokens=3, stop=["1"])
     if episode.seed % 2:
-        yield episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
+        await episode.branch(episode.prompt).generate(max_tokens=len(turn.ids))
 
 
 def right(completions, answer):
@@ -380,11 +376,6 @@ def run_of(pool, case, mode, runs, **values):
     return trained(pool, runs / f"{case}{pool.num_ranks}-{mode}", *flags, under=sharding_gradients)
 
 
-def go_on(pool, copy, mode):
-    flags = command("partial", MODES[mode], f"--run-name {copy.name}")
-    run_in_pool(pool, *flags, runs=copy.parent, under=sharding_gradients)
-
-
 @pytest.fixture(scope="module")
 def values(tmp_path_factory, embedded_model):
     """What flags of `RUNS` name."""
@@ -418,37 +409,6 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(
     folders = [run_of(pool, case, mode, runs, **values) for mode in MODES]
     in_slices, whole = map(untimed_digests, folders)
     assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
-
-
-@pytest.mark.parametrize(("first", "then"), [slow("on", "off"), slow("off", "on"), slow("on", "on")])
-def test_rollouts_in_flight_go_on_across_the_flag(two_ranks, runs, first, then):
-    """They are dealt to the ranks that sample: a run split after its first step is the uninterrupted run."""
-    whole = untimed_digests(run_of(two_ranks, "partial", "off", runs))
-    copy = interrupted_copy(run_of(two_ranks, "partial", first, runs), f"{first}-{then}", 1)
-    go_on(two_ranks, copy, then)
-    got = untimed_digests(copy)
-    assert got == whole, sorted(key for key in whole if got.get(key) != whole[key])
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_ranks_and_groups(two_ranks, four_ranks, runs):
-    """From a group of two to two groups, with rollouts in flight: they have the tokens that they would have had."""
-    folder = run_of(two_ranks, "partial", "on", runs)
-    copy = interrupted_copy(folder, "of-four", 1)
-    assert sum(map(len, records_in_flight(copy, 1))) > 0
-    go_on(four_ranks, copy, "on")
-    texts = [
-        [(rollout["id"], rollout["completion"]) for rollout in read_rollouts(run, 2)]
-        for run in (folder, copy)
-    ]
-    assert texts[0] == texts[1]
-    assert sum(map(len, records_in_flight(copy, 2))) > 0
-
-
-def records_in_flight(folder, step):
-    """Of each rank."""
-    paths = sorted((folder / "checkpoints" / f"{step:06d}" / "resume").glob("*-of-*.pt"))
-    return [load(path)["records"][IN_FLIGHT] for path in paths]
 
 
 KILLED = """

@@ -21,10 +21,10 @@ from minirl.data.sorting import ALPHABET, load_sorting, score
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.rewards.functions import compute_rewards
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import VOCABULARY, save_tokenizer
 from minirl.run.load_task import load_task
+from support.rollouts import rewards_of_call
 
 GOOD = '{"prompt": "hello", "answer": 3}'
 
@@ -131,7 +131,7 @@ def test_scores_are_of_the_completion_alone():
     for prompt in (row.prompt, [{"role": "user", "content": row.prompt}]):
         rows = [replace(row, prompt=prompt)] * 4
         for function, expected in ((strict_score, [0, 1, 0, 0]), (flexible_score, [0, 1, 1, 0])):
-            assert compute_rewards(function, rows, completions=texts, completion_ids=[[1]] * 4) == expected
+            assert rewards_of_call(function, rows, texts) == expected
 
 
 def test_gsm8k_rows_have_question_instruction_and_number(write):
@@ -205,7 +205,8 @@ def mine(tmp_path):
 
 def returned(functions):
     """Each function's reward of one completion, in order."""
-    return [(name, function(completions=["a"])) for name, function in functions.items()]
+    rows = [Row("hello", {"answer": 3}, "f:1")]
+    return [(name, rewards_of_call(function, rows, ["a"])) for name, function in functions.items()]
 
 
 def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
@@ -214,10 +215,7 @@ def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
     path = write([GOOD])
     task = load_task(RunConfig(data=path, reward=(mine("four"), mine("three"))))
     assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
-    assert [len(function.pool.workers) for function in task.rewards.values()] == [1, 1]
     assert (task.extra_scores, task.eval_sets) == ({}, {})
-    task = load_task(RunConfig(data=path, reward=(mine("four"),), workers=2))
-    assert len(task.rewards["four"].pool.workers) == 2
 
 
 def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(write, mine):

@@ -7,9 +7,9 @@ torchrun --standalone --nproc-per-node 2 train_grpo.py --task calculator \
 import re
 
 
-def calculator(episode):
+async def calculator(episode):
     """Append the product after each call, as in <calc>12*34</calc>408=, until there is an answer."""
-    turn = yield episode.generate(stop="</calc>")
+    turn = await episode.generate(stop="</calc>")
     while call := re.search(r"<calc>(\d+)\*(\d+)</calc>$", turn.text):
         product = int(call[1]) * int(call[2])
-        turn = yield episode.generate(after=f"{product}=", stop="</calc>")
+        turn = await episode.generate(after=f"{product}=", stop="</calc>")

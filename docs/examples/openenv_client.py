@@ -17,7 +17,7 @@ async def play(episode):
         branch = episode.branch([*episode.messages, message(result.observation)])
         after = None
         while not result.done:
-            turn = yield branch.generate(after=after)
+            turn = await branch.generate(after=after)
             result = await client.step({os.environ.get("OPENENV_FIELD", "message"): turn.text})
             episode.reward(result.reward or 0.0)
             after = message(result.observation)

@@ -1,6 +1,7 @@
-r"""Self-play: the model plays both sides of a game, each side a branch with a reward of its own.
+r"""Self-play: the model plays both sides of a game, each side in a branch, with rewards of its moves.
 
-torchrun --standalone --nproc-per-node 2 train_grpo.py --rollout docs/examples/self_play.py:play --reward episode \
+patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
+torchrun --standalone --nproc-per-node 2 turn_rewards.py --rollout docs/examples/self_play.py:play --reward episode \
     --max-new-tokens 24 --max-turns 12
 
 The game is Nim: who takes the last of the sticks wins. A position is a text such as `7=`, and a move is one digit.
@@ -9,11 +10,10 @@ The game is Nim: who takes the last of the sticks wins. A position is a text suc
 MOVES = ("1", "2", "3")
 
 
-def play(episode):
+async def play(episode):
     """One game from 4 to 9 sticks, by the row's prompt: all games of a group begin alike.
 
-    An illegal move loses. The winner gets 1 and the loser -1, each compared with those who had the same side in the
-    group's other games.
+    An illegal move loses. Each move of the winner gets 1, each of the loser -1; the game itself gets 0.
     """
     sticks = 4 + sum(map(ord, str(episode.row.prompt))) % 6
     sides = []
@@ -27,9 +27,11 @@ def play(episode):
             after = None
         else:
             after = {"role": "user", "content": position} if episode.is_chat else position
-        turn = yield sides[mover % 2].generate(after=after, max_tokens=1)
+        turn = await sides[mover % 2].generate(after=after, max_tokens=1)
         is_legal = turn.text in MOVES and int(turn.text) <= sticks
         sticks -= int(turn.text) if is_legal else 0
         has_ended = sticks == 0 or not is_legal
     for number, side in enumerate(sides):
-        episode.reward(1.0 if is_legal == (number == mover % 2) else -1.0, branch=side)
+        for turn in side.turns:
+            turn.extra["reward"] = 1.0 if is_legal == (number == mover % 2) else -1.0
+    return 0.0

@@ -17,7 +17,7 @@ from minirl.errors import refuse
 from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.rollouts import Completion, KeptIds, Rollout, RolloutId, rollout_of, token_tensor
+from minirl.rollouts import Completion, Rollout, RolloutId, rollout_of, token_tensor
 from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig
 from minirl.run.flags import run_script
@@ -49,7 +49,7 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> Rollout:
         length > prompts.max_tokens, f"{row.place}: {length} tokens with the answer, {prompts.max_tokens} fit"
     )
     zeros = torch.zeros(len(ids))
-    completion = Completion(token_tensor(ids), zeros == 0, zeros, zeros.int(), kept=KeptIds.none(len(ids)))
+    completion = Completion(token_tensor(ids), zeros == 0, zeros, zeros.int())
     return rollout_of(RolloutId(ordinal, 0), token_tensor(prompt_ids), completion, "stop")
 
 

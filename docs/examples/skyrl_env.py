@@ -6,7 +6,7 @@ Rows are SkyRL's: {"prompt": [messages], "env_class": "gsm8k_multi_turn", "rewar
 import skyrl_gym
 
 
-def interact(episode):
+async def interact(episode):
     """One environment for each episode; the rewards of its steps add up."""
     columns = dict(episode.row.columns)
     env = skyrl_gym.make(columns["env_class"], env_config=columns.get("env_config"), extras=columns)
@@ -14,7 +14,7 @@ def interact(episode):
         messages, _ = env.init(episode.messages)
         branch, after, done = episode.branch(messages), None, False
         while not done:
-            turn = yield branch.generate(after=after)
+            turn = await branch.generate(after=after)
             step = env.step(turn.text)
             episode.reward(step["reward"])
             after, done = step["observations"], step["done"]

@@ -20,14 +20,14 @@ class HigherOrLower:
         return answer, float(answer == "right"), answer == "right", self.num_left == 0, {}
 
 
-def play(episode):
+async def play(episode):
     """The first observation is a message after the row's; each later one is a user's turn."""
     game = HigherOrLower()
     observation, _ = game.reset(seed=episode.seed % 2**31)
     branch = episode.branch([*episode.messages, {"role": "user", "content": observation}])
     after, ended = None, False
     while not ended:
-        turn = yield branch.generate(after=after)
+        turn = await branch.generate(after=after)
         observation, reward, terminated, truncated, _ = game.step(turn.text)
         episode.reward(reward)
         after, ended = {"role": "user", "content": observation}, terminated or truncated

@@ -6,17 +6,17 @@ Rows: {"prompt": "You play a game.", "game": "GuessTheNumber-v0"}
 import textarena
 
 
-def play(episode):
+async def play(episode):
     """A game for one. Its observation repeats everything said so far; the model gets the new part."""
     game = textarena.make(episode.row.columns["game"])
     game.reset(num_players=1, seed=episode.seed % 2**31)
     episode.reward(0.0)  # if it ends before the game does
     _, told = game.get_observation()
     branch = episode.branch([*episode.messages, {"role": "user", "content": told}])
-    turn = yield branch.generate()
+    turn = await branch.generate()
     while not game.step(turn.text)[0]:
         _, observation = game.get_observation()
-        turn = yield branch.generate(after={"role": "user", "content": observation.removeprefix(told)})
+        turn = await branch.generate(after={"role": "user", "content": observation.removeprefix(told)})
         told = observation
     rewards, _ = game.close()
     episode.reward(rewards[0])

@@ -1,9 +1,10 @@
 r"""Tree search: completions that begin where earlier ones were good, each compared with those of the same beginning.
 
-torchrun --standalone --nproc-per-node 2 train_grpo.py --rollout docs/examples/tree_search.py:search \
-    --reward episode:advantage episode:right --reward-weights 1 0 --baseline none --advantage-norm none
+patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
+torchrun --standalone --nproc-per-node 2 turn_rewards.py --rollout docs/examples/tree_search.py:search \
+    --reward episode episode:right --reward-weights 1 0
 
-The rows need an `answer`. `advantage` is one already, so the script subtracts no baseline; `right` is only logged.
+The rows need an `answer`. `right` is only logged; only the turns' rewards teach.
 """
 
 import math
@@ -31,8 +32,8 @@ class Node:
         return max(self.children, key=lambda child: child.value + math.sqrt(log_visits / len(child.results)))
 
 
-def search(episode):
-    """Make completions one after another. Each is a branch, paid its result less the mean result of its beginning."""
+async def search(episode):
+    """Make completions one after another. Each is a branch; its turns get its result less the mean of its beginning."""
     root, made = Node(), []
     for _ in range(NUM_COMPLETIONS if episode.temperature else 1):
         path = [root]
@@ -43,17 +44,18 @@ def search(episode):
             result = start.value
         else:
             branch = episode.branch([*episode.prompt_ids, *start.ids])
-            turn = yield branch.generate(max_tokens=NODE_TOKENS)
+            turn = await branch.generate(max_tokens=NODE_TOKENS)
             text = start.text + turn.text
             path.append(Node(start.ids + turn.ids, text, turn.finish_reason == "stop"))
             start.children.append(path[-1])
             if turn.finish_reason != "stop" and branch.room:
-                turn = yield branch.generate()
+                turn = await branch.generate()
                 text += turn.text
             result = float(text == episode.row.columns["answer"])
             made.append((branch, start, result))
         for node in path:
             node.results.append(result)
     for branch, start, result in made:
-        episode.reward(result - start.value, "advantage", branch=branch)
-    episode.reward(root.value, "right", branch="all")
+        for turn in branch.turns:
+            turn.extra["reward"] = result - start.value
+    return {"reward": 0.0, "right": root.value}

@@ -1,4 +1,4 @@
-"""Programs that own their loop: each episode has a URL on this machine that speaks OpenAI's protocol.
+"""Agents that own their loop: each episode has a URL on this machine that speaks OpenAI's protocol.
 
     @serve
     async def agent(url, episode):
@@ -6,285 +6,173 @@
         ...
         return 1.0
 
-is a rollout function, for `--rollout`. Each request of the program is a turn of its episode. A request that continues a
+is a rollout function, for `--rollout`. Each request of the agent is a turn of its episode. A request that continues a
 branch appends to its tokens, so that sampled tokens are never tokenized again; any other request begins a branch.
-
-Standard library only. Nothing here is collective.
 """
 
 import asyncio
-import contextlib
 import functools
 import inspect
+import json
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
+from collections.abc import Callable
 from typing import Any
 
-from minirl.agents.loopback import Answer, HttpError, LoopbackServer, max_connections
-from minirl.agents.openai_format import (
-    Asked,
-    Sampled,
-    answer_of,
-    models,
-    read_request,
-    same_messages,
-    template_form,
-)
-from minirl.data.task import as_messages
-from minirl.episodes.episode import AsyncTurns, Branch, Episode
-from minirl.episodes.generate import Generate
-from minirl.episodes.turn import Turn
+from aiohttp import web
 
-# The most requests of an episode that wait for their turn.
+from minirl.agents.openai_format import ChatRequest, completion_of, read_message, read_request, streamed
+from minirl.agents.server import Server
+from minirl.data.task import Messages, as_messages
+from minirl.episodes.episode import Branch, Episode, RolloutFunction
+from minirl.episodes.event_loop import in_thread
+from minirl.errors import refuse
+
+# The most requests of an episode that wait for their turns.
 MAX_PENDING = 64
-# Episodes per process: openai's client has up to 1,000 connections, and slows down with their number.
-MAX_EPISODES = 128
-# Seconds for a program to end after it was told to.
-CLOSE_S = 1.0
-# The most bytes of a program's output to keep.
-MAX_OUTPUT = 1 << 20
 
-Program = Callable[[str, Episode], Any]
-ProgramRequest = tuple[Generate, Callable[[Turn], None]]
+SERVER = Server()
+Agent = Callable[[str, Episode], Any]
+Completion = dict[str, Any]
 
 
-def serve(program: Program) -> Callable[[Episode], AsyncTurns]:
-    """The rollout function of a program that asks for turns at a URL.
+def serve(agent: Agent) -> RolloutFunction:
+    """The rollout function of an agent that asks for turns at a URL.
 
-    program: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a blocking
-    function, which gets a thread for each episode.
+    agent: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a blocking
+    function, which gets a thread.
 
-    Order: requests of an episode wait for each other. A program that sends several at once may start over after a
-    resume. The turn of a client that disconnects is not trained on.
+    Order: requests of an episode wait for each other. A turn whose client hangs up is not trained on.
     End: when the episode ends, an `async def` is cancelled, a command is killed, and requests of a thread fail.
-    Limits: requests of 4 MB, 64 waiting requests an episode, 512 connections a process (or a quarter of the files that
-    it may open), 30 seconds to send a request or read an answer. A rank starts a process for every 128 episodes (or an
-    eighth of those files).
+    Limits: requests of 4 MB, 64 waiting requests an episode.
     """
 
-    @functools.wraps(program)
-    async def rollout(episode: Episode) -> AsyncTurns:
-        async with Endpoint(episode, program) as endpoint:
-            while (request := await endpoint.next_request()) is not None:
-                generate, answer = request
-                answer((yield generate))
-        returned = endpoint.running.result()
-        rewards = returned if isinstance(returned, Mapping) else {"reward": returned}
-        for name, value in rewards.items():
-            if value is not None:
-                episode.reward(value, name, branch="all")
+    @functools.wraps(agent)
+    async def rollout(episode: Episode) -> Any:
+        refuse(
+            not episode.is_chat,
+            "an agent at a URL sends messages, and the run's prompts are text: add --chat",
+        )
+        async with Endpoint(episode) as url:
+            if inspect.iscoroutinefunction(agent):
+                return await agent(url, episode)
+            return await in_thread(None, functools.partial(agent, url, episode))
 
-    # Each listens, and may have two connections, whose ends are both here.
-    vars(rollout)["max_episodes"] = min(MAX_EPISODES, max_connections() // 2)
     return rollout
 
 
 async def run_program(url: str, *command: str, text: str = "") -> str:
     """Run a command with the URL in OPENAI_BASE_URL and `text` as its input; return what it prints.
 
-    It keeps the last MAX_OUTPUT bytes of the output. Raises RuntimeError with the end of its stderr unless its exit
-    code is 0. If the episode ends first, the command is killed; processes that it started end with the run.
+    Its stderr is the run's. Raises RuntimeError unless its exit code is 0. If the episode ends first, the command is
+    killed.
     """
     environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "-"}
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
-    )
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
     try:
-        _, output, errors = await asyncio.gather(
-            _write(process.stdin, text.encode()), _read_end(process.stdout), _read_end(process.stderr)
-        )
-        code = await process.wait()
+        output, _ = await process.communicate(text.encode())
     finally:
         if process.returncode is None:
             process.kill()
-    if code != 0:
-        raise RuntimeError(f"{command[0]} ended with exit code {code}\n{errors[-2000:]}")
-    return output
+    if process.returncode != 0:
+        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}")
+    return output.decode(errors="replace")
 
 
-class _BranchChat:
-    """A branch of the episode as the program knows it.
+class Chat:
+    """A branch of the episode as the agent knows it. said: the messages so far, as `read_message` returns them."""
 
-    said: the messages so far, as the program has them; None for a branch of ids.
-    """
-
-    def __init__(self, branch: Branch, said: list[Any] | None):
+    def __init__(self, branch: Branch, said: Messages):
         self.branch = branch
         self.said = said
 
-    def rest(self, asked: Asked) -> list[Any] | None:
-        """Return the messages or ids that a request adds; None if it does not continue the conversation."""
-        prompt = asked.prompt
-        if _is_ids(prompt):
-            ids = [*self.branch.prompt_ids, *self.branch.tokens]
-            return prompt[len(ids) :] if prompt[: len(ids)] == ids else None
-        if self.said is None:
-            return None
-        begin, rest = prompt[: len(self.said)], prompt[len(self.said) :]
+    def is_continued_by(self, request: ChatRequest) -> bool:
+        """Return whether a request asks for the next turn."""
+        num_said = len(self.said)
+        is_same = request.messages[:num_said] == self.said and request.tools == self.branch.tools
         # The first turn answers the prompt unchanged, and later ones answer new messages.
-        is_next = bool(rest) == bool(self.branch.turns) and asked.tools == self.branch.tools
-        return rest if is_next and same_messages(begin, self.said) else None
+        return is_same and (len(request.messages) > num_said) == bool(self.branch.turns)
 
 
 class Endpoint:
-    """The URL of an episode, and the program that uses it. `async with` starts and ends both.
+    """The requests of an episode's agent. `async with` gives the URL, and answers each with a turn until it ends."""
 
-    running: the program.
-    """
-
-    def __init__(self, episode: Episode, program: Program):
+    def __init__(self, episode: Episode):
+        prompt = [read_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
-        self._program = program
-        prompt = episode.row.prompt
-        self._chats = [_BranchChat(episode, as_messages(prompt) if episode.is_chat else None)]
-        self._server = LoopbackServer(self._handle)
-        self._num_turns = 0
-        # None when the program ends.
-        self._waiting: asyncio.Queue[tuple[Asked, asyncio.Future[Sampled]] | None] = asyncio.Queue()
-        self._pending: set[asyncio.Future[Sampled]] = set()
+        self._chats = [Chat(episode, prompt)]
+        # In order of arrival; None at the end.
+        self._requests: asyncio.Queue[tuple[ChatRequest, asyncio.Future[Completion]] | None] = asyncio.Queue()
+        self._pending: set[asyncio.Future[Completion]] = set()
 
-    async def __aenter__(self) -> "Endpoint":
-        url = await self._server.start()
-        self.running = asyncio.ensure_future(_run(self._program, url, self._episode))
-        self.running.add_done_callback(lambda _: self._waiting.put_nowait(None))
-        return self
+    async def __aenter__(self) -> str:
+        self._url = await SERVER.open(self._handle)
+        self._answering = asyncio.create_task(self._answer_all())
+        return self._url
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        SERVER.close(self._url)
         for answered in self._pending:
             if not answered.done():
-                answered.set_exception(HttpError(HTTPStatus.GONE, "the episode ended"))
-        self.running.cancel()
-        # A program that goes on is left alone: its requests get no answer.
-        await asyncio.wait({self.running}, timeout=CLOSE_S)
-        if self.running.done() and not self.running.cancelled():
-            # Retrieved, so that asyncio does not print the exception of a program whose episode ended.
-            self.running.exception()
+                answered.set_exception(web.HTTPGone(text="the episode ended"))
+        self._requests.put_nowait(None)
+        if kind is asyncio.CancelledError:
+            # The episode reached a limit: the present turn is not sampled.
+            self._answering.cancel()
+        await asyncio.wait({self._answering})
 
-    async def next_request(self) -> ProgramRequest | None:
-        """Return the next request, in order of arrival; None if the program has ended. Its exceptions pass through.
+    async def _handle(self, fields: Any) -> web.Response:
+        """Answer a request of the agent. Raises InputError and HTTPException."""
+        request = read_request(fields, self._episode)
+        if len(self._pending) >= MAX_PENDING:
+            raise web.HTTPTooManyRequests(text=f"{MAX_PENDING} requests of the episode are waiting already")
+        answered: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending.add(answered)
+        self._requests.put_nowait((request, answered))
+        try:
+            completion = await answered
+        finally:
+            self._pending.discard(answered)
+        # As JSON: a name may be anything.
+        headers = {"x-minirl-ignored": json.dumps(request.ignored)}
+        if request.fields.get("stream"):
+            return web.Response(text=streamed(completion), content_type="text/event-stream", headers=headers)
+        return web.json_response(completion, headers=headers)
 
-        A request is the turn to yield for it, and the function that answers it with the sampled turn.
-        """
-        while (waiting := await self._waiting.get()) is not None and not self.running.done():
-            asked, answered = waiting
-            if answered.done():
+    async def _answer_all(self) -> None:
+        while (next_one := await self._requests.get()) is not None:
+            request, answered = next_one
+            if answered.done():  # its client hung up
                 continue
             try:
-                return self._request(asked, answered)
-            except HttpError as error:
-                answered.set_exception(error)
-        self.running.result()
-        return None
+                await self._answer(request, answered)
+            except Exception as error:
+                if not answered.done():
+                    answered.set_exception(error)
 
-    def _request(self, asked: Asked, answered: "asyncio.Future[Sampled]") -> ProgramRequest:
-        """Return the turn to yield for a request, and what answers it. Raises HttpError."""
-        chat, rest = self._find(asked)
+    async def _answer(self, request: ChatRequest, answered: asyncio.Future[Completion]) -> None:
+        """Sample the turn that a request asks for. Raises InputError and HTTPException."""
+        chat = self._find(request)
         branch = chat.branch
         if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
-            raise HttpError(HTTPStatus.BAD_REQUEST, message, "context_length_exceeded")
+            raise web.HTTPBadRequest(text=message, reason="context_length_exceeded")
+        after = request.messages[len(chat.said) :] or None
+        turn = await branch.generate(after=after, stop=request.stop, max_tokens=request.max_tokens)
+        if answered.done():
+            # Its client hung up.
+            branch.drops_last = True
+            self._chats.remove(chat)
+            return
+        completion = completion_of(turn, branch, request, len(self._episode.all_turns))
+        chat.said = [*request.messages, read_message(completion["choices"][0]["message"], "answer")]
+        answered.set_result(completion)
 
-        def answer(turn: Turn) -> None:
-            self._num_turns += 1
-            if answered.done():
-                # The program hung up.
-                branch.drops_last = True
-                self._chats.remove(chat)
-                return
-            num_before = len(branch.prompt_ids) + turn.start
-            sampled = Sampled(turn, self._num_turns, num_before, asked)
-            chat.said = None if _is_ids(asked.prompt) else [*asked.prompt, sampled.message]
-            answered.set_result(sampled)
-
-        after = template_form(rest) or None
-        generate = branch.generate(
-            after=after, stop=asked.stop, max_tokens=asked.max_tokens, **asked.truncation
-        )
-        return generate, answer
-
-    def _find(self, asked: Asked) -> tuple[_BranchChat, list[Any]]:
-        """Return the longest conversation that a request continues, or a new one, and the rest. Raises HttpError."""
-        prompt = asked.prompt
-        rests = [(chat, chat.rest(asked)) for chat in self._chats]
-        found = [(chat, rest) for chat, rest in rests if rest is not None]
-        farthest = min(found, key=lambda pair: len(pair[1]), default=None)
-        is_whole = farthest is not None and not farthest[1]
-        if not is_whole and isinstance(prompt[-1], dict) and prompt[-1]["role"] == "assistant":
-            message = "the last message is the assistant's, whose turn the model samples"
-            raise HttpError(HTTPStatus.BAD_REQUEST, message)
-        if farthest is not None:
-            return farthest
-        said = None if _is_ids(prompt) else prompt
-        chat = _BranchChat(self._episode.branch(template_form(prompt), tools=asked.tools), said)
+    def _find(self, request: ChatRequest) -> Chat:
+        """Return the longest conversation that a request continues, or a new one."""
+        continued = [chat for chat in self._chats if chat.is_continued_by(request)]
+        if continued:
+            return max(continued, key=lambda chat: len(chat.said))
+        chat = Chat(self._episode.branch(request.messages, tools=request.tools), request.messages)
         self._chats.append(chat)
-        # It begins with all messages so far.
-        return chat, prompt[:0]
-
-    async def _handle(self, method: str, path: str, body: bytes) -> Answer:
-        """Answer a request of the program. Raises HttpError."""
-        is_list = path == "v1/models"
-        if method != ("GET" if is_list else "POST"):
-            message = f"{method:.20} is not answered here; ask with {'GET' if is_list else 'POST'}"
-            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, message)
-        if is_list:
-            return models(self._episode)
-        asked = read_request(path, body, self._episode)
-        if len(self._pending) >= MAX_PENDING:
-            message = f"{MAX_PENDING} requests of the episode are waiting already"
-            raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, message)
-        answered: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        self._pending.add(answered)
-        self._waiting.put_nowait((asked, answered))
-        try:
-            return answer_of(await answered)
-        finally:
-            self._pending.discard(answered)
-
-
-def _is_ids(prompt: list[Any]) -> bool:
-    return type(prompt[0]) is int
-
-
-async def _run(program: Program, url: str, episode: Episode) -> Any:
-    """Return a program's result; unless it is an `async def`, it runs in a thread. Its exceptions pass through."""
-    try:
-        is_async = inspect.iscoroutinefunction(program)
-        return await (program(url, episode) if is_async else _in_thread(program, url, episode))
-    except (SystemExit, KeyboardInterrupt) as error:
-        # These would end the event loop, with all other episodes.
-        raise RuntimeError(f"the program raised {error!r}") from error
-
-
-async def _in_thread(program: Program, url: str, episode: Episode) -> Any:
-    """Call a function in a new thread: the loop has too few threads for all episodes."""
-
-    def run() -> Any:
-        try:
-            return program(url, episode)
-        except StopIteration as error:
-            # No future takes it.
-            raise RuntimeError(f"the program raised {error!r}") from error
-
-    return await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), run)
-
-
-async def _write(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
-    """Write all to a program, which may be gone."""
-    assert pipe is not None
-    with contextlib.suppress(ConnectionError):
-        pipe.write(data)
-        await pipe.drain()
-    pipe.close()
-
-
-async def _read_end(pipe: asyncio.StreamReader | None) -> str:
-    """Return the end of a program's output."""
-    assert pipe is not None
-    kept = b""
-    while piece := await pipe.read(MAX_OUTPUT):
-        kept = (kept + piece)[-MAX_OUTPUT:]
-    return kept.decode(errors="replace")
+        return chat

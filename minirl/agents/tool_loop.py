@@ -2,93 +2,65 @@
 
 The conventions are those of TRL's GRPOTrainer (`tools`, `environment_factory`): functions with type hints and
 docstrings, and classes with `reset(**row) -> str | None` and public methods, which are the tools. An object's reward
-comes from its `get_reward()`, or from a reward function that sees its attributes (`environments`).
+comes from its `get_reward()`, or from a reward function that sees it (`environments`).
 
-Standard library only: it runs in workers.
+All functions of an episode that are not `async def` run in one thread, in the order of the calls: a connection to a
+database, or a browser, may belong to the thread that opened it.
 """
 
-import contextlib
+import asyncio
+import functools
 import inspect
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from minirl.data.task import Messages, as_messages
-from minirl.episodes.episode import Branch, Episode
-from minirl.episodes.generate import Generate
-from minirl.episodes.remote import RemoteEpisode
-from minirl.episodes.turn import Turn
-from minirl.errors import InputError, refuse
-from minirl.workers.conversation import Loaded
-from minirl.workers.user_code import UnusableError, find_functions
+from minirl.data.tools import tool_schemas
+from minirl.episodes.episode import Branch, Episode, RolloutFunction
+from minirl.episodes.event_loop import in_thread
+from minirl.episodes.programs import UserRollout
+from minirl.user_code import UnusableError
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
-# The most characters of an environment's attributes as JSON.
-MAX_SHOWN = 1 << 20
 
 
-def load_tools(source: str, names: str) -> Loaded:
-    """Load the functions of --tools, each `async` or not, for a worker (`workers.child`)."""
-    tools = find_functions(source, *names.split(","))
-    is_async = any(map(inspect.iscoroutinefunction, tools))
-    return _loaded(lambda: EpisodeTools(tools, is_async), is_async, tools)
+def of_tools(tools: Sequence[Callable[..., Any]]) -> UserRollout:
+    """Return the rollout of the functions of --tools. Raises InputError for one without a schema."""
+    return UserRollout(rollout_of(lambda: EpisodeTools(tools)), tool_schemas(tools))
 
 
-def load_environment(source: str, name: str) -> Loaded:
-    """Load the class of --environment for a worker (`workers.child`). It makes a first object to see the methods."""
-    (factory,) = find_functions(source, name)
-    probe = EnvironmentTools(factory())
-    tools = list(probe.by_name.values())
-    reset, get_reward, close = (getattr(probe.environment, method, None) for method in OWN_METHODS)
-    if reset is None:
-        raise UnusableError(f"{name} has no method reset(**row)")
-    is_async = any(map(inspect.iscoroutinefunction, [*tools, reset, get_reward, close]))
-    return _loaded(
-        lambda: EnvironmentTools(factory(), is_async=is_async),
-        is_async,
-        tools,
-        gives_reward=get_reward is not None,
+def of_environment(factory: Callable[[], Any]) -> UserRollout:
+    """Return the rollout of the class of --environment, of which it makes an object to see the methods.
+
+    Raises UnusableError, and InputError for a method without a schema. Exceptions of the class pass through.
+    """
+    environment = factory()
+    if not hasattr(environment, "reset"):
+        raise UnusableError(f"{factory.__name__} has no method reset(**row)")
+    return UserRollout(
+        rollout_of(lambda: EnvironmentTools(factory)),
+        tool_schemas(methods_of(environment)),
+        gives_reward=hasattr(environment, "get_reward"),
     )
 
 
-def _loaded(
-    start: Callable[[], "EpisodeTools"],
-    is_async: bool,
-    tools: Sequence[Callable[..., Any]],
-    *,
-    gives_reward: bool = False,
-) -> Loaded:
-    """Return the rollout of tools. Its description is {"tools": JSON schemas, "gives_reward"}."""
-    function = rollout_of(start)
-
-    def describe() -> dict[str, Any]:
-        # It imports transformers.
-        from minirl.data.tools import tool_schemas
-
-        try:
-            return {"tools": tool_schemas(tools), "gives_reward": gives_reward}
-        except InputError as error:
-            raise UnusableError(str(error)) from None
-
-    return Loaded(lambda: RemoteEpisode(function), is_async=is_async, describe=describe)
-
-
-def rollout_of(start: Callable[[], "EpisodeTools"]) -> Callable[[Episode], AsyncGenerator[Generate, Turn]]:
+def rollout_of(start: Callable[[], "EpisodeTools"]) -> RolloutFunction:
     """The rollout function of tools. start: makes an episode's tools."""
 
-    async def rollout(episode: Episode) -> AsyncGenerator[Generate, Turn]:
+    async def rollout(episode: Episode) -> None:
         tools = start()
         try:
             branch = await tools.begin(episode)
-            turn = yield branch.generate()
+            turn = await branch.generate()
             # Without tools the format of calls need not be known.
             while tools.by_name and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
                 messages, contents = await tools.results(turn.message)
                 # Now: if they do not fit, or no further turn is allowed, the episode ends.
                 await tools.give_reward(episode)
-                turn = yield replace(branch.generate(after=messages), contents=contents)
+                turn = await branch.generate(after=messages, contents=contents)
             if len(branch.turns) == 1:
                 await tools.give_reward(episode)
         finally:
@@ -97,15 +69,23 @@ def rollout_of(start: Callable[[], "EpisodeTools"]) -> Callable[[Episode], Async
     return rollout
 
 
+def methods_of(environment: Any) -> list[Callable[..., Any]]:
+    """Return the methods of an environment that the model can call."""
+    # From the class: looking up a property on the object would run it.
+    methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in methods if name not in OWN_METHODS and not name.startswith("_")]
+    return [getattr(environment, name) for name in names]
+
+
 class EpisodeTools:
     """The tools of one episode.
 
-    by_name: the functions that the model calls. is_async: whether calls may wait; then a turn's calls run concurrently.
+    by_name: the functions that the model calls.
     """
 
-    def __init__(self, tools: Sequence[Callable[..., Any]], is_async: bool):
+    def __init__(self, tools: Sequence[Callable[..., Any]] = ()):
         self.by_name = {tool.__name__: tool for tool in tools}
-        self.is_async = is_async
+        self._thread = ThreadPoolExecutor(1)
 
     async def begin(self, episode: Episode) -> Branch:
         """Return the branch to continue: the one after the row's prompt, or after another one."""
@@ -117,13 +97,7 @@ class EpisodeTools:
         Each is a message, and the content that reward functions get if that is not its text.
         """
         calls = [self._result(call["function"]) for call in message.get("tool_calls", ())]
-        if self.is_async:
-            # Imported late: it takes longer than all other imports of this file together.
-            import asyncio
-
-            results = list(await asyncio.gather(*calls))
-        else:
-            results = [await call for call in calls]
+        results = list(await asyncio.gather(*calls))
         if "parse_error" in message:
             results.append(_message("unknown", {"error": message["parse_error"]}))
         return [message for message, _ in results], [content for _, content in results]
@@ -133,6 +107,13 @@ class EpisodeTools:
 
     async def close(self) -> None:
         """Clean up after the episode, however it ended."""
+        self._thread.shutdown(wait=False)
+
+    async def value(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Return a function's result, `async` or not. Its arguments may have any name."""
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+        return await in_thread(self._thread, functools.partial(function, **arguments))
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, str], list[Any] | None]:
         """Return `_message` of a call's result; a tool's exception is a result too."""
@@ -140,27 +121,27 @@ class EpisodeTools:
         try:
             if name not in self.by_name:
                 raise ValueError(f"Tool {name} not found.")
-            return _message(name, await _value(self.by_name[name], **call["arguments"]))
-        except Exception as error:
+            return _message(name, await self.value(self.by_name[name], **call["arguments"]))
+        except (Exception, SystemExit) as error:
             return _message(name, {"error": str(error)})
 
 
 class EnvironmentTools(EpisodeTools):
     """The tools of one episode are the methods of an object that lives as long as the episode."""
 
-    def __init__(self, environment: Any, *, is_async: bool = False):
-        # From the class: looking up a property on the object would run it.
-        methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-        names = [name for name, _ in methods if name not in OWN_METHODS and not name.startswith("_")]
-        super().__init__([getattr(environment, name) for name in names], is_async)
-        self.environment = environment
+    def __init__(self, factory: Callable[[], Any]):
+        super().__init__()
+        self._factory = factory
+        self._environment: Any = None
         self._given = 0.0
 
     async def begin(self, episode: Episode) -> Branch:
-        """Append the text that `reset` returns to the prompt's last message."""
+        """Make the object, and append the text that `reset` returns to the prompt's last message."""
+        self._environment = episode.environment = await self.value(self._factory)
+        self.by_name = {method.__name__: method for method in methods_of(self._environment)}
         messages = as_messages(episode.row.prompt)
-        observation = await _value(self.environment.reset, **{**episode.row.columns, "prompt": messages})
-        self._show(episode)
+        row = {**episode.row.columns, "prompt": messages}
+        observation = await self.value(self._environment.reset, **row)
         if observation is None:
             return episode
         if not isinstance(observation, str):
@@ -170,48 +151,18 @@ class EnvironmentTools(EpisodeTools):
 
     async def give_reward(self, episode: Episode) -> None:
         """Give the reward: the last result of `get_reward` counts; None adds nothing."""
-        self._show(episode)
-        if not hasattr(self.environment, "get_reward"):
+        if not hasattr(self._environment, "get_reward"):
             return
-        reward = await _value(self.environment.get_reward)
+        reward = await self.value(self._environment.get_reward)
         if reward is not None:
             episode.reward(float(reward) - self._given)
             self._given = float(reward)
 
-    def _show(self, episode: Episode) -> None:
-        """Give the episode the object's current attributes, if a reward function asks for them."""
-        if episode.environment is None:
-            return
-        shown = episode.environment = {}
-        for name, value in getattr(self.environment, "__dict__", {}).items():
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                as_json = json.loads(json.dumps(value, default=_number))
-                if as_json == value:
-                    shown[name] = as_json
-        size = len(json.dumps(shown))
-        what = "the attributes of the environment, for reward functions that ask for `environments`"
-        refuse(
-            size > MAX_SHOWN,
-            f"{what}, are {size} characters as JSON; at most {MAX_SHOWN}: keep large values elsewhere",
-        )
-
     async def close(self) -> None:
         """Close an object that has a `close`."""
-        if hasattr(self.environment, "close"):
-            await _value(self.environment.close)
-
-
-async def _value(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Return a function's result, `async` or not. Its arguments may have any name."""
-    value = function(**arguments)
-    return await value if inspect.iscoroutinefunction(function) else value
-
-
-def _number(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as Python's. Raises TypeError for any other value."""
-    if getattr(value, "ndim", None) != 0:
-        raise TypeError(f"{type(value).__name__}: JSON has no such value")
-    return value.item()
+        if hasattr(self._environment, "close"):
+            await self.value(self._environment.close)
+        await super().close()
 
 
 def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:

@@ -6,39 +6,29 @@ same on another number of ranks, or in a second run.
 With `max_staleness` a rollout may go on in a later step, under new weights. All rollouts in flight then decode in
 rounds of a few tokens each, and the step ends with the first round after which enough groups are complete: it takes
 the first of them in order of their prompts. Rollouts that wait for a reply or a reward do not hold up a step, which
-then depends on the clock, too. Unfinished rollouts, and complete ones that no step has taken, are in flight; `state`
-and `records` put them into a checkpoint.
+then depends on the clock, too. Unfinished rollouts, and complete ones that no step has taken, are in flight. A
+checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
-import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+
+import torch
+from torch import Tensor
 
 from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
-from minirl.episodes.in_flight import (
-    finished_record,
-    finished_rollout,
-    id_of,
-    paused_episode,
-    paused_record,
-    rewarded_of,
-    rewarded_records,
-)
-from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
-from minirl.episodes.rollout_workers import RolloutWorkers
 from minirl.episodes.runner import Counted, EpisodeRunner
-from minirl.episodes.running import NO_BUDGET, PausedEpisode
+from minirl.episodes.running import NO_BUDGET
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.report.progress_bar import progress_bar
-from minirl.rewards.functions import EpisodeReward, asked_of_episodes, branch_rewards
+from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
@@ -67,19 +57,22 @@ class Collector:
         prompts: PromptStream,
         functions: Mapping[str, RewardFunction],
         *,
-        rollout: RolloutFunction | RolloutWorkers = one_turn,
-        limits: EpisodeLimits = NO_LIMITS,
+        rollout: RolloutFunction = one_turn,
+        max_turns: int = 0,
         group_size: int = 1,
         num_greedy: int = 0,
         temperature: float = 1.0,
+        reward_weights: Tensor | None = None,
         max_refills: int | None = None,
         max_staleness: int = 0,
         round_tokens: int | None = None,
+        call_timeout: float | None = None,
     ):
-        """functions: the K reward functions by name. rollout: see `episode`; in this process, or in others.
+        """functions: the K reward functions by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
-        limits: those of each episode.
+        max_turns: of each episode; 0: MAX_TURNS.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
+        reward_weights: fp64 [K]; None: 1 for each function.
         max_refills: how many times in a step to replace groups of equal first rewards by groups of new prompts; after
         that such groups fill up the step. None: do not replace them.
         max_staleness: the most steps from a rollout's first token to the step that trains on it. 0: all rollouts of a
@@ -90,13 +83,16 @@ class Collector:
         self.num_served = 0
         self.engine = engine
         self._rollout = rollout
-        self._limits = limits
+        self._max_turns = max_turns
         self._prompts = prompts
         self._functions = functions
+        weights = torch.ones(len(functions), dtype=torch.float64)
+        self._reward_weights = weights if reward_weights is None else reward_weights
         self._group_size = group_size
         self._num_greedy = num_greedy
         self._temperature = temperature
         self._max_refills = max_refills
+        self._call_timeout = call_timeout
         self._max_staleness = max_staleness
         self._round_tokens = NO_BUDGET
         if max_staleness:
@@ -104,14 +100,13 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        has_environment = isinstance(rollout, RolloutWorkers) and rollout.kind == "environment"
         self._runner = EpisodeRunner(
             engine,
             rollout,
             prompts,
-            limits=limits,
+            max_turns=max_turns,
             reward_names=reward_names,
-            shows_environment=has_environment and "environments" in asked_of_episodes(functions.values()),
+            call_timeout=call_timeout,
         )
         self._queue = RewardQueue(functions, prompts)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
@@ -122,6 +117,8 @@ class Collector:
         # The same on every rank: the number of collected steps, and the step in which each prompt in flight began.
         self._num_steps = 0
         self._begun_in: dict[int, int] = {}
+        # The prompts that were in flight at the checkpoint, and have not begun again.
+        self._interrupted: list[int] = []
 
     def collect(
         self, num_groups: int, *, weight_version: int = 0, temperature: float | None = None
@@ -134,8 +131,8 @@ class Collector:
         if temperature is None:
             temperature = self._temperature
         self._num_steps += 1
-        self._queue.begin_step(self._num_running.total() + sum(map(len, self._ended.values())))
-        selection = self._select_step(num_groups, weight_version, temperature)
+        with self._runner.closed_on_error():
+            selection = self._select_step(num_groups, weight_version, temperature)
         self._runner.leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
@@ -160,9 +157,9 @@ class Collector:
         rollouts' ids; those that finish last may be fewer.
         """
         waiting = iter(groups)
-        self._queue.begin_step(0)
         self._runner.begin_round(weight_version=weight_version)
-        with progress_bar("generate", total=num_requests, unit="completions") as bar:
+        bar = progress_bar("generate", total=num_requests, unit="completions")
+        with self._runner.closed_on_error(), bar:
             while True:
                 while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
                     self._begin(group)
@@ -182,15 +179,15 @@ class Collector:
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
-        rollout = self._rollout
         return Collector(
             self.engine,
             prompts,
             self._functions,
-            rollout=rollout.beside() if isinstance(rollout, RolloutWorkers) else rollout,
-            limits=self._limits,
+            rollout=self._rollout,
+            max_turns=self._max_turns,
             group_size=0,
             num_greedy=1,
+            call_timeout=self._call_timeout,
         )
 
     def take_count(self, counted: Counted) -> int:
@@ -200,54 +197,24 @@ class Collector:
         """
         return self._runner.take_count(counted)
 
-    def state(self) -> dict[str, Any]:
-        """The collector's state for a checkpoint, besides `records`: JSON values, the same on every rank."""
-        return {
-            "num_steps": self._num_steps,
-            "begun_in": [list(item) for item in self._begun_in.items()],
-        }
+    @property
+    def in_flight(self) -> list[int]:
+        """The ordinals of the prompts that have begun and that no step has taken; the same on every rank."""
+        return sorted([*self._begun_in, *self._interrupted])
 
-    def records(self) -> list[dict[str, Any]]:
-        """The rollouts in flight on this rank, for a checkpoint: a record for each prompt. Not collective."""
-        records = [paused_record(running) for running in self._runner.running]
-        unrewarded = [group.rollouts for group in self._queue.groups.values()]
-        records += map(finished_record, itertools.chain(*self._ended.values(), *unrewarded))
-        records += rewarded_records(self._rewarded)
-        records.sort(key=id_of)
-        groups = itertools.groupby(records, key=lambda record: id_of(record).prompt_ordinal)
-        return [{"rollouts": list(group)} for _, group in groups]
+    def restore(self, in_flight: Sequence[int]) -> None:
+        """Let the prompts begin again that were in flight at a checkpoint, before new ones."""
+        self._interrupted = sorted(in_flight)
 
-    def restore(self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a checkpoint's state; `groups` are this rank's records now. Not collective.
-
-        An episode whose function does not repeat its requests starts over; it counts as "restarted".
-        """
-        self._num_steps = state["num_steps"]
-        self._begun_in = dict(state["begun_in"])
-        records = list(itertools.chain.from_iterable(group["rollouts"] for group in groups))
-        paused = [record for record in records if record["finish_reason"] is None]
-        self._runner.restore([self._paused_episode(record) for record in paused])
-        self._num_running.update(id_of(record).prompt_ordinal for record in paused)
-        finished = [record for record in records if record["finish_reason"] is not None]
-        rewarded = [record for record in finished if record["rewards"] is not None]
-        if rewarded:
-            self._rewarded += rewarded_of(rewarded, self._prompts)
-        for record in finished:
-            if record["rewards"] is None:
-                self._ended.setdefault(id_of(record).prompt_ordinal, []).append(finished_rollout(record))
-        for ordinal in list(self._ended):
-            self._add_if_whole(ordinal)
-
-    def _paused_episode(self, record: Mapping[str, Any]) -> PausedEpisode:
-        prompt_ids = tuple(record["prompt"].tolist())
-        request = self._prompts.request(id_of(record), prompt_ids, record["temperature"])
-        return paused_episode(record, request)
+    def close(self) -> None:
+        """End the rollouts in flight, and let their functions clean up. Not collective."""
+        self._runner.close()
 
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.
 
         If each further step takes `num_groups` of them, the oldest first, all are taken in time. Raises InputError if
-        that is impossible: the run was resumed with other flags.
+        that is impossible: this step takes fewer than those before.
         """
         ordinals = sorted(self._begun_in)
         num_due = 0
@@ -256,8 +223,8 @@ class Collector:
             num_due = max(num_due, i + 1 - num_groups * num_later_steps)
         refuse(
             num_due > num_groups,
-            f"--max-staleness {self._max_staleness}: steps of {num_groups} prompts take some of those in flight too "
-            "late; resume with the --max-staleness and --prompts-per-step that they were begun with",
+            f"--max-staleness {self._max_staleness}: a step of {num_groups} prompts takes some of those in flight too "
+            "late; collect as many in each step",
         )
         return set(ordinals[:num_due])
 
@@ -295,32 +262,32 @@ class Collector:
     def _select(self, num_groups: int, ready: set[int]) -> Selection:
         """Select a step's groups of those that are ready (collective)."""
         self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
-        rewarded = self._rewarded
         return select_step(
-            rewarded,
+            self._rewarded,
             num_groups,
             self._group_size,
             self._num_greedy,
-            branch_rewards=branch_rewards(self._functions, rewarded.rollouts, rewarded.rewards),
+            reward_weights=self._reward_weights,
             replaces_equal=self._max_refills is not None,
         )
 
     def _serve(self, num_prompts: int, temperature: float) -> None:
-        """Begin this rank's share of this number of new prompts."""
-        requests = self._prompts.requests(
-            self.num_served,
-            num_prompts,
-            group_size=self._group_size,
-            num_greedy=self._num_greedy,
-            temperature=temperature,
-        )
-        for ordinal in range(self.num_served, self.num_served + num_prompts):
-            self._begun_in[ordinal] = self._num_steps
-        self.num_served += num_prompts
+        """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""
+        again, self._interrupted = self._interrupted[:num_prompts], self._interrupted[num_prompts:]
+        first_new, self.num_served = self.num_served, self.num_served + num_prompts - len(again)
+        requests: list[Request] = []
+        for ordinals in (*(range(one, one + 1) for one in again), range(first_new, self.num_served)):
+            requests += self._prompts.requests(
+                ordinals.start,
+                len(ordinals),
+                group_size=self._group_size,
+                num_greedy=self._num_greedy,
+                temperature=temperature,
+            )
+            self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
         self._begin(requests)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        self._queue.expect(len(requests))
         self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
         self._runner.begin(requests)
 

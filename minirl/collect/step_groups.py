@@ -1,29 +1,54 @@
 """Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minirl.objective.advantages import are_equal, select_groups
+from minirl.objective.advantages import are_equal, select_groups, weighted_scores
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.training.batch import RolloutTable, gather_table
 
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of G rollouts to train on. All fields except `rewarded` are the same on every rank."""
+    """P groups of G rollouts to train on. All but `rewarded` is the same on every rank."""
 
     # This rank's rollouts of these groups.
     rewarded: RewardedRollouts
-    # The branches of all P * G rollouts, one group after the other.
+    # The sequences of all P * G rollouts, one group after the other.
     table: RolloutTable
-    # fp64 [P, G, K]
+    # fp64 [P, G, K]; NaN where a reward does not apply to the rollout
     rewards: Tensor
-    # fp64 [P, G, B, K]: those of each rollout's branch b, see `RolloutTable.rewards_by_branch`
-    branch_rewards: Tensor
     # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
     greedy_rewards: Tensor
+    # fp64 [K]
+    reward_weights: Tensor
+
+    @property
+    def scores(self) -> Tensor:
+        """The `weighted_scores` fp64 [P, G] of the rewards; NaN where none applies."""
+        return weighted_scores(self.rewards, self.reward_weights)
+
+    @property
+    def greedy_scores(self) -> Tensor:
+        """Those of the greedy rollouts, fp64 [P, 0 or 1]."""
+        return weighted_scores(self.greedy_rewards, self.reward_weights)
+
+    @property
+    def num_loss_tokens(self) -> Tensor:
+        """How many tokens the policy sampled in each rollout, int64 [P, G]."""
+        return self._rollouts.num_loss_tokens.view(self.rewards.shape[:2])
+
+    @property
+    def is_truncated(self) -> Tensor:
+        """Whether a limit cut off each rollout, bool [P, G]."""
+        return self._rollouts.is_truncated.view(self.rewards.shape[:2])
+
+    @functools.cached_property
+    def _rollouts(self) -> RolloutTable:
+        return self.table.by_rollout()
 
 
 @dataclass(frozen=True)
@@ -52,54 +77,45 @@ def select_step(
     group_size: int,
     num_greedy: int = 0,
     *,
-    branch_rewards: Tensor | None = None,
+    reward_weights: Tensor,
     replaces_equal: bool = False,
 ) -> Selection:
     """Select `num_groups` of all ranks' groups, the first in order of their prompts (collective).
 
     rewarded: the groups of this rank, each whole: `group_size` rollouts of a prompt, then `num_greedy` greedy ones.
-    branch_rewards: see `gather_table`.
+    reward_weights: fp64 [K].
     replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
     are dropped if they are not selected.
     """
-    table = gather_table(rewarded.rollouts, rewarded.rewards, branch_rewards)
-    episodes = table.first_branches()
-    # The table is sorted by rollout id, so the rollouts of one prompt are adjacent, the greedy ones last.
-    rollouts_per_prompt = group_size + num_greedy
-    ordinals = episodes.prompt_ordinal[::rollouts_per_prompt]
-    rows = torch.arange(len(episodes.prompt_ordinal)).view(-1, rollouts_per_prompt)
-    rewards = episodes.rewards[rows]
-    by_branch = table.rewards_by_branch()[rows[:, :group_size]]
+    table = gather_table(rewarded.rollouts, rewarded.rewards)
+    rollouts = table.by_rollout()
+    # The table is in order of the ids: the rollouts of one prompt are adjacent, the greedy ones last.
+    per_prompt = group_size + num_greedy
+    ordinals = rollouts.prompt_ordinal[::per_prompt]
+    rewards = rollouts.rewards.view(len(ordinals), per_prompt, len(reward_weights))
 
-    given_up = torch.arange(0)
+    is_equal = torch.zeros(len(ordinals), dtype=torch.bool)
     if replaces_equal:
-        first_rewards = by_branch[..., 0]
-        selected, num_taken_equal = select_groups(first_rewards, num_groups)
-        given_up = are_equal(first_rewards).nonzero()[:, 0]
-    else:
-        selected, num_taken_equal = list(range(min(num_groups, len(ordinals)))), 0
-    chosen = rows[selected, :group_size].flatten()
-    is_chosen = torch.isin(table.episode, chosen)
-    ended = {*ordinals[selected].tolist(), *ordinals[given_up].tolist()}
+        is_equal = are_equal(rewards[:, :group_size, 0])
+    selected = select_groups(is_equal, num_groups)
+    taken = {*ordinals[selected].tolist()}
+    ended = taken.union(ordinals[is_equal].tolist())
 
     # This rank's part, also in order of the ids.
-    own_episodes = table.episode[table.indices_of(rewarded.rollouts)].tolist()
-    own_index = {episode: i for i, episode in enumerate(own_episodes)}
-    own = [own_index[episode] for episode in chosen.tolist() if episode in own_index]
-    left = [
-        i for _, i in sorted(own_index.items()) if rewarded.rollouts[i].rollout_id.prompt_ordinal not in ended
-    ]
+    own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
+    own_taken = [i for ids, i in own if ids.prompt_ordinal in taken and ids.sample < group_size]
+    own_left = [i for ids, i in own if ids.prompt_ordinal not in ended]
     groups = Groups(
-        rewarded=rewarded.select(own),
-        table=table.select(is_chosen.nonzero()[:, 0].tolist()),
+        rewarded=rewarded.select(own_taken),
+        table=table[torch.isin(table.prompt_ordinal, ordinals[selected]) & (table.sample < group_size)],
         rewards=rewards[selected][:, :group_size],
-        branch_rewards=by_branch[selected],
         greedy_rewards=rewards[selected][:, group_size:],
+        reward_weights=reward_weights,
     )
     return Selection(
         groups=groups,
-        left=rewarded.select(left),
-        num_missing=num_groups - len(selected) + num_taken_equal,
-        num_equal=len(given_up),
+        left=rewarded.select(own_left),
+        num_missing=num_groups - len(selected) + int(is_equal[selected].sum()),
+        num_equal=int(is_equal.sum()),
         ended=frozenset(ended),
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from minirl.data.jsonl import JsonlRows
+from minirl.data.jsonl import rows_of
 from minirl.data.task import Row, Task, exact_score
 from minirl.errors import InputError
 
@@ -55,12 +55,12 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
     )
 
 
-def read_gsm8k(path: str) -> JsonlRows:
+def read_gsm8k(path: str) -> list[Row]:
     """Read rows with the question as prompt and the reference number as column `answer`.
 
     Raises InputError naming file, line and field of the first bad row.
     """
-    return JsonlRows(path, _to_row)
+    return rows_of(path, _to_row)
 
 
 def _to_row(fields: dict[str, Any], place: str) -> Row:

@@ -1,12 +1,9 @@
 """Tasks from JSONL files: one object with a prompt per line. Files are checked before the run starts."""
 
 import json
-import os
-import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_prompt
 from minirl.errors import InputError, refuse
@@ -24,9 +21,9 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
     )
 
 
-def read_rows(path: str) -> "JsonlRows":
-    """The rows of a file. Raises like `JsonlRows`."""
-    return JsonlRows(path, _to_row)
+def read_rows(path: str) -> list[Row]:
+    """The rows of a file. Raises like `rows_of`."""
+    return rows_of(path, _to_row)
 
 
 def _to_row(fields: dict[str, Any], place: str) -> Row:
@@ -49,78 +46,32 @@ def _to_row(fields: dict[str, Any], place: str) -> Row:
     return Row(prompt, columns, place)
 
 
-class JsonlRows(Sequence[Row]):
-    """The rows of a JSONL file, one object per line. Blank lines are skipped.
+def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
+    """Read a JSONL file, one object per line; blank lines are skipped.
 
-    The constructor checks all rows and keeps only the places of the lines, 20 bytes a row; each access reads its row
-    from the file again. The file stays open, so a file renamed over it is not read.
+    to_row: makes the row of an object and its place, "file:line", or raises InputError. Raises InputError naming file
+    and line if the file is missing or empty, or a line is not an object.
     """
-
-    def __init__(self, path: str, to_row: Callable[[dict[str, Any], str], Row]):
-        """`to_row` makes the row of an object and its place, "file:line", or raises InputError.
-
-        Raises InputError naming file and line if the file is missing or empty, or a line is not an object.
-        """
-        if not Path(path).is_file():
-            raise InputError(f"there is no file {path}")
-        self._path = path
-        self._to_row = to_row
-        self._line_numbers = array("q")
-        self._starts = array("q")
-        # A hash of each line's bytes: the file may change while the run reads it.
-        self._checksums = array("L")
-        # Read as bytes: only "\n" ends a line, while a text may contain other line separators.
-        self._file = open(path, "rb")  # noqa: SIM115, it stays open
-        start = 0
-        for number, line in enumerate(self._file, 1):
-            text = self._decode(line, number)
+    refuse(not Path(path).is_file(), f"there is no file {path}")
+    rows = []
+    with open(
+        path, "rb"
+    ) as file:  # as bytes: only "\n" ends a line, while a text may contain other line separators
+        for number, line in enumerate(file, 1):
+            place = f"{path}:{number}"
+            text = _decode(line, place, is_first=number == 1)
             if text.strip():
-                self._parse(text, number)
-                self._line_numbers.append(number)
-                self._starts.append(start)
-                self._checksums.append(zlib.crc32(line.rstrip(b"\n")))
-            start += len(line)
-        self._starts.append(start)
-        if not self._line_numbers:
-            raise InputError(f"{path}: no rows")
+                rows.append(to_row(_parse_object(text, place), place))
+    refuse(not rows, f"{path}: no rows")
+    return rows
 
-    def __len__(self) -> int:
-        return len(self._line_numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        """Raises InputError naming the line if it has changed since the check."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = self._line_numbers[index]
-        place = range(len(self))[index]
-        start, end = self._starts[place : place + 2]
-        # Blank lines may follow.
-        line, _, _ = os.pread(self._file.fileno(), end - start, start).partition(b"\n")
-        if zlib.crc32(line) != self._checksums[index]:
-            raise InputError(
-                f"{self._path}:{number}: has changed since the run began; restore the file and resume, "
-                "or start another run with the new data"
-            )
-        return self._parse(self._decode(line, number), number)
-
-    def _decode(self, line: bytes, number: int) -> str:
-        # A file may begin with a byte order mark.
-        encoding = "utf-8-sig" if number == 1 else "utf-8"
-        try:
-            return line.decode(encoding)
-        except UnicodeDecodeError as error:
-            place = f"{self._path}:{number}"
-            raise InputError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
-
-    def _parse(self, text: str, number: int) -> Row:
-        place = f"{self._path}:{number}"
-        return self._to_row(_parse_object(text, place), place)
+def _decode(line: bytes, place: str, *, is_first: bool) -> str:
+    # A file may begin with a byte order mark.
+    try:
+        return line.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
 def _parse_object(line: str, place: str) -> dict[str, Any]:

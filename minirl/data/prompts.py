@@ -72,6 +72,7 @@ class PromptStream:
         self._rows = rows
         self.truncation = truncation
         self._notes: list[str] = []
+        self._max_prompt_tokens = max_tokens
         # The indices of the rows that are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
         # Tokens of the longest served prompt.
@@ -183,7 +184,7 @@ class PromptStream:
         return messages
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
-        """Return the token ids of a prompt. Raises InputError naming the row."""
+        """Return the token ids of a prompt; the last ones if it has grown. Raises InputError naming the row."""
         (ids,) = self._prompt_ids([prompt_ordinal])
         return ids
 
@@ -194,7 +195,7 @@ class PromptStream:
         for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
             # Checked again, because a chat template may write the date.
             _check_ids(row, ids, self.vocab_size)
-            prompts.append(tuple(ids))
+            prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
         return prompts
 
     def appended_ids(
@@ -254,7 +255,7 @@ class PromptStream:
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
-        """Return the row of a prompt. Raises InputError if its line in the file has changed."""
+        """Return the row of a prompt."""
         return self._rows[int(self._kept[self.index(prompt_ordinal)])]
 
     def index(self, prompt_ordinal: int) -> int:
@@ -290,6 +291,7 @@ class PromptStream:
             what = f"no prompt leaves --max-new-tokens {self.max_new_tokens} of {limit}"
             most = self.max_tokens - shortest
             self._notes.append(f"{what}: completions get what their prompts leave, {most} at most")
+        self._max_prompt_tokens = longest
         is_long = lengths > longest
         long_rows = is_long.nonzero()[:, 0].tolist()
         if long_rows:

@@ -13,7 +13,7 @@ from minirl.errors import InputError
 from minirl.rollouts import Rollout
 
 # The fields of a turn in rollouts.jsonl.
-TURN_FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "rewards")
+TURN_FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "extra")
 
 
 def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,29 +1,44 @@
 """An episode, as seen by the function that writes a rollout.
 
-Such a function is a generator. The turns that it yields are sampled together with those of all other episodes:
+Its turns are sampled together with those of all other episodes:
 
-    def rollout(episode):
-        turn = yield episode.generate(stop=["</query>"])
-        yield episode.generate(after=look_up(turn.text))
+    async def rollout(episode):
+        turn = await episode.generate(stop=["</query>"])
+        await episode.generate(after=await look_up(turn.text))
 
 Tokens are never tokenized again: sampled tokens stay as they are, and appended text is tokenized alone. So are
 messages, which the chat template writes.
-
-Standard library only: a process that runs such a function starts quickly.
 """
 
 import copy
 import functools
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from minirl.data.task import After, Messages, Row, as_messages, conversation, is_token_ids
-from minirl.episodes.generate import END_REASONS, End, Generate
+from minirl.episodes.generate import Generate
 from minirl.episodes.refusals import REWARD, check_name, checked_reward
 from minirl.episodes.turn import Turn
-from minirl.errors import refuse
+from minirl.errors import InputError, refuse
 from minirl.truncation import NO_TRUNCATION, Truncation
+
+# Finish reasons for `Episode.end`.
+END_REASONS = (
+    "stop",
+    "length",
+    "max_turns",
+    "max_tokens",
+    "tool_error",
+    "parse_error",
+    "timeout",
+    "env_done",
+)
+
+
+async def not_running(asked: Generate) -> Turn:
+    """The `Branch.ask` of an episode that no program runs."""
+    raise InputError("generate(): the episode is not running")
 
 
 @dataclass
@@ -33,8 +48,9 @@ class Branch:
     number: its place among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones
     included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
     first turn; until then it has the episode's limit. turns: the finished ones. end_reason: the argument of the
-    episode's `end`, if it was called. tools: see `Generate`.
+    episode's `end`, if it was called. tools: JSON schemas of the tools that its prompt shows; None: the run's.
     drops_last: whether its last turn reached nobody, and so does not belong to the rollout. No turn follows it.
+    ask: samples a turn.
     """
 
     prompt: str | Messages | list[int]
@@ -45,6 +61,7 @@ class Branch:
     end_reason: str | None = None
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
+    ask: Callable[[Generate], Awaitable[Turn]] = not_running
 
     @property
     def num_tokens(self) -> int:
@@ -92,20 +109,19 @@ class Branch:
         turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
         return conversation(as_messages(cast(str | Messages, self.prompt)), turns)
 
-    def generate(
+    async def generate(
         self,
         *,
         after: After | dict[str, str] | None = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> Generate:
-        """Make a request for a turn, to yield (`Generate`). If `after` leaves no room the episode ends with "length".
+        contents: Sequence[list[Any] | None] = (),
+    ) -> Turn:
+        """Append `after` and sample a turn; return it when it has ended. See `Generate`.
 
-        after: also a single message; None for nothing. top_k, top_p, min_p: see `Truncation`; None for the run's.
-        Raises InputError after `end`, and for a `stop` of another type.
+        If `after` leaves no room, or the episode has reached a limit, it ends: the function is cancelled here. after:
+        also a single message; None for nothing. Raises InputError naming an argument that is wrong, after `end`, and
+        while another turn of the episode is sampled.
         """
         refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
         refuse(
@@ -114,10 +130,9 @@ class Branch:
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
         after = "" if appended is None else appended
-        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        truncation = {name: value for name, value in given.items() if value is not None}
-        begun: dict[str, Any] = {"prompt": self.prompt, "tools": self.tools} if self.number else {}
-        return Generate(after, strings, max_tokens, self.number, truncation=truncation, **begun)
+        asked = Generate(after, strings, max_tokens, self.number, contents)
+        asked.check()
+        return await self.ask(asked)
 
 
 class Episode(Branch):
@@ -125,12 +140,10 @@ class Episode(Branch):
 
     row: the prompt's row of the data. seed: for everything random in this episode; the same in every run of it.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: of all turns. truncation: of turns that name no other. all_turns: the turns of all branches, in order.
-    given: rewards by name, which belong to all branches.
-    rewarded: which of `rewards` the function has added to since `take_given`.
+    temperature, truncation: of all turns. all_turns: the turns of all branches, in order.
+    given: the rewards given so far, by name.
     is_closed: whether the function has ended, or is being ended.
-    environment: the present attributes of the object of --environment that JSON can hold; None if no reward function
-    asks for them.
+    environment: the object of --environment, or what else a function sets here; reward functions get it.
     """
 
     def __init__(
@@ -144,7 +157,6 @@ class Episode(Branch):
         is_chat: bool = False,
         temperature: float = 1.0,
         truncation: Iterable[Any] = NO_TRUNCATION,
-        environment: dict[str, Any] | None = None,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
         self.row = row
@@ -153,11 +165,10 @@ class Episode(Branch):
         self.is_chat = is_chat
         self.temperature = temperature
         self.truncation = Truncation(*truncation)
-        self.environment = environment
+        self.environment: Any = None
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.given: dict[str, float] = {}
-        self.rewarded: set[int] = set()
         self.is_closed = False
 
     @property
@@ -166,115 +177,53 @@ class Episode(Branch):
         # Not stored: only a garbage collection would free an object that holds itself, with its rollout.
         return {0: self, **self._further}
 
-    @property
-    def rewards(self) -> list[dict[str, float]]:
-        """The rewards that were given, by name: to all branches, then to each turn."""
-        return [self.given, *(turn.rewards for turn in self.all_turns)]
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """The arguments of `Episode`, as JSON values if its row is."""
-        row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "place": self.row.place}
-        names = (
-            "seed",
-            "max_tokens",
-            "tools",
-            "prompt_ids",
-            "is_chat",
-            "temperature",
-            "truncation",
-            "environment",
-        )
-        return {"row": row} | {name: getattr(self, name) for name in names}
-
-    def branch_of(self, asked: Generate) -> Branch:
-        """The branch that a request continues or begins. For the code that runs the episode."""
-        if asked.branch == 0:
-            return self
-        begun = Branch(asked.prompt, 0, asked.branch, tools=asked.tools)
-        return self._further.setdefault(asked.branch, begun)
-
     def take(self, turn: Turn) -> None:
         """Add a finished turn to its branch. For the code that runs the episode."""
-        branch = self.branches[turn.branch]
-        if turn.begun is not None:
-            branch.prompt_ids, branch.max_tokens = turn.begun
-        branch.turns.append(turn)
+        self.branches[turn.branch].turns.append(turn)
         self.all_turns.append(turn)
 
     def drop_unseen(self) -> None:
-        """Remove the turns that reached nobody; the turn before each gets its rewards."""
+        """Remove the turns that reached nobody."""
         for branch in self.branches.values():
-            if not branch.drops_last:
-                continue
-            branch.drops_last = False
-            dropped = branch.turns.pop()
-            position = self.all_turns.index(dropped)
-            del self.all_turns[position]
-            given = self.rewards[position]
-            for name, value in dropped.rewards.items():
-                given[name] = given.get(name, 0.0) + value
+            if branch.drops_last:
+                branch.drops_last = False
+                self.all_turns.remove(branch.turns.pop())
 
     def sum_of_rewards(self, returned: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return the rewards, by name, that were given and returned; one that was returned as None stays None."""
         rewards = dict(returned)
-        for given in self.rewards:
-            for name, value in given.items():
-                so_far = rewards.get(name, 0.0)
-                rewards[name] = None if so_far is None else so_far + value
+        for name, value in self.given.items():
+            so_far = rewards.get(name, 0.0)
+            rewards[name] = None if so_far is None else so_far + value
         return rewards
-
-    def take_given(self) -> list[tuple[int, dict[str, float]]]:
-        """Return those of `rewards`, each with its place, that changed since the last call."""
-        rewards = self.rewards
-        changed = [(place, rewards[place]) for place in sorted(self.rewarded)]
-        self.rewarded.clear()
-        return changed
 
     def branch(
         self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
     ) -> Branch:
         """Begin a further branch, with another prompt: a rewritten or a second conversation, or token ids.
 
-        It is a separate training sample with the rewards of its turns. It shares with the other branches the rewards
-        that belong to no turn, and the weight in the loss. tools: JSON schemas of the tools that a prompt of messages
-        shows; None: the run's.
+        It is a separate training sample with the rollout's advantage, and shares its weight in the loss with the other
+        branches. tools: JSON schemas of the tools that a prompt of messages shows; None: the run's.
         """
         # The caller may go on to change its list of messages; the branch keeps the present ones.
         own = copy.deepcopy(prompt)
         number = 1 + len(self._further)
-        branch = Branch(own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools)
+        branch = Branch(
+            own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools, ask=self.ask
+        )
         self._further[number] = branch
         return branch
 
-    def reward(
-        self, value: float, name: str = REWARD, *, branch: Branch | Literal["all"] | None = None
-    ) -> None:
-        """Add to a reward of the episode. It belongs to the last token of the last turn, and so to that turn's branch.
-
-        branch: pay the last turn of this branch instead (the episode is the first one); "all": pay each branch but no
-        turn, like rewards that the function returns and all rewards before the first turn.
-        Raises InputError unless it is a finite number, for a branch without a turn, and after the episode's end.
-        """
+    def reward(self, value: float, name: str = REWARD) -> None:
+        """Add to a reward of the rollout. Raises InputError unless it is finite, and after the episode's end."""
         place = f"episode.reward, for the row at {self.row.place}:"
-        refuse(self.is_closed, f"{place} the episode ended; give rewards before a `yield`")
+        refuse(self.is_closed, f"{place} the episode ended; give rewards before `await episode.generate()`")
         check_name(name, place)
-        index = len(self.all_turns)
-        if branch == "all":
-            index = 0
-        elif branch is not None:
-            numbers = [number for number, own in self.branches.items() if own is branch]
-            refuse(not numbers, f"{place} branch={branch!r:.80}; expected a branch of the episode, or 'all'")
-            indices = [i for i, turn in enumerate(self.all_turns, 1) if turn.branch in numbers]
-            refuse(not indices, f"{place} branch {numbers[0]} has had no turn that could be given one")
-            index = indices[-1]
-        self.rewarded.add(index)
-        given = self.rewards[index]
         checked = checked_reward(value, f"{place} {name!r} is")
-        given[name] = checked_reward(given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
+        self.given[name] = checked_reward(self.given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 
-    def end(self, reason: str) -> End:
-        """End the episode with this finish reason: yield the result, or call it before the function returns.
+    def end(self, reason: str) -> None:
+        """End the episode with this finish reason; then return from the function.
 
         reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends like its last turn.
         """
@@ -284,14 +233,12 @@ class Episode(Branch):
         )
         for branch in self.branches.values():
             branch.end_reason = reason
-        return End(reason)
 
 
-Turns = Generator[Generate | End, Turn, Any]
-AsyncTurns = AsyncGenerator[Generate | End, Turn]
-RolloutFunction = Callable[[Episode], Turns]
+# Returns rewards by name, None for one that does not apply; or a number, the reward named "reward"; or None.
+RolloutFunction = Callable[[Episode], Coroutine[Any, Any, Any]]
 
 
-def one_turn(episode: Episode) -> Turns:
+async def one_turn(episode: Episode) -> None:
     """The rollout of one completion."""
-    yield episode.generate()
+    await episode.generate()

@@ -1,50 +1,16 @@
-"""Refuse requests and rewards that a rollout function may not make, naming function, row and field.
-
-Standard library only: a process that runs such a function starts quickly.
-"""
+"""Refuse rewards that a rollout function may not give, naming function and row."""
 
 from collections.abc import Collection
 from typing import Any
 
-from minirl.data.task import is_stop_string
-from minirl.episodes.generate import Generate
 from minirl.errors import InputError, refuse
 from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.truncation import Truncation
-from minirl.workers.user_code import shown
+from minirl.user_code import shown
 
 # The name of a reward that is given without one.
 REWARD = "reward"
 # Characters of a reward's name.
 MAX_NAME = 80
-
-
-def checked_turn(yielded: Any) -> Generate:
-    """Return the request for a turn that a function yielded. Raises InputError naming the field that is wrong."""
-    if not isinstance(yielded, Generate):
-        raise InputError(f"yields {yielded!r:.80}; expected `yield episode.generate()`")
-    limit, branch, contents = yielded.max_tokens, yielded.branch, yielded.contents
-    is_after = isinstance(yielded.after, str | list | tuple)
-    is_stop = isinstance(yielded.stop, tuple) and all(map(is_stop_string, yielded.stop))
-    is_each = is_after and isinstance(contents, list | tuple) and len(contents) in (0, len(yielded.after))
-    asked = yielded.truncation
-    is_truncation = isinstance(asked, dict) and asked.keys() <= set(Truncation._fields)
-    expected = {
-        "after": (is_after, "expected text, a list of token ids, or messages"),
-        "stop": (is_stop, "expected a tuple of texts; '' is in every text, U+FFFD and surrogates in none"),
-        "max_tokens": (limit is None or (type(limit) is int and limit >= 1), "must be at least 1"),
-        "branch": (type(branch) is int and branch >= 0, "write `episode.branch(messages).generate()`"),
-        # Checked where the prompt is tokenized.
-        "prompt": (True, ""),
-        "tools": (True, ""),
-        "truncation": (is_truncation, f"expected {' or '.join(Truncation._fields)}"),
-        "contents": (is_each, "expected one for each message of `after`"),
-    }
-    for name, value in vars(yielded).items():
-        is_right, what = expected.get(name, (False, "there is no such field"))
-        if not is_right:
-            raise InputError(f"generate({name}={value!r:.80}): {what}")
-    return yielded
 
 
 def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:

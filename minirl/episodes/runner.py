@@ -1,7 +1,6 @@
 """Run the functions that write rollouts on the engine, which decodes their turns together.
 
-A function may run in this process (`InProcess`) or in others (`RolloutWorkers`). While it works on its reply, its
-episode waits in the engine, and the engine decodes the others.
+While a function works on its reply (`programs`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
 their keys and values in the engine, unless `leave_engine` frees these.
@@ -9,33 +8,33 @@ their keys and values in the engine, unless `leave_engine` frees these.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Episode, RolloutFunction
+from minirl.episodes.event_loop import event_loop
 from minirl.episodes.generate import Generate
-from minirl.episodes.limits import NO_LIMITS, EpisodeLimits
-from minirl.episodes.program import Ended, Failed, InProcess, Reply
+from minirl.episodes.programs import Ended, Failed, Program, Programs, Reply
 from minirl.episodes.refusals import check_rewards
-from minirl.episodes.rollout_workers import RolloutWorkers
-from minirl.episodes.running import NO_BUDGET, PausedEpisode, RunningEpisode
+from minirl.episodes.running import NO_BUDGET, RunningEpisode
 from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
-from minirl.ranks.process_group import print_here
 from minirl.rollouts import Request, Rollout, RolloutId
-from minirl.workers.failures import Failures
 
 # The longest wait for replies while there is nothing to decode, before rewards get attention.
 WAIT_S = 0.05
+# The limit without --max-turns: some programs would never stop.
+MAX_TURNS = 1000
 # How a tool's result begins if it is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
-# A runner counts: tokens that all episodes sampled; episodes that ended because their function failed; paused ones
-# that started over; appended results of tools, and how many of them are errors, as TRL writes them.
-Counted = Literal["sampled_tokens", "rollout_errors", "restarted", "tool_results", "tool_errors"]
+# A runner counts: tokens that all episodes sampled; appended results of tools, and how many of them are errors, as TRL
+# writes them.
+Counted = Literal["sampled_tokens", "tool_results", "tool_errors"]
 
 
 class EpisodeRunner:
@@ -49,34 +48,32 @@ class EpisodeRunner:
     def __init__(
         self,
         engine: Engine,
-        rollout: RolloutFunction | RolloutWorkers,
+        rollout: RolloutFunction,
         prompts: PromptStream,
         *,
-        limits: EpisodeLimits = NO_LIMITS,
+        max_turns: int = 0,
         reward_names: Collection[str] = (),
-        shows_environment: bool = False,
+        call_timeout: float | None = None,
     ):
-        """rollout: a generator function, see `episode`; in this process, or in others.
+        """rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
 
-        reward_names: the rewards that an episode must give. If it ends at a limit first they are 0, and if its function
-        fails None. shows_environment: whether reward functions ask for `environments`.
+        call_timeout: the most seconds from a turn to the function's next request.
+
+        reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
         """
         self._engine = engine
-        self._host = rollout if isinstance(rollout, RolloutWorkers) else InProcess(rollout)
-        self._name = self._host.name
+        self._programs = Programs(rollout, timeout_s=call_timeout)
+        self._name = self._programs.name
         self._prompts = prompts
-        self._limits = limits
+        self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._shows_environment = shows_environment
-        self._turn_maker = TurnMaker(self._name, prompts, limits)
+        self._turn_maker = TurnMaker(self._name, prompts)
         self._counts: Counter[Counted] = Counter()
-        # Replies of episodes of an earlier process.
-        self._kept_replies: list[tuple[int, Reply]] = []
         # All open episodes; those whose turn waits for the next round's budget.
-        self._running: dict[int, RunningEpisode] = {}
+        self._running: dict[Program, RunningEpisode] = {}
         self._spent: list[RunningEpisode] = []
-        # By branch that the engine has, its episode's number.
-        self._number_of: dict[RolloutId, int] = {}
+        # By branch that the engine has.
+        self._program_of: dict[RolloutId, Program] = {}
         self._ended: list[Rollout] = []
         # Branches of finished episodes that the engine still has.
         self._over: list[RolloutId] = []
@@ -86,8 +83,6 @@ class EpisodeRunner:
         self._budget = NO_BUDGET
         self._weight_version = 0
         self._active_at = 0.0
-        # In the present step.
-        self._failures = Failures(0, are_forgiven=self._host.on_error == "end")
 
     @property
     def running(self) -> list[RunningEpisode]:
@@ -98,9 +93,8 @@ class EpisodeRunner:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
             running = self._make(request)
-            self._running[running.number] = running
+            self._running[running.program] = running
             self._unbegun[request.rollout_id.prompt_ordinal].append(running)
-        self._failures.num_total += len(requests)
 
     def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
         """Let each episode sample up to `budget` tokens. Raises InputError like `Engine.submit`."""
@@ -127,20 +121,34 @@ class EpisodeRunner:
         return not waits or time.monotonic() - self._active_at > self.patience_s
 
     def leave_engine(self) -> None:
-        """Take the episodes out of the engine at the end of a step, and forget its failures."""
+        """Take the episodes out of the engine at the end of a step."""
         for running in self._running.values():
             self._leave(running)
         self._release_over()
-        self._failures = Failures(len(self._running), are_forgiven=self._host.on_error == "end")
+        event_loop().run_slice()  # functions of episodes that ended clean up
+
+    def close(self) -> None:
+        """End all episodes without a rollout, and let their functions clean up."""
+        self._running.clear()
+        self._programs.close_all()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """`close` if the block raises an error."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def step(self) -> list[Rollout]:
         """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
 
         If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
-        function makes a refused request, or fails in another process.
+        function fails or makes a refused request.
         """
         for rollout in self._engine.step():
-            running = self._running[self._number_of[rollout.rollout_id]]
+            running = self._running[self._program_of[rollout.rollout_id]]
             self._take_tokens(running, rollout)
         if self._engine.lacks_room:
             # Episodes that need no more in this round make room for others.
@@ -156,37 +164,6 @@ class EpisodeRunner:
         """Return this count since the last call."""
         return self._counts.pop(counted, 0)
 
-    def restore(self, paused: Sequence[PausedEpisode]) -> None:
-        """Restore episodes of an earlier process: their function runs again, and gets the turns that it got then.
-
-        An episode whose function now does something else starts over, and is counted. Raises RolloutError if the
-        function fails, or makes a refused request.
-        """
-        self._failures.num_total += len(paused)
-        replayed = list(paused)
-        restored = [self._make(one.request) for one in paused]
-        left = {running.number: i for i, running in enumerate(restored)}
-        while left:
-            for number, reply in self._host.replies(WAIT_S):
-                i = left.pop(number)
-                running = restored[i]
-                if len(running.episode.all_turns) == len(replayed[i].asked):
-                    # The function was working on this reply.
-                    self._kept_replies.append((number, reply))
-                elif not self._asks_again(running, replayed[i], reply):
-                    self._note_restart(running)
-                    restored[i] = self._make(paused[i].request)
-                    replayed[i] = PausedEpisode(paused[i].request)
-                    left[restored[i].number] = i
-                elif running.unfinished_turn is None:
-                    left[number] = i
-        for running in restored:
-            self._running[running.number] = running
-            if running.unfinished_turn is not None:
-                self._spent.append(running)
-            elif not running.episode.all_turns:
-                self._unbegun[running.request.rollout_id.prompt_ordinal].append(running)
-
     def _make(self, request: Request) -> RunningEpisode:
         """Call the function for an episode."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
@@ -200,58 +177,14 @@ class EpisodeRunner:
             is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
             truncation=request.truncation,
-            environment={} if self._shows_environment else None,
         )
-        return RunningEpisode(request, episode, self._host.begin(episode))
-
-    def _asks_again(self, running: RunningEpisode, paused: PausedEpisode, reply: Reply) -> bool:
-        """Return whether a function asks for its next turn of an earlier process, after the same tokens.
-
-        It gets the turn if that was finished; else the episode has its tokens. If not, the function is stopped. Raises
-        RolloutError like `restore`.
-        """
-        if isinstance(reply, Failed):
-            raise RolloutError(self._failure(running, reply.why))
-        if not isinstance(reply, Generate):
-            return False
-        place = len(running.episode.all_turns)
-        try:
-            is_same = (
-                reply.digest == paused.asked[place] and self._turn_maker.make(running, reply) is not None
-            )
-        except InputError as error:
-            raise RolloutError(self._failure(running, str(error))) from None
-        if is_same:
-            present, turn = running.present
-            rollout = paused.branches[turn.branch]
-            # A chat template may write the date.
-            before = [*present.request.prompt_ids, *present.branch.tokens, *turn.appended]
-            is_same = rollout.tokens[: len(before)].tolist() == before
-        if not is_same:
-            self._host.close(running.number)
-            return False
-        present.tokens.rollout = rollout
-        if place < len(paused.turns):
-            facts = paused.turns[place]
-            self._finish_turn(running, facts["num_tokens"], facts["finish_reason"])
-        return True
-
-    def _note_restart(self, running: RunningEpisode) -> None:
-        """Count an episode that starts over, and print a note for the first one."""
-        self._counts["restarted"] += 1
-        if self._counts["restarted"] == 1:
-            place = self._turn_maker.place(running.episode)
-            print_here(
-                f"note: {place}: given the same turns as before the resume, it does something else, and "
-                "starts over, see count/restarted; make it a function of its turns and of episode.seed"
-            )
+        return RunningEpisode(request, episode, self._programs.begin(episode))
 
     def _take_replies(self, timeout_s: float) -> bool:
         """Continue the episodes whose functions have replied. Return whether there are any."""
-        kept, self._kept_replies = self._kept_replies, []
-        replies = [*kept, *self._host.replies(0.0 if kept else timeout_s)]
-        for number, reply in replies:
-            self._go_on(self._running[number], reply)
+        replies = self._programs.replies(timeout_s)
+        for program, reply in replies:
+            self._go_on(self._running[program], reply)
         self._release_over()
         return bool(replies)
 
@@ -266,14 +199,13 @@ class EpisodeRunner:
         if isinstance(reply, Generate):
             self._begin_turn(running, reply)
         elif isinstance(reply, Failed):
-            self._fail(running, reply.why)
+            raise self._failure(running, reply.why)
         else:
             try:
                 self._check_end(running.episode, reply)
             except InputError as error:
-                self._fail(running, str(error))
-            else:
-                self._end(running, reply.reason, reply.returned)
+                raise self._failure(running, str(error)) from None
+            self._end(running, reply.reason, reply.returned)
 
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
@@ -281,13 +213,12 @@ class EpisodeRunner:
         try:
             if self._turn_maker.make(running, asked) is not None:
                 self._count_results(asked)
-                limit = self._limits.reached(running.episode, self._host.seconds(running.number)) or ""
+                limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         except InputError as error:
-            self._host.close(running.number)
-            self._fail(running, str(error))
-            return
+            raise self._failure(running, str(error)) from None
         if limit:
-            self._host.close(running.number)
+            self._programs.close(running.program)
+            running.episode.is_closed = True
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
@@ -301,8 +232,8 @@ class EpisodeRunner:
 
     def _check_end(self, episode: Episode, ended: Ended) -> None:
         """Refuse a function that ends without a turn, or with other rewards than the run's."""
-        refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must yield one")
-        given = set(ended.returned).union(*episode.rewards)
+        refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must await one")
+        given = {*ended.returned, *episode.given}
         check_rewards(given, self._reward_names, self._turn_maker.place(episode))
 
     def _count_results(self, asked: Generate) -> None:
@@ -323,7 +254,7 @@ class EpisodeRunner:
             # Of the turn, the part that this round's budget allows.
             limit = min(present.request.max_new_tokens, running.part_start + running.budget)
             requests.append(replace(present.request, sampled=tokens, max_new_tokens=limit))
-            self._number_of[present.request.rollout_id] = running.number
+            self._program_of[present.request.rollout_id] = running.program
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
@@ -343,7 +274,8 @@ class EpisodeRunner:
         """Give a function the turn that it asked for, whose tokens its branch has."""
         _, turn = running.present
         turn.num_tokens, turn.finish_reason = num_tokens, finish_reason
-        self._host.send(running.number, turn)
+        running.episode.take(turn)
+        self._programs.send(running.program, turn)
 
     def _end(
         self,
@@ -358,39 +290,39 @@ class EpisodeRunner:
         episode = running.episode
         episode.drop_unseen()
         if not episode.all_turns:
-            raise RolloutError(self._failure(running, "ended, and hung up before it got any of its turns"))
-        missing = None if finish_reason == "error" else 0.0
-        rewards = dict.fromkeys(self._reward_names, missing) | episode.sum_of_rewards(returned or {})
+            raise self._failure(running, "ended, and hung up before it got any of its turns")
+        rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
         # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
-        ends = self._limits.ends(episode)
+        ends = _branch_ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
             ends[running.branch.branch.number] = finish_reason
         self._ended.append(running.rollout(finish_reason, ends, rewards))
-        del self._running[running.number]
+        del self._running[running.program]
         self._leave(running)
 
     def _leave(self, running: RunningEpisode) -> None:
         """Note the branches of an episode that the engine has for `_release_over`."""
         for branch in running.branches.values():
-            self._number_of.pop(branch.request.rollout_id, None)
+            self._program_of.pop(branch.request.rollout_id, None)
             if branch.is_held:
                 branch.is_held = False
                 self._over.append(branch.request.rollout_id)
 
-    def _fail(self, running: RunningEpisode, why: str) -> None:
-        """End an episode whose function has failed. Raises RolloutError unless the failure is forgiven."""
-        failure = self._failure(running, why)
-        is_forgiven = self._failures.add(failure)
-        if not is_forgiven or not running.episode.all_turns:
-            raise RolloutError(failure)
-        if len(self._failures.messages) == 1:
-            print_here(f"note: {failure}\nThe episode ends there, see count/rollout_errors.")
-        self._counts["rollout_errors"] += 1
-        self._end(running, "error")
-
-    def _failure(self, running: RunningEpisode, why: str) -> str:
+    def _failure(self, running: RunningEpisode, why: str) -> RolloutError:
+        """Return the error that stops the run."""
         num_turns = len(running.episode.all_turns)
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        return escaped(f"rollout {self._name} for the row at {running.episode.row.place}, {when}: {why}")
+        row = running.episode.row
+        return RolloutError(escaped(f"rollout {self._name} for the row at {row.place}, {when}: {why}"))
+
+
+def _branch_ends(episode: Episode) -> dict[int, str]:
+    """Return the finish reasons of an episode's branches, by number, if they end with their last turns."""
+    branches = episode.branches
+    ends = {}
+    for turn in episode.all_turns:
+        is_own_limit = turn.finish_reason == "length" and turn.end < branches[turn.branch].max_tokens
+        ends[turn.branch] = "turn_length" if is_own_limit else turn.finish_reason
+    return ends

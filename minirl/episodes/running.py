@@ -1,93 +1,18 @@
-"""Episodes that are running or paused, with the tokens that the engine returned for them."""
+"""Episodes that are running, with the tokens that the engine returned for them."""
 
-# Cached properties stand for attributes that can be written, which mypy does not know.
-# mypy: disable-error-code="override"
-
-import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch import Tensor
-
-from minirl.data import answers
 from minirl.data.task import is_messages
-from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import as_plain
 from minirl.episodes.episode import Branch, Episode
-from minirl.episodes.turn import Turn
+from minirl.episodes.programs import Program
+from minirl.episodes.turn import BranchTokens, Turn
 from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended, rollout_of
 from minirl.turn_facts import TurnFacts
 
 NO_BUDGET = sys.maxsize
-
-
-@dataclass(slots=True)
-class BranchTokens:
-    """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
-
-    The branch and its turns share it, so that memory holds a branch once and not once per turn.
-    """
-
-    rollout: Rollout | None = None
-
-
-@dataclass(eq=False, kw_only=True)
-class SampledTurn(Turn):
-    """A turn that this process samples. After its end it reads its parts from the tokens of its branch, on demand.
-
-    tokens: the branch's. first, answer_first: where the turn and its message begin in the branch, prompt included.
-    """
-
-    appended: list[int]
-    tokenizer: Tokenizer
-    tokens: BranchTokens
-    first: int
-    answer_first: int
-
-    @functools.cached_property
-    def ids(self) -> list[int]:
-        return self._listed(self._rollout.tokens)
-
-    @functools.cached_property
-    def logprobs(self) -> list[float]:
-        return self._listed(self._rollout.sample_logprobs)
-
-    @functools.cached_property
-    def versions(self) -> list[int]:
-        return self._listed(self._rollout.weight_version)
-
-    @functools.cached_property
-    def text(self) -> str:
-        return self.tokenizer.decode(self._rollout.tokens[self.first : self._last])
-
-    @functools.cached_property
-    def message(self) -> dict[str, Any]:
-        before = self._rollout.tokens[: self.first]
-        message = answers.parsed_answer(self.tokenizer, self.ids, before)
-        self.parse_error = message.get("parse_error")
-        return message
-
-    @functools.cached_property
-    def answer(self) -> str:
-        return self.tokenizer.decode(self._rollout.tokens[self.answer_first : self._last])
-
-    @property
-    def _rollout(self) -> Rollout:
-        """The branch, up to this turn or a later one."""
-        assert self.tokens.rollout is not None, "the turn has not ended"
-        return self.tokens.rollout
-
-    @property
-    def _last(self) -> int:
-        """Where it ends in the branch."""
-        return self.first + self.num_tokens
-
-    def _listed(self, stream: Tensor) -> list[Any]:
-        """The turn's part of a stream of the branch."""
-        part: list[Any] = stream[self.first : self._last].tolist()
-        return part
 
 
 @dataclass
@@ -137,7 +62,7 @@ class RunningBranch:
 class RunningEpisode:
     """An episode between its beginning and the end of its last turn.
 
-    request: the original one of the row's prompt. number: identifies its function's replies.
+    request: the original one of the row's prompt. program: its function, which runs.
     branches: those that have begun, by number.
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
     room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
@@ -146,24 +71,19 @@ class RunningEpisode:
 
     request: Request
     episode: Episode
-    number: int = -1
+    program: Program
     branches: dict[int, RunningBranch] = field(default_factory=dict)
-    turn: SampledTurn | None = None
+    turn: Turn | None = None
     branch: RunningBranch | None = None
     part_start: int = 0
     budget: int = NO_BUDGET
 
     @property
-    def present(self) -> tuple[RunningBranch, SampledTurn]:
+    def present(self) -> tuple[RunningBranch, Turn]:
         """The turn that the function asks for, and its branch."""
         assert self.branch is not None, "there is no room for it"
         assert self.turn is not None, "there is no room for it"
         return self.branch, self.turn
-
-    @property
-    def unfinished_turn(self) -> SampledTurn | None:
-        """The turn that the function waits for; None while it works on its reply."""
-        return None if self.turn is None or self.turn.finish_reason else self.turn
 
     def rollout(
         self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
@@ -197,17 +117,3 @@ class RunningEpisode:
 def plain_facts(turn: Turn) -> TurnFacts:
     """Return what is stored of a turn: of messages what JSON holds."""
     return TurnFacts(**{**turn.to_json(), "inserted": as_plain(turn.inserted)})
-
-
-@dataclass(frozen=True)
-class PausedEpisode:
-    """A paused episode of an earlier process.
-
-    request: see `EpisodeRunner.begin`. branches: by number, as the engine last returned them. turns: `TurnFacts` of the
-    finished ones, as JSON. asked: `Turn.asked` of all its turns, the unfinished one, if there is one, last.
-    """
-
-    request: Request
-    branches: Mapping[int, Rollout] = field(default_factory=dict)
-    turns: Sequence[Mapping[str, Any]] = ()
-    asked: Sequence[str] = ()

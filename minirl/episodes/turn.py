@@ -1,31 +1,95 @@
-"""A turn of an episode, as its function sees it. Standard library only."""
+"""A turn of an episode. After its end it reads its parts from the tokens of its branch, on demand."""
 
-from collections.abc import Sequence
+# Cached properties stand for attributes that can be written, which mypy does not know.
+# mypy: disable-error-code="override"
+
+import functools
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from minirl.data import answers
+from minirl.data.tokenizer import Tokenizer
+from minirl.rollouts import Rollout
 from minirl.turn_facts import TurnFacts
 
 
+@dataclass(slots=True)
+class BranchTokens:
+    """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
+
+    The branch and its turns share it, so that memory holds a branch once and not once per turn.
+    """
+
+    rollout: Rollout | None = None
+
+
+@dataclass(eq=False, kw_only=True)
 class Turn(TurnFacts):
     """A turn that a function asked for: appended tokens, then sampled ones.
 
-    appended: the token ids that were appended before it.
-    ids: the sampled ones, including the stop token. logprobs: theirs when they were sampled. versions: of the weights
-    that sampled them.
-    text: that of the ids, without special tokens.
-    message: content, and reasoning and calls of tools, if any; see `data.answers`. Raises InputError if the form of the
-    model's calls is unknown.
-    answer: the text of the turn's message, up to the end of the turn, without special tokens. It holds everything
-    sampled, or appended as text or ids, since the last messages.
-    begun: if it is the first turn of its branch, in another process than the engine's: `prompt_ids` and `max_tokens`
-    of the branch.
+    appended: the token ids that were appended before it. tokens: the branch's. first, answer_first: where the turn and
+    its message begin in the branch, prompt included.
     """
 
     appended: list[int]
-    ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    text: str
-    message: dict[str, Any]
-    answer: str
-    begun: Sequence[Any] | None = None
+    tokenizer: Tokenizer
+    tokens: BranchTokens
+    first: int
+    answer_first: int
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """The sampled token ids, including the stop token."""
+        return self._listed(self._rollout.tokens)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float]:
+        """The sampled tokens' logprobs, when they were sampled."""
+        return self._listed(self._rollout.sample_logprobs)
+
+    @functools.cached_property
+    def versions(self) -> list[int]:
+        """The versions of the weights that sampled the tokens."""
+        return self._listed(self._rollout.weight_version)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The text of the sampled ids, without special tokens."""
+        return self.tokenizer.decode(self._rollout.tokens[self.first : self._last])
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """The content, and reasoning and calls of tools, if any; see `data.answers`.
+
+        Raises InputError if the form of the model's calls is unknown.
+        """
+        before = self._rollout.tokens[: self.first]
+        message = answers.parsed_answer(self.tokenizer, self.ids, before)
+        self.parse_error = message.get("parse_error")
+        return message
+
+    @functools.cached_property
+    def answer(self) -> str:
+        """The text of the turn's message, up to the end of the turn, without special tokens.
+
+        It holds everything sampled, or appended as text or ids, since the last messages.
+        """
+        return self.tokenizer.decode(self._rollout.tokens[self.answer_first : self._last])
+
+    @property
+    def _rollout(self) -> Rollout:
+        """The branch, up to this turn or a later one."""
+        assert self.tokens.rollout is not None, "the turn has not ended"
+        return self.tokens.rollout
+
+    @property
+    def _last(self) -> int:
+        """Where it ends in the branch."""
+        return self.first + self.num_tokens
+
+    def _listed(self, stream: Tensor) -> list[Any]:
+        """The turn's part of a stream of the branch."""
+        part: list[Any] = stream[self.first : self._last].tolist()
+        return part

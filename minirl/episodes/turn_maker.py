@@ -6,24 +6,23 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.generate import Generate
-from minirl.episodes.limits import EpisodeLimits
-from minirl.episodes.running import RunningBranch, RunningEpisode, SampledTurn
+from minirl.episodes.running import RunningBranch, RunningEpisode
+from minirl.episodes.turn import Turn
 from minirl.errors import refuse
 
 
 class TurnMaker:
     """Makes the turns that one function asks for; refuses impossible ones naming function and row."""
 
-    def __init__(self, function: str, prompts: PromptStream, limits: EpisodeLimits):
+    def __init__(self, function: str, prompts: PromptStream):
         self._function = function
         self._prompts = prompts
-        self._limits = limits
 
     def place(self, episode: Episode) -> str:
         """Return how messages name an episode."""
         return f"{self._function}(episode), for the row at {episode.row.place}"
 
-    def make(self, running: RunningEpisode, asked: Generate) -> SampledTurn | None:
+    def make(self, running: RunningEpisode, asked: Generate) -> Turn | None:
         """Set the turn of an episode and its branch; return None if the turn has no room.
 
         Raises InputError.
@@ -43,25 +42,21 @@ class TurnMaker:
                 f"{self._function}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        # If nothing more may be sampled the episode ends, unless it had this turn before.
-        room_to_sample = max(1, self._limits.room_to_sample(episode))
         present.request = replace(
             present.request,
-            max_new_tokens=start + min(room, room_to_sample, asked.max_tokens or room),
+            max_new_tokens=start + min(room, asked.max_tokens or room),
             holds=True,
             stop=asked.stop,
             turn_start=start,
-            truncation=running.request.truncation._replace(**asked.truncation).checked(),
         )
         num_before = len(branch.prompt_ids)
         inserted = asked.inserted
         # Its message begins after the last messages.
         earlier = (turn.start for turn in reversed(branch.turns) if turn.inserted)
-        running.turn = SampledTurn(
+        running.turn = Turn(
             start,
             branch=branch.number,
             inserted=inserted,
-            asked=asked.digest,
             appended=new_ids,
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
             tokens=present.tokens,
@@ -76,16 +71,16 @@ class TurnMaker:
         if number in running.branches:
             return running.branches[number]
         request = running.request
+        branch = running.episode.branches[number]
         if number != 0:
             place = self.place(running.episode)
-            prompt_ids = self._prompts.branch_ids(asked.prompt, place, tools=asked.tools)
+            prompt_ids = self._prompts.branch_ids(branch.prompt, place, tools=branch.tools)
             branch_id = request.rollout_id._replace(branch=number)
             request = self._prompts.request(branch_id, prompt_ids, request.temperature)
             if request.max_new_tokens < 1:
                 is_first = not running.episode.all_turns
                 refuse(is_first, f"{place}: the prompt of its first turn leaves no room for it")
                 return None
-        branch = running.episode.branch_of(asked)
         branch.prompt_ids, branch.max_tokens = list(request.prompt_ids), request.max_new_tokens
         running.branches[number] = RunningBranch(request, branch)
         return running.branches[number]

@@ -23,13 +23,13 @@ def decode(model: Transformer, tokens: Tensor, layout: DecodeLayout, sampling: S
 def sample_packed(
     model: Transformer, hidden: Tensor, positions: Tensor, sampling: Sequence[Tensor]
 ) -> Tensor:
-    """The results of `sample` from hidden states [B, D], as int32 [2 + W, B] for one download.
+    """The results of `sample` from hidden states [B, D], as int32 [2, B] for one download.
 
-    Tokens [B], the bits of their logprobs [B] in fp32, and the columns of kept_ids [B, W].
+    Tokens [B], and the bits of their logprobs [B] in fp32.
     positions int64 [B]: those of the sampled tokens. sampling: see `RunningRequests.sampling`; on the device.
     """
     keys, temperature, *truncation = sampling
-    tokens, logprobs, kept_ids = sample(
+    tokens, logprobs = sample(
         hidden,
         model.lm_head.weight,
         keys=keys,
@@ -39,6 +39,4 @@ def sample_packed(
     )
     bits = logprobs.float().view(torch.int32)
     packed = torch.stack([tokens.int(), bits])
-    if kept_ids.shape[1]:
-        packed = torch.cat([packed, kept_ids.T])
     return packed

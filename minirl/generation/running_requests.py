@@ -11,7 +11,6 @@ from torch import Tensor
 from minirl.rollouts import (
     NO_TOKENS,
     Completion,
-    KeptIds,
     Request,
     Rollout,
     StopTest,
@@ -27,8 +26,7 @@ class RunningRequests:
 
     rows int64 [n]: the rows of the running requests, oldest first. The other arrays are indexed by row:
     prompt_lengths, limits int64: tokens of the prompt, and `max_new_tokens` of the present turn
-    keys int64, temperatures fp32; top_ks int64, top_ps and min_ps fp64 (the fields of `Truncation`): for sampling the
-    present turn
+    keys int64, temperatures fp32; top_ks int64, top_ps fp64 (the fields of `Truncation`): for sampling
     past_requests int64: how many requests had this row before, to tell their unread tokens from the present one's
     token_index int64: the index of its newest token among those that the engine keeps on the device
     counts int64: how many tokens after the prompt the host has read. With asynchronous decoding one more may have been
@@ -47,7 +45,6 @@ class RunningRequests:
         self.temperatures = torch.zeros(num_rows)
         self.top_ks = torch.zeros(num_rows, dtype=torch.int64)
         self.top_ps = torch.zeros(num_rows, dtype=torch.float64)
-        self.min_ps = torch.zeros(num_rows, dtype=torch.float64)
         self.token_index = torch.zeros(num_rows, dtype=torch.int64)
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
         self.past_requests = torch.zeros(num_rows, dtype=torch.int64)
@@ -56,9 +53,6 @@ class RunningRequests:
         self._logprobs = torch.zeros(num_rows, 0)
         self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
         self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
-        self._num_kept = torch.zeros(num_rows, 0, dtype=torch.int32)
-        # [rows, columns, width]: the tokens that each one was sampled among, `_num_kept` of them.
-        self._kept_ids = torch.zeros(num_rows, 0, 0, dtype=torch.int32)
         # The stop tokens of all requests so far, and whether one had stop strings; each request has its own.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_strings = False
@@ -80,19 +74,18 @@ class RunningRequests:
         temperatures, top_ks = self.temperatures[rows], self.top_ks[rows]
         tensors = [self.keys[rows], temperatures]
         if top_ks.any() and temperatures.any():
-            tensors += [top_ks, self.top_ps[rows], self.min_ps[rows]]
+            tensors += [top_ks, self.top_ps[rows]]
         return tensors
 
     def admit(self, request: Request, row: int) -> None:
         """Give a request a row, with the tokens that it has so far. The next turn of one that has a row replaces it."""
-        kept = request.sampled.kept.rows()
-        self._make_room(row, request.max_new_tokens, max(request.truncation.top_k, kept.shape[1]))
+        self._make_room(row, request.max_new_tokens)
         self.requests[row] = request
         self.prompt_lengths[row] = len(request.prompt_ids)
         self.limits[row] = request.max_new_tokens
         self.keys[row] = request.key
         self.temperatures[row] = request.temperature
-        self.top_ks[row], self.top_ps[row], self.min_ps[row] = request.truncation
+        self.top_ks[row], self.top_ps[row] = request.truncation
         count = len(request.sampled)
         self.counts[row] = count
         if count:
@@ -100,8 +93,6 @@ class RunningRequests:
             self._logprobs[row, :count] = request.sampled.logprobs
             self._weight_versions[row, :count] = request.sampled.weight_versions
             self._is_sampled[row, :count] = request.sampled.is_sampled
-            self._num_kept[row, :count] = request.sampled.kept.counts
-            self._kept_ids[row, :count, : kept.shape[1]] = kept
         self._stop_ids |= request.stop_ids
         self._has_stop_strings |= bool(request.stop)
 
@@ -129,7 +120,7 @@ class RunningRequests:
 
         With asynchronous decoding, a request's previous token may have been its last: then this one is dropped.
         """
-        tokens, logprobs, kept_ids = pending.read()
+        tokens, logprobs = pending.read()
         is_wanted = self.past_requests[pending.rows] == pending.past_requests
         rows = pending.rows[is_wanted]
         tokens = tokens[is_wanted]
@@ -138,11 +129,6 @@ class RunningRequests:
         self._logprobs[rows, index] = logprobs[is_wanted]
         self._weight_versions[rows, index] = pending.weight_version
         self._is_sampled[rows, index] = True
-        self._num_kept[rows, index] = 0
-        if kept_ids.shape[1]:
-            kept_ids = kept_ids[is_wanted, : self._kept_ids.shape[2]]
-            self._num_kept[rows, index] = (kept_ids >= 0).sum(1, dtype=torch.int32)
-            self._kept_ids[rows, index, : kept_ids.shape[1]] = kept_ids
         self.counts[rows] += 1
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
@@ -204,13 +190,12 @@ class RunningRequests:
             self._is_sampled[part],
             self._logprobs[part],
             self._weight_versions[part],
-            KeptIds.of_rows(self._kept_ids[part], self._num_kept[part]),
         )
 
-    def _make_room(self, row: int, num_columns: int, num_kept: int) -> None:
-        """Grow the arrays if they lack this row, and the matrices if they have fewer columns or keep fewer ids."""
-        num_rows, num_old_columns, num_old_kept = self._kept_ids.shape
-        if row < num_rows and num_columns <= num_old_columns and num_kept <= num_old_kept:
+    def _make_room(self, row: int, num_columns: int) -> None:
+        """Grow the arrays if they lack this row, and the matrices if they have fewer columns."""
+        num_rows, num_old_columns = self._tokens.shape
+        if row < num_rows and num_columns <= num_old_columns:
             return
         if row >= num_rows:
             num_rows = max(row + 1, 2 * num_rows)
@@ -220,7 +205,7 @@ class RunningRequests:
         num_used = int(self.counts.max())
         for name, array in vars(self).items():
             if isinstance(array, Tensor) and name != "rows":
-                shape = (num_rows, num_columns, max(num_kept, num_old_kept))[: array.ndim]
+                shape = (num_rows, num_columns)[: array.ndim]
                 setattr(self, name, _grown(array, shape, num_used))
 
 
@@ -255,8 +240,8 @@ class PendingTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for the copy; returns tokens int64 [B], logprobs fp32 [B] and kept ids int32 [B, W]."""
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Wait for the copy; returns tokens int64 [B] and logprobs fp32 [B]."""
         self.wait()
-        tokens, logprobs = self._sampled[:2]
-        return tokens.long(), logprobs.view(torch.float32), self._sampled[2:].T
+        tokens, logprobs = self._sampled
+        return tokens.long(), logprobs.view(torch.float32)

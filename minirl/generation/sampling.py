@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import device_kernels
-from minirl.model.batch_invariance import head_logits
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax, mask_left_out
-from minirl.truncation import MAX_KEPT
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax
+from minirl.truncation import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1
@@ -95,8 +93,9 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     # that one block. A cumulative sum over the whole vocabulary would be a second fp64 tensor [B, V]. The
     # uniform is scaled by the sum of all probabilities, which rounding makes differ from 1.
     num_missing = -vocab_size % CDF_BLOCK
-    padded = F.pad(logprobs, (0, num_missing), value=-torch.inf)
-    probs = padded.double().exp_().view(batch_size, -1, CDF_BLOCK)
+    padded = logprobs.new_full((batch_size, vocab_size + num_missing), -torch.inf, dtype=torch.float64)
+    padded[:, :vocab_size] = logprobs
+    probs = padded.exp_().view(batch_size, -1, CDF_BLOCK)
     block_ends = probs.sum(-1).cumsum(-1)  # the cdf at the end of each block, [B, V / CDF_BLOCK]
     target = uniform[:, None] * block_ends[:, -1:]
     block = _first_above(block_ends, target)
@@ -133,65 +132,52 @@ def sample(
     temperature: Tensor,
     truncation: Sequence[Tensor] = (),
     vocab_chunk: int = VOCAB_CHUNK,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
 
     keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
     likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
-    top_k int64 [B], top_p and min_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the
-    vocabulary per product with the head (on CUDA: all).
-
-    Also returns the tokens that the truncated distributions kept, see `truncate`; int32 [B, 0] without `truncation`.
+    top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the vocabulary per
+    product with the head (on CUDA: all).
     """
     uniform = uniforms(keys, positions)
-    kept_ids = hidden.new_empty(len(hidden), 0, dtype=torch.int32)
-    is_fused = device_kernels.are_used(head.device)
-    if is_fused:
-        logits = head_logits(hidden, head)
-    else:
-        divisor = divisor_of(temperature)
+    is_on_cpu = hidden.device.type == "cpu"
+    divisor = divisor_of(temperature)
+    if is_on_cpu:
         logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
+    else:
+        logits = chunk_logits(hidden, head, divisor)
     if truncation:
-        if is_fused:
-            logits.div_(divisor_of(temperature))
-        kept_ids = truncate(logits, temperature, *truncation)
+        truncate(logits, temperature, *truncation)
         # The logits are divided; 0 still takes the likeliest token.
         temperature = (temperature > 0).float()
-    if is_fused:
-        from minirl.kernels.fused_sampling import sample_logits
-
-        return *sample_logits(logits, temperature, uniform), kept_ids
-    logit_chunks = [chunk.contiguous() for chunk in logits.split(vocab_chunk, -1)]
-    if len(logit_chunks) == 1:
-        logprobs = log_softmax(logits, None)
-    else:
-        chunk_totals = torch.stack([chunk.logsumexp(-1) for chunk in logit_chunks], -1)
-        logprobs = log_softmax(logits, chunk_totals)
+    chunk_totals = None
+    if is_on_cpu and logits.shape[1] > vocab_chunk:
+        logit_chunks = logits.split(vocab_chunk, -1)
+        chunk_totals = torch.stack([chunk.contiguous().logsumexp(-1) for chunk in logit_chunks], -1)
+    logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
     is_greedy = temperature == 0
-    if is_greedy.any():
+    if not is_on_cpu or is_greedy.any():  # the host does not wait for a device
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])
-    return tokens, token_logprobs[:, 0], kept_ids
+    return tokens, token_logprobs[:, 0]
 
 
-def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the ids int32 [B, W] that truncation keeps, and set the other logits fp32 [B, V] to -inf.
+def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """Set the logits fp32 [B, V] of tokens that may not be sampled to -inf, as transformers' processors do.
 
-    The logits are divided by the temperature; the last three arguments [B] are the fields of `Truncation`; W is
-    MAX_KEPT, or V if that is less. A row's ids begin with the likeliest, and -1 follows the last; a row of temperature
-    0 keeps all tokens and has no ids. The rules and their order are those of transformers' logits processors.
+    The logits are divided by the temperature; top_k and top_p [B] are the fields of `Truncation`. A row of top_k 0 or
+    temperature 0 keeps all tokens.
     """
-    width = min(MAX_KEPT, logits.shape[1])
+    width = min(MAX_TOP_K, logits.shape[1])
     top_logits, ids = logits.topk(width)
-    place = torch.arange(width, device=logits.device)
-    is_kept = (place < top_k[:, None]) & (temperature > 0)[:, None]
+    is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
     share_before = probs.cumsum(-1) - probs
     # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.
     is_kept &= (share_before < top_p[:, None]) | (top_p[:, None] == 1)
-    is_kept &= probs >= min_p[:, None] * probs[:, :1]
-    kept_ids = ids.masked_fill(~is_kept, -1)
-    mask_left_out(logits, kept_ids)
-    return kept_ids.int()
+    is_left_out = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
+    is_left_out &= ((top_k > 0) & (temperature > 0))[:, None]
+    logits.masked_fill_(is_left_out, -torch.inf)

@@ -1,4 +1,4 @@
-"""Where the kernels of `minirl.kernels`, and those of optional packages, replace operations of torch."""
+"""Where kernels of optional packages replace operations of torch."""
 
 import functools
 import importlib
@@ -6,11 +6,6 @@ import importlib
 import torch
 
 from minirl.ranks.process_group import print0
-
-
-def are_used(device: torch.device) -> bool:
-    """Return whether tensors on `device` go through Triton kernels: on every device except the CPU."""
-    return device.type != "cpu"
 
 
 def may_be_of_packages(device: torch.device, dtype: torch.dtype) -> bool:

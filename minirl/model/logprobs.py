@@ -10,9 +10,8 @@ from minirl.model import batch_invariance
 
 # Tokens of a vocabulary chunk on the CPU, whose logits are one product with the head and fit the caches.
 VOCAB_CHUNK = 2048
-# On CUDA, the logits that exist at the same time: 256 MiB in fp32. In backward their gradient exists beside them, in
-# the head's dtype; then they are freed.
-MAX_LOGITS = 1 << 26
+# Logits of a vocabulary chunk on CUDA: 128 MiB in fp32. In backward there are up to four tensors of this size.
+MAX_LOGITS = 1 << 25
 MIN_WIDTH = 512  # of a chunk on CUDA, even for very many tokens
 
 
@@ -44,22 +43,6 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
     if chunk_totals is None:
         return torch.log_softmax(logits, -1)
     return logits - chunk_totals.logsumexp(-1, keepdim=True)
-
-
-def mask_left_out(logits: Tensor, kept_ids: Tensor | None, first: int = 0) -> Tensor:
-    """Set the logits [T, W] of tokens outside of a truncated distribution to -inf, in place; return the logits.
-
-    kept_ids int64 [T, K]: the kept tokens, -1 after a row's last one; a row without any keeps all tokens, and so do all
-    rows if it is None. first: the first token of the W.
-    """
-    if kept_ids is None:
-        return logits
-    width = logits.shape[1]
-    index, is_in_chunk = index_in_chunk(kept_ids - first, width)
-    # The last column is for kept tokens outside of the W.
-    is_left_out = (kept_ids[:, :1] >= 0).repeat(1, width + 1)
-    is_left_out.scatter_(1, torch.where(is_in_chunk, index, width), False)
-    return logits.masked_fill_(is_left_out[:, :width], -torch.inf)
 
 
 def chunked_entropies(chunk_totals: Tensor, chunk_entropies: Tensor) -> Tensor:

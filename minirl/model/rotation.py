@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minirl.model import device_kernels
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig, Rope
 
@@ -66,11 +65,6 @@ def rotate_pair(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tenso
     width = rotation.cos.shape[-1]
     if width == 0 and rotation.query_scale is None:
         return q, k
-    is_plain = width == q.shape[-1] and not rotation.is_interleaved and rotation.query_scale is None
-    if is_plain and device_kernels.are_used(q.device):
-        from minirl.kernels.fused_rotation import FusedRotation
-
-        return FusedRotation.apply(q, k, rotation.cos, rotation.sin)
     return rotate(q, rotation, rotation.query_scale), rotate(k, rotation)
 
 

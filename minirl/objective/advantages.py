@@ -1,9 +1,8 @@
 """Advantages from rewards, as pure functions of tensors.
 
-Rewards of whole sequences are [P, G]: P groups of G rollouts of one prompt. With branches they are [P, G, B], and the
-n-th branch is compared with the n-th branches of the group's other rollouts. Rewards of tokens are streams [M] over the
-tokens that the policy sampled, one sequence after another. `mean_and_variance`, `whiten` and `explained_variance`
-communicate, because they cover the tokens of all ranks; the other functions do not.
+Rewards of rollouts are [P, G]: P groups of G rollouts of one prompt. Rewards of tokens are streams [M] over the tokens
+that the policy sampled, one sequence after another. `mean_and_variance`, `whiten` and `explained_variance` communicate,
+because they cover the tokens of all ranks; the other functions do not.
 """
 
 import torch
@@ -30,17 +29,16 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
 def are_equal(rewards: Tensor) -> Tensor:
     """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
 
-    With branches, [P, G, B] gives [P, B]. NaN rewards are left out.
+    NaN rewards are left out.
     """
     is_missing = rewards.isnan()
     lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
     highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
-    is_equal = highest <= lowest
-    return is_equal if is_equal.dim() == 1 else is_equal.all(1)
+    return highest <= lowest
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
-    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm; with branches, [P, G, B].
+    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -55,11 +53,6 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
     exactly 0. A NaN reward is left out of all statistics and gets 0.
     """
-    if rewards.dim() == 3:
-        of_branches = [
-            group_advantages(own, baseline=baseline, norm=norm, eps=eps) for own in rewards.unbind(2)
-        ]
-        return torch.stack(of_branches, 2)
     if rewards.isnan().any():
         return _advantages_of_scored(rewards, baseline=baseline, norm=norm, eps=eps)
     if isinstance(baseline, Tensor):
@@ -106,21 +99,17 @@ def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str,
     return advantages.masked_fill(advantages.isnan(), 0.0)
 
 
-def select_groups(accuracy: Tensor, count: int) -> tuple[list[int], int]:
-    """Select `count` of P groups to train on, given the accuracies [P, G] of their rollouts.
+def select_groups(is_equal: Tensor, count: int) -> list[int]:
+    """Select `count` of P groups to train on; returns their indices, ascending. is_equal bool [P]: see `are_equal`.
 
-    Takes the first groups whose accuracies differ, then, if these are too few, the first of the others. Returns the
-    indices of the selected groups in ascending order, and how many of them have equal accuracies.
+    Takes the first groups with a signal, then, if these are too few, the first of the others.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). Pass accuracies, not rewards with a length penalty,
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It judges accuracies, not rewards with a length penalty,
     which would make the rollouts of every group differ.
     """
-    is_equal = are_equal(accuracy)
     # A stable sort of 0 and 1 keeps the order within both kinds of groups.
     by_preference = torch.argsort(is_equal.int(), stable=True)
-    selected = sorted(by_preference[:count].tolist())
-    num_equal = int(is_equal[selected].sum())
-    return selected, num_equal
+    return sorted(by_preference[:count].tolist())
 
 
 def gae(
@@ -162,19 +151,13 @@ def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
     return gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
 
 
-def token_rewards(
-    scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float, of_turns: Tensor | None = None
-) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
     """Rewards [M] of policy tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
 
     kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without policy tokens is
-    dropped. of_turns [M]: the parts of the scores that earlier tokens get; the last token gets the rest.
+    dropped.
     """
     rewards = -kl_coef * kl
-    if of_turns is not None:
-        rewards = rewards + of_turns
-        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
-        scores = scores.index_add(0, sequences, of_turns, alpha=-1)
     has_tokens = lengths > 0
     last_tokens = lengths.cumsum(0)[has_tokens] - 1
     rewards[last_tokens] += scores[has_tokens]

@@ -32,7 +32,6 @@ COLUMNS = (
     ("gap", "policy/logp_gap_max", ".0e"),
     ("kl", "policy/kl_ref_k3", "5.3f"),
     ("kl", "teacher/kl_k1", "5.3f"),
-    ("kl", "teacher/kl", "5.3f"),
     ("ent", "policy/entropy", "4.2f"),
     ("ev", "value/explained_var", "5.2f"),
     ("len", "len/mean", "4.0f"),
@@ -175,19 +174,14 @@ def rollout_records(
     functions: Iterable[str],
     *,
     views: Sequence[Mapping[str, Any]] = (),
-    of_branches: Mapping[str, Tensor] | None = None,
     **columns: Tensor,
 ) -> list[dict[str, Any]]:
     """The records of this rank's N rollouts, JSON values, as in rollouts/*.jsonl. Not collective.
 
     functions: the names of the K rewards of `rewarded`. views: the rollouts' texts (`view_of`), if any are written.
-    columns: further numbers [N] of the rollouts. of_branches: numbers [M] of their M branches, end to end; written of
-    rollouts with several.
+    columns: further numbers [N] of the rollouts.
     """
     numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
-    of_next_branch = {
-        name: iter(_json_numbers(column.tolist())) for name, column in (of_branches or {}).items()
-    }
     rewards = _json_numbers(rewarded.rewards.tolist())
     records = []
     for i, rollout in enumerate(rewarded.rollouts):
@@ -201,13 +195,11 @@ def rollout_records(
             "num_tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
         }
-        branches = []
-        for branch in rollout.branches:
-            own_numbers = {name: next(values) for name, values in of_next_branch.items()}
-            facts = {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
-            branches.append(facts | own_numbers)
         if rollout.earlier:
-            record["branches"] = branches
+            record["branches"] = [
+                {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
+                for branch in rollout.branches
+            ]
         if views and views[i]:
             record |= views[i]
         records.append(record)

@@ -144,11 +144,9 @@ def add_rollouts(
     rollouts: Sequence[Rollout],
     *,
     grouped_rewards: Tensor,
-    branch_rewards: Tensor,
 ) -> None:
     """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
 
-    branch_rewards [P, G, B]: those of their branches, which decide whether a group has a signal.
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
@@ -179,7 +177,7 @@ def add_rollouts(
         metrics.add("reward/std", scored.std())
     group_size = grouped_rewards.shape[1]
     if group_size > 1:
-        metrics.add("reward/frac_equal_groups", are_equal(branch_rewards).double().mean())
+        metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
 
 
 def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
@@ -213,7 +211,7 @@ def add_staleness(
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [N]: for all ranks' branches, the same on every rank. rank_of: `UpdatePlan.rank_of`.
+    num_loss_tokens int64 [S]: of all ranks' sequences, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
     is_skipped = torch.tensor([rank is None for rank in rank_of])
     num_skipped = num_loss_tokens[is_skipped].sum()
@@ -264,12 +262,9 @@ def add_tokens(
         for estimator in ("k1", "k3"):
             kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
             metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
-    name, kl_to_teacher = "teacher/kl", micro.teacher_kl
     if micro.teacher_logprobs is not None:
-        name, kl_to_teacher = "teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")
-    if kl_to_teacher is not None:
-        metrics.add_values(name, kl_to_teacher[index])
-        metrics.add_values("teacher/frac", ~kl_to_teacher[index].isnan())
+        kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")
+        metrics.add_values("teacher/kl_k1", kl_to_teacher[index])
     if sampled_version is not None:
         add_gap(metrics, micro, logprobs, version=sampled_version)
 

@@ -8,8 +8,8 @@ Text prompts come with text completions, chat prompts with the messages after th
 `[{"role": "assistant", "content": text}]`.
 
 A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (unless the
-data has a field of this name); `rewards_given`, the episode's own rewards by name; `environments`, objects with the
-final attributes of those of --environment; `episodes`, objects with everything else (`episode_facts`).
+data has a field of this name); `rewards_given`, the episode's own rewards by name; `environments`, the objects of
+--environment; `episodes`, objects with everything else (`episode_facts`).
 With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
@@ -25,11 +25,9 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
-from minirl.errors import InputError, RewardError
-from minirl.ranks.time_account import spent_on
-from minirl.rewards.reward_adapter import call_reward
-from minirl.rewards.reward_workers import RewardWorkers, named_completion
-from minirl.rewards.values import validate_rewards
+from minirl.errors import InputError, RewardError, escaped
+from minirl.rewards.values import Answers, validate_rewards
+from minirl.rewards.worker import call_reward
 from minirl.rollouts import Rollout
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
@@ -38,7 +36,7 @@ OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 class OverlongPenalty:
-    """A reward function that penalises long completions, and each branch of a rollout that has several.
+    """A reward function that penalises long completions.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
     there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
@@ -55,9 +53,9 @@ class OverlongPenalty:
             rewards.append(min(0.0, max(-1.0, tokens_before_penalty / self._buffer)))
         return rewards
 
-    def of_branches(self, rollout: Rollout) -> list[float]:
-        """The penalty of each branch; the rollout's is their sum."""
-        return self([branch.tokens[branch.num_prompt_tokens :].tolist() for branch in rollout.branches])
+    def of_rollout(self, rollout: Rollout) -> float:
+        """The sum of its branches' penalties: `limit` is that of each."""
+        return sum(self([branch.tokens[branch.num_prompt_tokens :].tolist() for branch in rollout.branches]))
 
 
 class EpisodeReward:
@@ -69,33 +67,6 @@ class EpisodeReward:
 
     def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
         return [rewards.get(self.reward_name) for rewards in rewards_given]
-
-    def of_branches(self, rollout: Rollout) -> list[float]:
-        """Return the rewards given at the turns of each branch."""
-        given = {branch.rollout_id.branch: 0.0 for branch in rollout.branches}
-        for turn in rollout.episode.turns:
-            given[turn.branch] += turn.rewards.get(self.reward_name, 0.0)
-        return list(given.values())
-
-
-def branch_rewards(
-    functions: Mapping[str, RewardFunction], rollouts: Sequence[Rollout], rewards: Tensor
-) -> Tensor:
-    """The rewards fp64 [M, K] of the M branches of N rollouts, end to end. rewards [N, K]: the rollouts'.
-
-    A branch has its rollout's rewards, except those that belong to another branch alone: rewards at that one's turns,
-    and the penalty of its length.
-    """
-    if not any(rollout.earlier for rollout in rollouts):
-        return rewards
-    rows = []
-    for rollout, row in zip(rollouts, rewards, strict=True):
-        own = torch.zeros(len(rollout.branches), len(functions), dtype=torch.float64)
-        for k, function in enumerate(functions.values()):
-            if isinstance(function, EpisodeReward | OverlongPenalty):
-                own[:, k] = torch.tensor(function.of_branches(rollout), dtype=torch.float64)
-        rows.append(row - (own.sum(0) - own))
-    return torch.cat(rows)
 
 
 def functions_and_weights(
@@ -159,11 +130,6 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
     return named.intersection(EPISODE_ARGUMENTS)
 
 
-def judges_groups(function: RewardFunction) -> bool:
-    """Return whether the function gets all rollouts of a prompt together."""
-    return "episodes" in asked_of_episodes([function])
-
-
 def _instead_of(name: str) -> str:
     """Return the fix for an argument of TRL's reward functions that minirl lacks; "" for other names."""
     if name == "environments":
@@ -224,7 +190,7 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
     """Return a rollout's entry of `episodes`, as JSON; functions get it as an object.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
-    finish_reason. turns: text, num_tokens, finish_reason and rewards of each; empty if no episode made the rollout.
+    finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
     rewards: by name, all that the episode gave, None for one that does not apply.
     """
     row = prompts.row(rollout.rollout_id.prompt_ordinal)
@@ -239,7 +205,6 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
                 "text": prompts.tokenizer.decode(branch.tokens[start : start + turn.num_tokens]),
                 "num_tokens": turn.num_tokens,
                 "finish_reason": turn.finish_reason,
-                "rewards": dict(turn.rewards),
             }
         )
     return {
@@ -253,45 +218,27 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
     }
 
 
-def _shaped(row: Row, text: str) -> Any:
-    """Return a completion as functions get it: text, or the message of a chat."""
-    is_chat = not isinstance(row.prompt, str)
-    return [{"role": "assistant", "content": text}] if is_chat else text
-
-
-@spent_on("wait_rewards")
-def compute_rewards(
-    function: RewardFunction,
-    rows: Sequence[Row],
-    *,
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    of_episodes: Mapping[str, list[Any]] | None = None,
+def judged(
+    function: RewardFunction, arguments: Mapping[str, Any], rows: Sequence[Row], texts: Sequence[str]
 ) -> list[float | None]:
-    """Return the rewards of this rank's N completions, one of each row's prompt. Not collective.
+    """Call a function in this process, for N completions; see `checked_rewards`. The function's errors pass through."""
+    answers = validate_rewards(call_reward(function, arguments), len(texts))
+    return checked_rewards(getattr(function, "__name__", str(function)), answers, rows, texts)
 
-    A reward is None where the function says that it does not apply, and NaN where the function failed in its
-    worker process and `--on-reward-error zero` forgives the failure. of_episodes: what `episode_arguments`
-    returns. Raises RewardError naming function, row and value for anything else that is not one finite number per
-    completion.
+
+def checked_rewards(
+    name: str, answers: Answers, rows: Sequence[Row], texts: Sequence[str]
+) -> list[float | None]:
+    """Return the rewards of N completions of these rows, None where the function says that it does not apply.
+
+    Raises RewardError naming function, row and value for an answer that is an error.
     """
-    if not completions:
-        return []
-    of_episodes = {"completions": list(map(_shaped, rows, completions)), **(of_episodes or {})}
-    arguments = call_arguments(function, rows, completion_ids, of_episodes)
-    places = [row.place for row in rows]
-    if isinstance(function, RewardWorkers):
-        return function.compute(arguments, places=places, texts=completions)
-    checked = validate_rewards(call_reward(function, arguments), len(completions))
-    if isinstance(checked, str):
-        raise RewardError(f"reward {_name_of(function)} {checked}")
+    if isinstance(answers, str):
+        raise RewardError(escaped(f"reward {name} for the row at {rows[0].place}: {answers}"))
     rewards: list[float | None] = []
-    for value, place, text in zip(checked, places, completions, strict=True):
-        if isinstance(value, str):
-            raise RewardError(f"reward {_name_of(function)}{named_completion(place, text)}: {value}")
-        rewards.append(value)
+    for answer, row, text in zip(answers, rows, texts, strict=True):
+        if isinstance(answer, str):
+            where = f"the row at {row.place}, completion {text[:80]!r}"
+            raise RewardError(escaped(f"reward {name} for {where}: {answer}"))
+        rewards.append(answer)
     return rewards
-
-
-def _name_of(function: RewardFunction) -> str:
-    return getattr(function, "__name__", str(function))

@@ -2,13 +2,14 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minirl.data.task import Messages, RewardFunction
+from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, RewardError
 from minirl.model.folders import file_of
@@ -20,6 +21,19 @@ from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import value_batch
 
 
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward function that judges all prompts of a step together. score: returns a reward for each completion."""
+
+    score: Callable[[Sequence[str | Messages], Sequence[str | Messages]], list[float]]
+
+    def __call__(
+        self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages]
+    ) -> list[float]:
+        """Return the reward of each completion."""
+        return self.score(prompts, completions)
+
+
 def load_reward_model(
     folder: Path,
     *,
@@ -29,7 +43,7 @@ def load_reward_model(
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
     park: bool,
-) -> RewardFunction:
+) -> RewardModel:
     """Load a sequence classifier whose score at the last token of prompt and completion is the reward.
 
     Not collective. Each rank holds a whole replica and runs it on packed microbatches of at most `max_tokens`
@@ -67,7 +81,7 @@ def load_reward_model(
             batch = scorer.add_to(batch, microbatches)
         return batch.end_values[batch.last_index].float().tolist()
 
-    return reward_model
+    return RewardModel(reward_model)
 
 
 def _without_trailing(ids: list[int], ignored_id: int | None) -> list[int]:

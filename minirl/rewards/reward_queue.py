@@ -1,48 +1,57 @@
-"""Reward rollouts while others decode: user functions run in worker processes, one call per prompt."""
+"""Reward rollouts while others decode: one call of each function per prompt."""
 
-import itertools
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction, Row
+from minirl.data.task import Messages, RewardFunction, Row
+from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import (
     OverlongPenalty,
     asked_of_episodes,
     call_arguments,
-    compute_rewards,
     episode_arguments,
-    judges_groups,
+    judged,
 )
-from minirl.rewards.reward_workers import Call, FunctionCalls, RewardWorkers, complete, poll
+from minirl.rewards.reward_model import RewardModel
+from minirl.rewards.reward_workers import MAX_TOGETHER, RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout
+
+Rewards = list[float | None]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The rollouts of a prompt, in order of their samples, with their rows and texts.
+    """The rollouts of a prompt, in order of their samples, with their rows, texts and completions.
 
-    of_episodes: arguments by name, one element for each rollout. calls: by function, for those with workers.
+    calls: by function, except those that `finish` calls.
     """
 
     rollouts: list[Rollout]
     rows: list[Row]
     texts: list[str]
-    of_episodes: Mapping[str, list[Any]]
-    calls: Mapping[str, Call]
+    completions: list[str | Messages]
+    calls: Mapping[str, Future[Rewards]]
+
+    @property
+    def is_ready(self) -> bool:
+        """Have its calls ended?"""
+        return all(call.done() for call in self.calls.values())
 
 
 class RewardQueue:
-    """Rewards of rollouts, computed in worker processes while others decode. Not collective.
+    """Rewards of rollouts, computed while others decode. Not collective.
 
-    A call depends on the prompts alone, never on the clock or the number of ranks: it gets the completions of one
-    prompt in order of their samples, with the seed of the first. Functions without workers (the task's own, a reward
-    model, the overlong penalty) run in this process, in `finish`.
+    A call gets the completions of one prompt in order of their samples, and in a process the seed of the first. It
+    runs in a process (`RewardWorkers`) or, for a function of the script or the task, in a thread: there an `async def`
+    runs for all prompts together, any other function for one after the other. A reward model judges all prompts of a
+    step together, in `finish`.
 
     groups: those that nobody has taken, by the prompt's ordinal.
     """
@@ -50,114 +59,96 @@ class RewardQueue:
     def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream):
         self._functions = functions
         self._prompts = prompts
-        self._calls = {
-            name: FunctionCalls(function)
-            for name, function in functions.items()
-            if isinstance(function, RewardWorkers)
-        }
         self._asked = asked_of_episodes(functions.values())
+        self._threads = {
+            name: ThreadPoolExecutor(MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1)
+            for name, function in functions.items()
+            if not isinstance(function, RewardWorkers | RewardModel | OverlongPenalty)
+        }
+        self._under_way: list[Future[Rewards]] = []
         self.groups: dict[int, _Group] = {}
 
-    def begin_step(self, num_rollouts: int) -> None:
-        """Reset the count of failures: the limit of forgiven ones is a share of `groups` and of these rollouts."""
-        num_rollouts += sum(len(group.rollouts) for group in self.groups.values())
-        for calls in self._calls.values():
-            calls.begin_step(num_rollouts)
-
-    def expect(self, num_rollouts: int) -> None:
-        """Record that this rank makes this many more rollouts in this step."""
-        for calls in self._calls.values():
-            calls.failures.num_total += num_rollouts
-
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Add this rank's rollouts of one prompt, in any order. Starts calls where a worker is free; never waits."""
+        """Add this rank's rollouts of one prompt, in any order, and begin their calls; never waits."""
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
         # Raises ValueError if they are of several prompts.
         (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
         rows = [self._prompts.row(ordinal)] * len(group)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
         of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
+        completion_ids = [rollout.completion for rollout in group]
+        seed = self._prompts.key(group[0].branches[0].rollout_id)
         calls = {}
-        for name, function_calls in self._calls.items():
-            completion_ids = [rollout.completion for rollout in group]
-            calls[name] = Call(
-                call_arguments(self._functions[name], rows, completion_ids, of_episodes),
-                places=[row.place for row in rows],
-                texts=texts,
-                seeds=[self._prompts.key(rollout.branches[0].rollout_id) for rollout in group],
-                is_group=judges_groups(self._functions[name]),
-            )
-            function_calls.add(calls[name])
-        self.groups[ordinal] = _Group(group, rows, texts, of_episodes, calls)
+        for name, function in self._functions.items():
+            arguments = call_arguments(function, rows, completion_ids, of_episodes)
+            if isinstance(function, RewardWorkers):
+                calls[name] = function.submit(arguments, rows, texts, seed=seed)
+            elif name in self._threads:
+                calls[name] = self._threads[name].submit(judged, function, arguments, rows, texts)
+        self._under_way += calls.values()
+        self.groups[ordinal] = _Group(group, rows, texts, of_episodes["completions"], calls)
 
     @property
     def is_busy(self) -> bool:
-        """Are calls under way or waiting for a free worker?"""
-        return any(calls.is_busy for calls in self._calls.values())
+        """Are calls under way or waiting for a process or a thread?"""
+        return not all(call.done() for call in self._under_way)
 
     def ready(self) -> set[int]:
         """Return the prompts for whose rewards `finish` would not wait."""
-        return {
-            ordinal
-            for ordinal, group in self.groups.items()
-            if all(call.is_complete for call in group.calls.values())
-        }
+        return {ordinal for ordinal, group in self.groups.items() if group.is_ready}
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Send, receive, start the next calls, kill calls that exceed their time.
-
-        While calls are under way it waits for an event, up to `timeout_s` and never more than half a second. Raises
-        RewardError naming function, row and completion for a failure that is not forgiven.
-        """
-        poll(self._calls.values(), timeout_s)
+        """Raise the error of a call that failed, see `finish`. While calls are under way, wait for one's end."""
+        if timeout_s > 0 and self.is_busy:
+            with spent_on("wait_rewards"):
+                wait([call for call in self._under_way if not call.done()], timeout_s, FIRST_COMPLETED)
+        for call in self._under_way:
+            if call.done():
+                call.result()
+        self._under_way = [call for call in self._under_way if not call.done()]
 
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.
 
-        Raises RewardError like `poll` and `compute_rewards`.
+        Raises RewardError naming function and row, or what a function of this process raised.
         """
         groups = [self.groups.pop(ordinal) for ordinal in ordinals]
-        answers: dict[str, list[float | None]] = {}
+        _wait_for([call for group in groups for call in group.calls.values()])
+        columns = []
         for name, function in self._functions.items():
-            if name not in self._calls:
-                self.poll()
-                answers[name] = _computed_here(function, groups)
-        complete(self._calls.values(), [call for group in groups for call in group.calls.values()])
-        for name in self._calls:
-            answers[name] = [answer for group in groups for answer in group.calls[name].rewards]
+            if isinstance(function, RewardModel | OverlongPenalty):
+                rewards = _of_all_prompts(function, groups)
+            else:
+                rewards = [reward for group in groups for reward in group.calls[name].result()]
+            columns.append([math.nan if reward is None else reward for reward in rewards])
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        columns = [
-            [math.inf if answer is None else answer for answer in answers[name]] for name in self._functions
-        ]
-        # The view gives [K, 0] its shape on a rank without rollouts.
-        found = torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T
         return RewardedRollouts(
             rollouts=rollouts,
             rows=[row for group in groups for row in group.rows],
             texts=[text for group in groups for text in group.texts],
-            # A forgiven failure counts as 0; NaN stands for a reward that does not apply.
-            rewards=found.nan_to_num(nan=0.0, posinf=math.nan),
-            failed=found.isnan().any(dim=1),
+            # The view gives [K, 0] its shape on a rank without rollouts.
+            rewards=torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T,
         )
 
 
-def _computed_here(function: RewardFunction, groups: Sequence[_Group]) -> list[float | None]:
-    """Return the rewards of a function without workers: one call, or one per prompt if it judges groups."""
-    rewards: list[float | None] = []
-    for part in [[group] for group in groups] if judges_groups(function) else [groups]:
-        rollouts = [rollout for group in part for rollout in group.rollouts]
-        if isinstance(function, OverlongPenalty):
-            rewards += [sum(function.of_branches(rollout)) for rollout in rollouts]
-            continue
-        names = part[0].of_episodes if part else ()
-        rewards += compute_rewards(
-            function,
-            [row for group in part for row in group.rows],
-            completions=[text for group in part for text in group.texts],
-            completion_ids=[rollout.completion for rollout in rollouts],
-            of_episodes={
-                name: list(itertools.chain.from_iterable(group.of_episodes[name] for group in part))
-                for name in names
-            },
-        )
-    return rewards
+@spent_on("wait_rewards")
+def _wait_for(calls: Sequence[Future[Rewards]]) -> None:
+    """Wait until all calls have ended, or one has failed: its error is raised."""
+    ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
+    for call in ended:
+        call.result()
+
+
+@spent_on("wait_rewards")
+def _of_all_prompts(function: RewardModel | OverlongPenalty, groups: Sequence[_Group]) -> Rewards:
+    """Return the rewards of a function that judges all prompts of a step together."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if isinstance(function, OverlongPenalty):
+        return [function.of_rollout(rollout) for rollout in rollouts]
+    if not rollouts:
+        return []
+    rows = [row for group in groups for row in group.rows]
+    texts = [text for group in groups for text in group.texts]
+    completions = [completion for group in groups for completion in group.completions]
+    arguments = {"prompts": [row.prompt for row in rows], "completions": completions}
+    return judged(function, arguments, rows, texts)

@@ -1,16 +1,19 @@
-"""Check the values of a reward function. Standard library only: workers check first, then the trainer again."""
+"""Check the values of a reward function. Standard library only: workers check them, too."""
 
 from collections.abc import Mapping, Set
 from math import isfinite, nan
 from typing import Any
 
-from minirl.workers.user_code import shown
+from minirl.user_code import shown
 
 # The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
 MAX_REWARD = 1e12
 
+# A reward, None or an error for each completion; a single error if the whole call failed.
+Answers = list[float | str | None] | str
 
-def validate_rewards(values: Any, count: int) -> list[float | str | None] | str:
+
+def validate_rewards(values: Any, count: int) -> Answers:
     """Check that `values` is a list of `count` entries, each a number of up to MAX_REWARD or None.
 
     None means that the reward does not apply to the completion. Returns floats and Nones, with an error string

@@ -166,7 +166,7 @@ def _layer_bytes(work: Workload, model: ModelConfig) -> float:
     kept = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
     if model.norm_adds_one:  # their inputs are kept in fp32
-        factor *= 1.5
+        factor *= 1.35
     return factor * work.dtype.itemsize * kept
 
 
@@ -190,7 +190,7 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     """The bytes of the cache, of prefills and of the requests in a decode step."""
     policy = work.trained[0]
     cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim
-    request = 4.0 * policy.vocab_size  # logits
+    request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if policy.delta_net is not None:
         states = make_states(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta"))
         request += len(policy.delta_net.layers) * sum(pool.nbytes for pool in states)

@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/000050/    a Hugging Face folder of the policy, in the compute dtype
     .../000050/value/                the same for each further model, by its name
-    .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state, and its `records`
+    .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state
     .../000050/resume/progress.pt    the fields of `Progress`, with the script's `extra`
 
 Every rank writes its files into .half-000050-TOKEN and syncs them to the disk. When all have done so, rank 0 renames
@@ -13,11 +13,10 @@ Training waits for a save. Files are read with torch's `weights_only`, which run
 """
 
 import functools
-import itertools
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ from minirl.training.sharded_model import ShardedModel
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 PROGRESS_FILE = "resume/progress.pt"
-IN_FLIGHT = "in flight"  # the collector's name in `extra` and `records`
-_NO_RECORD = object()  # fills up the records of a rank that has fewer than another
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
@@ -77,8 +74,7 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
 
-        Returns the fields of `Progress`, with this rank's share of `records`. Raises InputError for a
-        checkpoint of other models.
+        Returns the fields of `Progress`. Raises InputError for a checkpoint of other models.
         """
         progress = _read(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
@@ -97,7 +93,7 @@ class Checkpoints:
             )
             model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
-        return progress | {"records": own_records([file["records"] for file in files])}
+        return progress
 
     @spent_on("save")
     def save(self, progress: Mapping[str, Any]) -> None:
@@ -106,8 +102,7 @@ class Checkpoints:
         When it returns, the checkpoint is whole. Raises SaveError naming the file that cannot be written, and
         InputError for values that a checkpoint cannot hold.
         """
-        check_remembered("extra", progress["extra"])
-        check_remembered("records", progress["records"])
+        check_remembered(progress["extra"])
         folder = self._run_folder / "checkpoints" / f"{progress['step']:06d}"
         half_made = folder.with_name(f".half-{folder.name}-{self._token}")
         try:
@@ -132,10 +127,9 @@ class Checkpoints:
             if rank() == 0:
                 self._write_model[name](self._folder_of_model(folder, name), weights)
         shards = {name: model.state_tensors(optimizer) for name, (model, optimizer) in self._models.items()}
-        own = {"models": shards, "records": progress["records"]}
-        _write(folder / _file_of_rank(rank(), world_size()), own)
+        _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
         if rank() == 0:
-            _write(folder / PROGRESS_FILE, {**progress, "records": {}, "world_size": world_size()})
+            _write(folder / PROGRESS_FILE, {**progress, "world_size": world_size()})
 
     def _folder_of_model(self, checkpoint: Path, name: str) -> Path:
         """The Hugging Face folder of a model within a checkpoint."""
@@ -170,12 +164,12 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_remembered(kind: str, values: Mapping[str, Any]) -> None:
-    """Raise InputError naming a value that a checkpoint cannot hold. kind: "extra" or "records". Not collective."""
-    for name, value in values.items():
+def check_remembered(extra: Mapping[str, Any]) -> None:
+    """Raise InputError naming a value of `progress.extra` that a checkpoint cannot hold. Not collective."""
+    for name, value in extra.items():
         refuse(
             not _is_plain(value),
-            f"progress.{kind}[{name!r}]: a checkpoint holds numbers, texts, tensors, and lists and dicts of them",
+            f"progress.extra[{name!r}]: a checkpoint holds numbers, texts, tensors, and lists and dicts of them",
         )
 
 
@@ -186,22 +180,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return type(value) in (type(None), bool, int, float, str, Tensor)
-
-
-def own_records(saved: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """This rank's share of the records that all ranks saved. Not collective.
-
-    With as many ranks as before, a rank gets its own. Otherwise all records are dealt to the ranks in turn, each old
-    rank's first record first, so that records of an early step still come before those of a late one.
-    """
-    if len(saved) == world_size():
-        return dict(saved[rank()])
-    dealt = {}
-    for name in saved[0]:
-        rows = itertools.zip_longest(*(records[name] for records in saved), fillvalue=_NO_RECORD)
-        merged = [record for row in rows for record in row if record is not _NO_RECORD]
-        dealt[name] = merged[rank() :: world_size()]
-    return dealt
 
 
 def _model_writer(

@@ -10,6 +10,7 @@ from minirl.errors import refuse
 from minirl.ranks.process_group import world_size
 from minirl.run.config import RunConfig, ranks_and_bytes, rollout_flags
 from minirl.run.flags import flag_of
+from minirl.truncation import NO_TRUNCATION
 
 # The fields that must be greater than 0.
 POSITIVE = (
@@ -46,13 +47,8 @@ def check_grpo(config: Any) -> None:
         "--baseline none",
     )
     refuse(
-        config.teacher and not config.has_kl_loss and config.ratio_level != "token",
-        f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --teacher-kl sampled a term for each",
-    )
-    refuse(
-        config.top_k and config.has_kl_loss,
-        f"--teacher-kl {config.teacher_kl}: compares whole vocabularies, and --top-k {config.top_k} truncates them; "
-        "use --teacher-kl sampled",
+        config.teacher and config.ratio_level != "token",
+        f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --teacher a term for each",
     )
     for name in ("dynamic_sampling", "kl_reward_coef"):
         refuse(
@@ -106,6 +102,11 @@ def check_shared(config: RunConfig) -> None:
     )
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
+    )
+    refuse(
+        config.trains and config.truncation != NO_TRUNCATION,
+        "--top-k and --top-p are for python -m minirl.evaluate --samples: sampled logprobs would differ from training "
+        "logprobs, which count all tokens; leave them out",
     )
     config.truncation.checked(flag_of)
     num_ranks = world_size() if config.gpus is None else ranks_and_bytes(config.gpus)[0]

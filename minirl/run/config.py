@@ -58,17 +58,17 @@ class GenerationFlags:
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
+    top_k: int = 0  # in evaluations, sample among the N likeliest tokens, at most 256; 0: among all
     top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
     rollout: str | None = None
-    """file.py:function that writes a rollout, run in worker processes; none: the script's"""
+    """file.py:function, an `async def` that writes a rollout; none: the script's"""
     tools: str | None = None
     """file.py:function,... with type hints and docstrings that a chat model may call, like TRL's `tools`"""
     environment: str | None = None
     """file.py:Class with reset, get_reward and methods that a chat model may call, like TRL's `environment_factory`"""
     workers: int = 1
-    """processes of these, and of each --reward, on each rank; agents get more if they need them"""
-    call_timeout: float = 60.0  # seconds that one of these may take for a reply or a reward
+    """processes of each --reward on each rank"""
+    call_timeout: float = 60.0  # seconds of a call of a --reward, or from a turn of --rollout to its next
     max_turns: int = 0  # most turns of a completion; 0: as many as the rollout asks for, up to 1,000
     cache_tokens: Size = "auto"  # tokens that a rank's key/value cache holds, per layer; auto: what fits
 
@@ -226,11 +226,6 @@ class RunConfig(
         return True
 
     @property
-    def has_kl_loss(self) -> bool:
-        """True if the loss has the KL to a teacher over the vocabulary, for which its states are kept."""
-        return False
-
-    @property
     def num_value_models(self) -> int:
         """How many value models the run trains beside the policy, all of the first one's shape."""
         return 0
@@ -302,6 +297,6 @@ def named_folder(config: RunConfig, name: str) -> Path | None:
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
-    """The flags that name code for rollouts in worker processes, with their values: one, or none."""
+    """The flags that name code for rollouts, with their values: one, or none."""
     values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
     return [(kind, value) for kind, value in values if value]

@@ -19,7 +19,7 @@ from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
 from minirl.run.load_prompts import load_prompts
-from minirl.run.load_task import load_task, rollout_workers
+from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import Machine, lines, plan, this_machine
 from minirl.run.setup import compute_dtype
 
@@ -35,9 +35,7 @@ def dry_run(
     InputError, naming the flags to change, for unusable inputs and for a run that does not fit.
     """
     task = load_task(config, rewards)
-    workers = rollout_workers(config)
-    if workers is not None:
-        workers.pool.stop()  # they could load the function
+    user_rollout = load_rollout(config)
     with ExitStack() as stack:
         if config.model is None:
             folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -46,7 +44,7 @@ def dry_run(
         policy = dataclasses.replace(read_config(folder, scalar_head=False), adapters=config.adapters)
         if any(folder.glob("*.safetensors")):
             check_weights(policy, folder)
-        streams = load_prompts(config, task, folder, policy, tools=tools, workers=workers)
+        streams = load_prompts(config, task, folder, policy, tools=tools, user_rollout=user_rollout)
     prompts, held_out = streams
     counts = f"{prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens"
     print0(f"data     {counts}; {held_out.num_prompts:,} held out")

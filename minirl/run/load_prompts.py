@@ -9,7 +9,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
-from minirl.episodes.rollout_workers import RolloutWorkers
+from minirl.episodes.programs import UserRollout
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -24,13 +24,13 @@ def load_prompts(
     model_config: ModelConfig,
     *,
     tools: Sequence[Tool],
-    workers: RolloutWorkers | None,
+    user_rollout: UserRollout | None,
 ) -> tuple[PromptStream, PromptStream]:
     """The training prompts and the held-out ones, with their tokenizer (collective, like `PromptStream`).
 
     Raises InputError naming rows and flags.
     """
-    tokenizer = load_tokenizer(config, model_folder, tools, workers)
+    tokenizer = load_tokenizer(config, model_folder, tools, user_rollout)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     limits = [model_config.max_position_embeddings]
     for size in (config.cache_tokens, config.max_tokens_per_microbatch):
@@ -76,14 +76,14 @@ def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig)
 
 
 def load_tokenizer(
-    config: RunConfig, folder: Path, tools: Sequence[Tool], workers: RolloutWorkers | None
+    config: RunConfig, folder: Path, tools: Sequence[Tool], user_rollout: UserRollout | None
 ) -> Tokenizer:
     """The tokenizer, whose prompts describe the script's tools, or those of --tools or --environment.
 
     Raises InputError if it cannot read the calls of the latter or write their results, and for template arguments that
     change no prompt.
     """
-    called = [] if workers is None else workers.tools
+    called = [] if user_rollout is None else user_rollout.tools
     refuse(
         bool(tools and called),
         "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout",

@@ -1,26 +1,29 @@
-"""Load the task and the functions that the flags name: rewards, and rollouts in worker processes."""
+"""Load the task and the functions that the flags name: rewards and rollouts."""
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
-from minirl.episodes.rollout_workers import RolloutWorkers, load_rollout
+from minirl.episodes.programs import UserRollout, check_form
 from minirl.errors import InputError, refuse
-from minirl.rewards.functions import EPISODE, EpisodeReward, check_columns
-from minirl.rewards.reward_workers import load_reward
+from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
+from minirl.run.flags import flag_of
+from minirl.user_code import find_functions, loading, source_and_name
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
-RESERVED = {*"reward before mean std errors frac_equal_groups kl_coef reward_model overlong".split()}
+RESERVED = {*"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
 
 
-def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
-    """The worker processes for --rollout, --tools or --environment; None without these flags.
+def load_rollout(config: RunConfig) -> UserRollout | None:
+    """The function of --rollout, --tools or --environment; None without these flags.
 
     Raises InputError. Not collective.
     """
@@ -28,15 +31,33 @@ def rollout_workers(config: RunConfig) -> RolloutWorkers | None:
     if not flags:
         return None
     ((kind, spec),) = flags
-    workers = load_rollout(spec, kind=kind, timeout_s=config.call_timeout, num_workers=config.workers)
-    given = {EPISODE} if workers.gives_reward else set()
+    flag = flag_of(kind)
+    expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
+    source, name = source_and_name(flag, spec, expected)
+    with loading(f"{flag} {spec}"):
+        loaded = _loaded_rollout(kind, find_functions(source, *name.split(",")))
+    given = {EPISODE} if loaded.gives_reward else set()
     for reward in config.reward:
         refuse(
             kind != "rollout" and reward.partition(":")[0] == EPISODE and reward not in given,
             f"--reward {reward}: --{kind} {spec} gives no such reward; an --environment gives --reward {EPISODE} if it "
             "has `get_reward(self)`. Or write a function of completions or `environments`: --reward FILE.py:FUNCTION",
         )
-    return workers
+    return loaded
+
+
+def _loaded_rollout(kind: str, functions: list[Callable[..., Any]]) -> UserRollout:
+    """The rollout of a user's functions. kind: the flag's field. Raises UnusableError or InputError."""
+    if kind == "rollout":
+        (function,) = functions
+        check_form(function, "a rollout")
+        return UserRollout(function)
+    from minirl.agents import tool_loop
+
+    if kind == "tools":
+        return tool_loop.of_tools(functions)
+    (factory,) = functions
+    return tool_loop.of_environment(factory)
 
 
 def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = None) -> Task:
@@ -99,5 +120,17 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            functions[name] = load_reward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
+            functions[name] = _load_function(spec, config)
     return functions
+
+
+def _load_function(spec: str, config: RunConfig) -> RewardFunction:
+    """The reward function of a file: in processes, or in this one, where the objects of --environment are."""
+    function = RewardWorkers(spec, timeout_s=config.call_timeout, num_workers=config.workers)
+    if "environments" not in asked_of_episodes([function]):
+        return function
+    function.stop()
+    source, name = source_and_name("--reward", spec)
+    with loading(f"--reward {spec}"):
+        (function_here,) = find_functions(source, name)
+    return function_here

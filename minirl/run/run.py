@@ -13,13 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minirl.collect.collector import Collector
 from minirl.collect.step_groups import Groups
 from minirl.episodes.runner import Counted
-from minirl.errors import refuse
 from minirl.objective.advantages import weighted_scores
+from minirl.objective.loss_weights import minibatch_of
 from minirl.objective.losses import sequence_sums
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
@@ -29,17 +30,15 @@ from minirl.report.metrics import (
     StepMetrics,
     add_rewards,
     add_rollouts,
+    add_skipped,
     add_staleness,
     derived,
 )
 from minirl.report.progress_bar import show_progress
-from minirl.rewards.functions import EpisodeReward
-from minirl.rewards.rewarded import RewardedRollouts, turn_rewards
-from minirl.rollouts import Rollout, all_branches
-from minirl.run.checkpoint import IN_FLIGHT, Checkpoints, Models, check_remembered
+from minirl.run.checkpoint import Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
-from minirl.training.assignment import UpdatePlan, plan_minibatches, plan_updates
-from minirl.training.batch import Batch, RolloutTable, gather_to_table
+from minirl.training.assignment import UpdatePlan, plan_updates
+from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.learning_rate import learning_rate
 from minirl.training.scoring import score_batch
@@ -52,7 +51,8 @@ class Progress:
 
     step: steps done. update: optimizer steps done, which is the version of the weights. num_served: prompts
     taken from the stream. before: held-out scores before training. evaluated: held-out scores of this step, if the
-    run evaluated it. extra, records: values that the script has to remember, see `Run`.
+    run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later step. extra: values that
+    the script has to remember, see `Run`.
     """
 
     step: int = 0
@@ -60,15 +60,14 @@ class Progress:
     num_served: int = 0
     before: dict[str, float] = field(default_factory=dict)
     evaluated: dict[str, float] = field(default_factory=dict)
+    in_flight: list[int] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
-    records: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class Run:
     """A run from its first step to its last. All ranks make it (collective).
 
-    For the script: `progress`, which the script advances; `device`; `reward_weights` fp64 [K], to make scores from
-    rewards; `max_new_tokens`.
+    For the script: `progress`, which the script advances; `device`; `max_new_tokens`.
     """
 
     def __init__(
@@ -79,19 +78,16 @@ class Run:
         *,
         folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
-        records: Mapping[str, list[Any]] | None = None,
         resolved: Mapping[str, Any] | None = None,
     ):
         """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
-        rollouts; a checkpoint holds those in flight, and evaluations use its engine; None in a script that generates
-        nothing. folders: of config and tokenizer of further models. resolved: values for args.json that the script's
-        flags left open.
+        rollouts, and evaluations use its engine; None in a script that generates nothing. folders: of config and
+        tokenizer of further models. resolved: values for args.json that the script's flags left open.
 
-        extra, records: first values of the script's memory between steps; each save takes the later ones from
-        `progress`. Values are JSON's and tensors, nested in dicts and lists. `extra` is the same on every rank.
-        `records` are lists of this rank; a resume on another number of ranks deals them out again.
+        extra: first values of the script's memory between steps, the same on every rank; each save takes the later
+        ones from `progress`. Values are JSON's and tensors, nested in dicts and lists.
 
         Raises InputError for a checkpoint that this run cannot go on from.
         """
@@ -102,36 +98,20 @@ class Run:
         self._stop_signal = 0
         self._has_finished_step = False
         self.device = setup.device
-        self.reward_weights = setup.reward_weights
         self.max_new_tokens = setup.max_new_tokens
-        extra, records = dict(extra or {}), dict(records or {})
-        refuse(
-            IN_FLIGHT in extra or IN_FLIGHT in records, f"{IN_FLIGHT}: is the collector's name, take another"
-        )
-        if collector and config.max_staleness:
-            extra[IN_FLIGHT], records[IN_FLIGHT] = collector.state(), collector.records()
         self._folder = setup.folder.path
         sources = {"policy": setup.model_folder, **(folders or {})}
         self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=config.keep_checkpoints)
         self.progress = Progress()
         checkpoint = setup.folder.checkpoint
         if checkpoint is not None:
-            saved = self._checkpoints.restore(checkpoint)
-            self.progress = Progress(**saved)
-            fixed = {name: getattr(config, name) for name in ("task", "data", "seed", "group_size")}
-            changed = ", ".join(setup.folder.changed_flags(fixed))
-            refuse(
-                IN_FLIGHT in self.progress.extra and changed,
-                f"rollouts in flight were begun with other flags: {changed}; take another --run-name",
-            )
+            self.progress = Progress(**self._checkpoints.restore(checkpoint))
             if self.progress.step >= config.num_steps:
                 print0("already finished; a greater --num-steps continues it")
-        self.progress.extra = extra | self.progress.extra
-        self.progress.records = records | self.progress.records
+        self.progress.extra = dict(extra or {}) | self.progress.extra
         if collector:
             collector.num_served = self.progress.num_served
-        if collector and IN_FLIGHT in self.progress.extra:
-            collector.restore(self.progress.extra[IN_FLIGHT], self.progress.records[IN_FLIGHT])
+            collector.restore(self.progress.in_flight)
         self._logger = Logger(
             self._folder,
             setup.args() | dict(resolved or {}),
@@ -158,34 +138,41 @@ class Run:
             if self._stop_signal:
                 return
 
-    def turn_rewards(self, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-        """The stream `turn_rewards` of these rollouts for `exchange`, or {} if episodes give no reward.
+    def distribute(
+        self,
+        groups: Groups,
+        metrics: StepMetrics,
+        is_skipped: Tensor | None = None,
+        *,
+        streams: Mapping[str, Tensor] | None = None,
+        batch_type: type[Batch] = Batch,
+    ) -> tuple[Batch, list[list[list[int]]]]:
+        """Send each rollout to the rank that trains on it (collective).
 
-        Not collective.
+        Returns this rank's batch, on the host, and the indices of its sequences [minibatch][microbatch][...].
+
+        is_skipped bool [P, G]: the rollouts that the loss learns nothing from; None: no rollout. One of their sequences
+        is computed all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
+        streams, batch_type: see `exchange`.
         """
-        weights: dict[str, float] = {}
-        for function, weight in zip(
-            self._setup.reward_functions.values(), self.reward_weights.tolist(), strict=True
-        ):
-            if isinstance(function, EpisodeReward):
-                weights[function.reward_name] = weights.get(function.reward_name, 0.0) + weight
-        return {"turn_rewards": turn_rewards(rollouts, weights)} if weights else {}
+        plan = self._plan_updates(groups, is_skipped)
+        if is_skipped is not None:
+            add_skipped(metrics, groups.table.num_loss_tokens, plan.rank_of)
+        batch = exchange(groups.rewarded.rollouts, groups.table, plan.rank_of, streams, batch_type)
+        return batch, plan.of_rank(rank())
 
-    def minibatches(self, table: RolloutTable) -> list[list[int]]:
-        """The table indices of the branches of each optimizer step of an epoch. Not collective."""
-        return plan_minibatches(table.episode.tolist(), self._config.minibatches_per_epoch)
-
-    def plan_updates(self, table: RolloutTable, is_skipped: Tensor | None = None) -> UpdatePlan:
-        """Plan which rank trains on which branches in which microbatch; the same on every rank. Not collective.
-
-        is_skipped bool [N]: the branches that the loss learns nothing from; None: no branch. One of them is computed
-        all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
-        """
-        minibatches = self.minibatches(table)
+    def _plan_updates(self, groups: Groups, is_skipped: Tensor | None) -> UpdatePlan:
+        table = groups.table
+        left_out: set[int] = set()
         if is_skipped is not None and is_skipped.any():
-            skipped = is_skipped.nonzero()[:, 0].tolist()
-            left_out = set(skipped) - {random.Random(self.progress.step).choice(skipped)}
-            minibatches = [[i for i in minibatch if i not in left_out] for minibatch in minibatches]
+            skipped = is_skipped.flatten()[table.rollout].nonzero()[:, 0].tolist()
+            left_out = {*skipped} - {random.Random(self.progress.step).choice(skipped)}
+        num_minibatches = self._config.minibatches_per_epoch
+        minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
+        minibatch = minibatch_of(groups.num_loss_tokens.numel(), num_minibatches)
+        for row, own_minibatch in enumerate(minibatch[table.rollout].tolist()):
+            if row not in left_out:
+                minibatches[own_minibatch].append(row)
         return plan_updates(
             minibatches,
             table.num_tokens.tolist(),
@@ -203,8 +190,10 @@ class Run:
     ) -> Batch:
         """The batch with its old logprobs and the streams of frozen models (collective if weights are sharded).
 
-        There are no old logprobs if one update a step makes them equal to the new ones.
+        It comes from the host and returns there. There are no old logprobs if one update a step makes them equal to the
+        new ones.
         """
+        batch = batch.to(self.device)
         microbatches = list(itertools.chain(*minibatches))
         models = list(frozen)
         if self._setup.old_logprobs == "sampled":
@@ -213,7 +202,7 @@ class Run:
             models.insert(0, self._setup.frozen(policy, score_batch, ["old_logprobs"]))
         for model in models:
             batch = model.add_to(batch, show_progress("score", microbatches))
-        return batch
+        return batch.to(torch.device("cpu"))
 
     def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
         """Learning rate of the current optimizer step; the schedule begins at `first_update`."""
@@ -241,24 +230,21 @@ class Run:
         records = itertools.chain.from_iterable(gather_objects(own))
         return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
 
-    def log_rollouts(self, step: int, rewarded: RewardedRollouts, table: RolloutTable, batch: Batch) -> None:
+    def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages to the run's folder (collective).
 
         Call it before the update, which may be refused.
         """
-        sums = gather_to_table(batch, sequence_sums(batch.advantages, batch.lengths), len(table.num_tokens))
-        mean_advantages = table.sum_branches(sums) / table.sum_branches(table.num_loss_tokens)
-        own_episodes = table.episode[table.indices_of(rewarded.rollouts)]
-        own_branches = table.indices_of(all_branches(rewarded.rollouts))
-        branch_scores = weighted_scores(table.branch_rewards, self.reward_weights)
+        num_loss_tokens = groups.num_loss_tokens.flatten()
+        sums = sequence_sums(batch.advantages, batch.lengths)
+        means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
+        rewarded = groups.rewarded
+        mean_of = dict(zip(groups.table.by_rollout().ids, means.tolist(), strict=True))
+        ids = [rollout.branches[0].rollout_id for rollout in rewarded.rollouts]
         records = self._setup.records(
             rewarded,
-            reward=weighted_scores(rewarded.rewards, self.reward_weights),
-            advantage=mean_advantages[own_episodes],
-            of_branches={
-                "reward": branch_scores[own_branches],
-                "advantage": (sums / table.num_loss_tokens)[own_branches],
-            },
+            reward=weighted_scores(rewarded.rewards, groups.reward_weights),
+            advantage=torch.tensor([mean_of[rollout_id] for rollout_id in ids], dtype=torch.float64),
         )
         self._logger.log_rollouts(step, records)
 
@@ -267,18 +253,16 @@ class Run:
         step: int,
         metrics: StepMetrics,
         groups: Groups | None = None,
-        scores: Tensor | None = None,
     ) -> None:
         """Add up and log the step's metrics, evaluate and save if due (collective).
 
-        groups: None for a step that collected none. scores fp64 [P, G]: the weighted sums of rewards of all groups,
-        equal on every rank; NaN if no reward applies.
+        groups: None for a step that collected none.
         """
         is_last = step == self._config.num_steps
         if self._collector:
             self.progress.num_served = self._collector.num_served
-        if self._collector and groups is not None and scores is not None:
-            self._add_metrics(metrics, self._collector, groups, scores)
+        if self._collector and groups is not None:
+            self._add_metrics(metrics, self._collector, groups)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
@@ -292,13 +276,14 @@ class Run:
             self._save()
         elif not self._has_finished_step:
             # Refuse values that cannot be saved now, not after many steps that would be lost.
-            check_remembered("extra", self.progress.extra)
-            check_remembered("records", self.progress.records)
+            check_remembered(self.progress.extra)
         self._has_finished_step = True
 
     def close(self) -> int:
         """Print scores and paths; returns the exit code (collective)."""
         self._logger.finish()
+        if self._collector:
+            self._collector.close()
         for name, score in self.progress.evaluated.items():
             before = self.progress.before.get(name)
             if before is not None:
@@ -311,38 +296,25 @@ class Run:
         print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
-    def _add_metrics(
-        self, metrics: StepMetrics, collector: Collector, groups: Groups, scores: Tensor
-    ) -> None:
+    def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
         """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
         rewarded = groups.rewarded
-        add_rollouts(
-            metrics,
-            rewarded.rollouts,
-            grouped_rewards=scores,
-            branch_rewards=weighted_scores(groups.branch_rewards, self.reward_weights),
-        )
+        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        metrics.add_values("reward/errors", rewarded.failed)
-        counts: list[Counted] = []
         if self._config.max_staleness:
-            counts.append("restarted")
             updates_per_step = self._config.updates_per_step
             version = self.progress.update - updates_per_step  # in this step's generation
             add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
-        if self._setup.tokenizer.tools:
-            counts += ["tool_results", "tool_errors"]
-        for name in counts:
+        counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
+        for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
 
     def _save(self) -> None:
         """Save a checkpoint (collective)."""
-        progress = self.progress
-        if self._collector and self._config.max_staleness:
-            progress.extra[IN_FLIGHT] = self._collector.state()
-            progress.records[IN_FLIGHT] = self._collector.records()
-        self._checkpoints.save(vars(progress))
+        if self._collector:
+            self.progress.in_flight = self._collector.in_flight
+        self._checkpoints.save(vars(self.progress))
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -22,7 +22,6 @@ from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
 from minirl.data.view import view_of
 from minirl.episodes.episode import RolloutFunction
-from minirl.episodes.limits import EpisodeLimits
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.model.batch_invariance import product_dtype
@@ -48,10 +47,9 @@ from minirl.rollouts import Request
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.load_prompts import load_prompts
-from minirl.run.load_task import load_task, rollout_workers
+from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
-from minirl.training.distillation import teacher_states
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -83,7 +81,7 @@ class Setup:
         refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
         task = load_task(config, rewards)
-        self._rollout_workers = rollout_workers(config)
+        self._user_rollout = load_rollout(config)
         self.device = process_group.start(
             shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
         )
@@ -98,10 +96,6 @@ class Setup:
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         changed = ", ".join(self.folder.changed_flags(self._flags))
-        refuse(
-            changed and not config.trains,
-            f"{self.folder.path}: this evaluation began with other flags: {changed}; take another --run-name",
-        )
         self._notes = [f"this run last started with other flags: {changed}"] if changed else []
         with self.folder.removed_if_refused():
             self._read_files(task, tools=tools, scalar_head=scalar_head)
@@ -123,7 +117,7 @@ class Setup:
             self.model_folder,
             self.model_config,
             tools=tools,
-            workers=self._rollout_workers,
+            user_rollout=self._user_rollout,
         )
         self.tokenizer = self.prompts.tokenizer
         self.max_tokens, self.max_new_tokens = self.prompts.max_tokens, self.prompts.max_new_tokens
@@ -183,14 +177,9 @@ class Setup:
         return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
-        """The model of --teacher. Not collective.
-
-        It makes `teacher_logprobs`, or `teacher_states` for a KL term over the vocabulary.
-        """
+        """The model of --teacher, for `teacher_logprobs` (collective if weights are sharded)."""
         folder = named_folder(self.config, "teacher")
         assert folder is not None
-        if self.config.has_kl_loss:
-            return self.frozen(folder, teacher_states, ["teacher_states"])
         return self.frozen(folder, score_batch, ["teacher_logprobs"])
 
     def frozen(
@@ -198,9 +187,8 @@ class Setup:
         source: ShardedModel | Transformer | Path,
         outputs: Outputs,
         names: Sequence[str],
-        **options: Any,
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step (collective if weights are sharded). options: `FrozenModel`'s.
+        """A model that scores the rollouts of each step (collective if weights are sharded).
 
         source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. In a decode
         group the model is sharded, and InputError is raised if its vocabulary differs.
@@ -220,14 +208,7 @@ class Setup:
         else:
             model, park = load_replica(source, dtype=self.dtype), True
             resize_vocabulary(model, self.model_config.vocab_size)
-        return FrozenModel(
-            model,
-            outputs,
-            names=names,
-            device=self.device,
-            park=park,
-            **options,
-        )
+        return FrozenModel(model, outputs, names=names, device=self.device, park=park)
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
         """The generation engine, which decodes from the policy's own weights. Not collective."""
@@ -260,13 +241,15 @@ class Setup:
             engine,
             self.prompts,
             self.reward_functions,
-            rollout=self._rollout_workers or rollout,
-            limits=EpisodeLimits(self.config.max_turns),
+            rollout=self._user_rollout.function if self._user_rollout else rollout,
+            max_turns=self.config.max_turns,
             group_size=self.config.group_size,
             num_greedy=num_greedy,
             temperature=self.config.temperature,
+            reward_weights=self.reward_weights,
             max_refills=max_refills,
             max_staleness=self.config.max_staleness,
+            call_timeout=self.config.call_timeout,
         )
 
     def eval_requests(self, first: int, count: int) -> list[Request]:
@@ -328,13 +311,13 @@ class Setup:
         of_prompts = self.held_out.notes()
         if self.config.trains:
             of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
-        in_workers = self._rollout_workers or any(
+        may_be_late = self._user_rollout or any(
             isinstance(function, RewardWorkers) for function in self.reward_functions.values()
         )
-        if self.config.max_staleness and in_workers:
+        if self.config.max_staleness and may_be_late:
             of_prompts.append(
-                "with --max-staleness, a step leaves replies and rewards of workers that take longer than 50 ms to a "
-                "later round: which rollouts it trains on then depends on the clock"
+                "with --max-staleness, a step leaves replies and rewards that take longer than 50 ms to a later "
+                "round: which rollouts it trains on then depends on the clock"
             )
         for note in self._notes + of_prompts:
             print0(f"note: {note}")

@@ -1,9 +1,8 @@
-"""Assign the rollouts of a step to minibatches, microbatches and ranks.
+"""Assign the sequences of a step to microbatches and ranks.
 
-`plan_minibatches` cuts the rollouts of a step, in their order, into minibatches (optimizer steps), and `plan_updates`
-each minibatch into microbatches (forward-backward passes) such that all ranks compute about equally many
-tokens. A prompt is computed once for all its rollouts in a microbatch, so the rollouts of one prompt stay
-together as far as the balance allows.
+`plan_updates` cuts each minibatch (optimizer step) into microbatches (forward-backward passes) such that all ranks
+compute about equally many tokens. A prompt is computed once for all its sequences in a microbatch, so the sequences of
+one prompt stay together as far as the balance allows.
 
 Everything in this file is a pure function of lengths that every rank holds. Nothing communicates.
 """
@@ -11,7 +10,6 @@ Everything in this file is a pure function of lengths that every rank holds. Not
 import heapq
 import itertools
 import random
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,13 +30,12 @@ class PromptPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Which rank trains on which of a step's rollouts; the same on every rank.
+    """Which rank trains on which of a step's sequences; the same on every rank.
 
-    microbatches[i][rank][j] lists the rollouts of one forward-backward pass of minibatch i. Rollouts are given by table
-    index, their place in the step's `RolloutTable`. Within a minibatch all ranks have equally many microbatches; some
-    may be empty.
+    microbatches[i][rank][j] lists the sequences of one forward-backward pass of minibatch i, by their rows in the
+    step's `RolloutTable`. Within a minibatch all ranks have equally many microbatches; some may be empty.
 
-    Example: 6 rollouts with 60, 40, 90, 50, 90 and 40 tokens; minibatches [[0, 1, 2], [3, 4, 5]], 2 ranks, at most 95
+    Example: 6 sequences with 60, 40, 90, 50, 90 and 40 tokens; minibatches [[0, 1, 2], [3, 4, 5]], 2 ranks, at most 95
     tokens.
 
         microbatches = [
@@ -47,30 +44,30 @@ class UpdatePlan:
         ]
     """
 
-    num_rollouts: int
+    num_sequences: int
     microbatches: list[list[list[list[int]]]]
 
     @property
     def rank_of(self) -> list[int | None]:
-        """The rank that trains on each rollout, by table index; None: no rank does."""
+        """The rank that trains on each sequence, by row; None: no rank does."""
         owner: dict[int, int] = {}
         for by_rank in self.microbatches:
             for rank, microbatches in enumerate(by_rank):
                 owner |= dict.fromkeys(itertools.chain(*microbatches), rank)
-        return [owner.get(table_index) for table_index in range(self.num_rollouts)]
+        return [owner.get(row) for row in range(self.num_sequences)]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
         """Return the rank's sequences, as indices [minibatch][microbatch][...] into its own batch.
 
-        `exchange` makes this batch: it holds the rank's rollouts in table order. In the example above, the
-        batch of rank 1 holds the rollouts [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
+        `exchange` makes this batch: it holds the rank's sequences in table order. In the example above, the
+        batch of rank 1 holds the rows [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
         """
         minibatches = [by_rank[rank] for by_rank in self.microbatches]
         owned = itertools.chain.from_iterable(itertools.chain(*minibatches))
-        sequence_index = {table_index: i for i, table_index in enumerate(sorted(owned))}
+        index_of = {row: i for i, row in enumerate(sorted(owned))}
         translated = []
         for own in minibatches:
-            translated.append([[sequence_index[i] for i in micro] for micro in own])
+            translated.append([[index_of[row] for row in micro] for micro in own])
         return translated
 
 
@@ -82,9 +79,9 @@ def plan_updates(
     num_ranks: int,
     max_tokens: int,
 ) -> UpdatePlan:
-    """Cut each minibatch, the table indices of its rollouts, into balanced microbatches.
+    """Cut each minibatch, the rows of its sequences in the table, into balanced microbatches.
 
-    Rollouts in no minibatch are not trained on. The other arguments are those of `plan_microbatches`.
+    Sequences in no minibatch are not trained on. The other arguments are those of `plan_microbatches`.
     """
     microbatches = []
     for minibatch in minibatches:
@@ -94,22 +91,12 @@ def plan_updates(
             num_ranks=num_ranks,
             max_tokens=max_tokens,
         )
-        # plan_microbatches counts the sequences of this minibatch from 0: translate back to table indices.
+        # plan_microbatches counts the sequences of this minibatch from 0: translate back to rows.
         translated = []
         for own in by_rank:
             translated.append([[minibatch[i] for i in micro] for micro in own])
         microbatches.append(translated)
     return UpdatePlan(len(lengths), microbatches)
-
-
-def plan_minibatches(episode: Sequence[int], num_minibatches: int) -> list[list[int]]:
-    """Cut sequences into minibatches in their order; returns their indices [minibatch][...].
-
-    episode: the rollout that each sequence is a branch of, counted from 0. A minibatch has whole rollouts.
-    """
-    num_episodes = episode[-1] + 1 if episode else 0
-    cuts = [bisect_left(episode, num_episodes * i // num_minibatches) for i in range(num_minibatches + 1)]
-    return [list(range(start, end)) for start, end in itertools.pairwise(cuts)]
 
 
 def shuffled_minibatches(

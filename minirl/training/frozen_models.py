@@ -11,7 +11,7 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
 from minirl.training.sharded_model import ShardedModel
 
-# Streams of a batch, computed without gradient: [T], or [T, D] for hidden states.
+# Streams [T, ...] of a batch, computed without gradient.
 Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
@@ -53,9 +53,8 @@ class FrozenModel:
     ):
         """model: a sharded one is run as its `scorer`, and is not parked where ranks gather its weights.
 
-        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
-
-        park: see `unparked`.
+        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones. park: see
+        `unparked`.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._is_gathered = isinstance(model, ShardedModel) and model.shards_weights

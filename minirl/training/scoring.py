@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from minirl.errors import refuse
-from minirl.model import device_kernels
-from minirl.model.attention import upload
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import (
     VOCAB_CHUNK,
     chunk_logits,
+    chunk_width,
     chunked_entropies,
     divisor_of,
     index_in_chunk,
     log_softmax,
-    mask_left_out,
 )
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
@@ -38,16 +36,12 @@ LOWEST = -1e4
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
-    Each token is scored at the temperature that it was sampled at; for one sampled from a truncated distribution, the
-    model's distribution is truncated to the same tokens. Differentiable in the parameters. Not collective.
+    Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
     """
     index = batch.loss_index
     states = states_before(model, batch)
-    kept_ids = None
-    if batch.kept is not None and len(batch.kept.ids):
-        kept_ids = upload(batch.kept.rows(), states.device)[index].long()
     divisor = divisor_of_batch(batch)
-    outputs = outputs_of_head(states, model.lm_head.weight, batch.tokens[index], divisor, kept_ids)
+    outputs = outputs_of_head(states, model.lm_head.weight, batch.tokens[index], divisor)
     logprobs, entropies = map(batch.scatter, outputs)
     return logprobs, entropies
 
@@ -95,33 +89,28 @@ def divisor_of_batch(batch: Batch) -> Tensor:
     return divisor_of(batch.temperature[batch.loss_index])
 
 
-def outputs_of_head(
-    states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor, kept_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
 
-    divisor [M, 1]: of the logits, see `divisor_of`. kept_ids int64 [M, K]: the tokens that truncated distributions
-    keep, see `mask_left_out`.
+    divisor [M, 1]: of the logits, see `divisor_of`.
     """
-    if device_kernels.are_used(states.device):
-        from minirl.kernels.fused_head import FusedLogprobs
-
-        logprobs, entropies = FusedLogprobs.apply(states, head, targets, divisor, 0, kept_ids)
-    else:
+    if states.device.type == "cpu":
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
-        logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, divisor, *chunks, kept_ids)
+    else:  # all tokens together, so that each pass reads the head's weight once
+        chunks = (max(1, len(states)), chunk_width(len(states), len(head)))
+    logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, divisor, *chunks)
     return logprobs, entropies
 
 
 def refuse_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor
 ) -> None:
-    """Refuse a microbatch's objective that has a gradient for branches that the script skips.
+    """Refuse a microbatch's objective that has a gradient for rollouts that the script skips.
 
-    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [N] covers all
-    branches of the step, by table index. Raises InputError. Not collective.
+    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [P, G]: of the step's
+    rollouts. Raises InputError. Not collective.
     """
-    of_micro = is_skipped[micro.table_index]
+    of_micro = is_skipped.flatten()[micro.rollout]
     if not of_micro.any():
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
@@ -129,8 +118,8 @@ def refuse_gradient(
     refuse(
         bool((is_moved & micro.spread(of_micro)).any()),
         "can_skip: skips rollouts which token_loss or token_advantages of this script teach something. Make their "
-        "advantages in branch_advantages, or let can_skip return False for them: "
-        "torch.zeros(len(weights), dtype=torch.bool) for all",
+        "advantages in `advantages`, or let can_skip return False for them: "
+        "torch.zeros_like(weights, dtype=torch.bool) for all",
     )
 
 
@@ -155,7 +144,6 @@ class ChunkedLogprobs(torch.autograd.Function):
         divisor: Tensor,
         token_chunk: int,
         vocab_chunk: int = VOCAB_CHUNK,
-        kept_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
         divisor = divisor.to(at_least_fp32(hidden.dtype))
@@ -163,16 +151,15 @@ class ChunkedLogprobs(torch.autograd.Function):
         results = []
         for start in range(0, max(1, len(hidden)), token_chunk):
             chunk = slice(start, start + token_chunk)
-            kept = None if kept_ids is None else kept_ids[chunk]
             wanted = targets[chunk, None]
-            results.append(_score_token_chunk(hidden[chunk], head_chunks, wanted, divisor[chunk], kept))
+            results.append(_score_token_chunk(hidden[chunk], head_chunks, wanted, divisor[chunk]))
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
         # A loss without the entropies does not pay for their gradient.
         ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
         ctx.has_totals = len(head_chunks) > 1
-        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals, kept_ids)
+        ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals)
         return logprobs, entropies
 
     @staticmethod
@@ -180,7 +167,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """See the class."""
-        hidden, head, targets, divisor, entropies, totals, kept_ids = ctx.saved_tensors
+        hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
         # The incoming gradients, with the 1 / T of the formulas.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
@@ -195,7 +182,6 @@ class ChunkedLogprobs(torch.autograd.Function):
             for start in range(0, len(hidden), ctx.token_chunk):
                 chunk = slice(start, start + ctx.token_chunk)
                 logits = chunk_logits(hidden[chunk], head_chunk, divisor[chunk])
-                mask_left_out(logits, None if kept_ids is None else kept_ids[chunk], first)
                 logprobs = log_softmax(logits, totals[chunk] if ctx.has_totals else None)
                 grad = _logit_gradient(
                     logprobs,
@@ -209,7 +195,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                     grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
             if grad_head is not None:
                 grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
-        return grad_hidden.to(hidden.dtype), grad_head, *[None] * 5
+        return grad_hidden.to(hidden.dtype), grad_head, *[None] * 4
 
 
 def _score_token_chunk(
@@ -217,17 +203,14 @@ def _score_token_chunk(
     head_chunks: Sequence[Tensor],
     targets: Tensor,
     divisor: Tensor,
-    kept_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs [n] and entropies [n] of the targets [n, 1] of one token chunk, and the totals [n, chunks].
 
-    hidden [n, D]; divisor [n, 1]: the temperatures; kept_ids [n, K]: see `mask_left_out`. A total is the logsumexp of
-    the logits of one vocabulary chunk. With a single vocabulary chunk the totals are not needed, and an empty tensor is
-    returned.
+    hidden [n, D]; divisor [n, 1]: the temperatures. A total is the logsumexp of the logits of one vocabulary chunk.
+    With a single vocabulary chunk the totals are not needed, and an empty tensor is returned.
     """
     if len(head_chunks) == 1:
-        logits = mask_left_out(chunk_logits(hidden, head_chunks[0], divisor), kept_ids)
-        logprobs = log_softmax(logits, None)
+        logprobs = log_softmax(chunk_logits(hidden, head_chunks[0], divisor), None)
         target_logprobs = logprobs.gather(1, targets)[:, 0]
         return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
     # Allocate the results before the loop: small tensors between the freed logits of chunks would keep
@@ -237,7 +220,7 @@ def _score_token_chunk(
     target_logits = divisor.new_empty(len(hidden), 1)
     first = 0
     for i, head_chunk in enumerate(head_chunks):
-        logits = mask_left_out(chunk_logits(hidden, head_chunk, divisor), kept_ids, first)
+        logits = chunk_logits(hidden, head_chunk, divisor)
         index, is_in_chunk = index_in_chunk(targets - first, len(head_chunk))
         target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
         totals[:, i] = logits.logsumexp(-1)

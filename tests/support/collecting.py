@@ -1,5 +1,6 @@
 """Collectors over a tiny model, whose prompts and texts are letters."""
 
+import asyncio
 import functools
 import math
 import random
@@ -16,7 +17,7 @@ from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
-from minirl.episodes.rollout_workers import load_rollout
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import Rollout, RolloutId, all_branches
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import TOKENS, save_tokenizer
@@ -89,12 +90,12 @@ def make_collector(
     return Collector(engine, prompts, functions, **{"group_size": 3, **options})
 
 
-def calculator(episode: Episode):
+async def calculator(episode: Episode):
     """Up to three turns, with a reply after each that depends on the sampled text."""
-    turn = yield episode.generate(stop="e", max_tokens=15)
+    turn = await episode.generate(stop="e", max_tokens=15)
     for _ in range(2):
         reply = "xyz" if "a" in turn.text else LETTERS[len(turn.ids)] * (episode.seed % 40)
-        turn = yield episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
+        turn = await episode.generate(after=reply, stop=["ab", "e"], max_tokens=9)
 
 
 def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
@@ -109,22 +110,22 @@ def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
     return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
 
 
-def replying(episode: Episode):
+async def replying(episode: Episode):
     """Four turns with messages or text between them; some end with a stop token."""
-    yield episode.generate(max_tokens=15, stop=["ab", "f"])
-    yield episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
-    yield episode.generate(after=" yes, ", max_tokens=3)
-    yield episode.generate(after=replies_of(episode)[1], max_tokens=9)
+    await episode.generate(max_tokens=15, stop=["ab", "f"])
+    await episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
+    await episode.generate(after=" yes, ", max_tokens=3)
+    await episode.generate(after=replies_of(episode)[1], max_tokens=9)
 
 
-def chatting(episode: Episode):
-    """Messages that repeat the episode's facts about itself; a copy of it runs in workers."""
-    turn = yield episode.generate(max_tokens=9, stop="f")
+async def chatting(episode: Episode):
+    """Messages that repeat the episode's facts about itself."""
+    turn = await episode.generate(max_tokens=9, stop="f")
     for _ in range(2):
         said = " ".join([*(message["content"] for message in episode.messages), turn.message["content"]])
         results = [{"role": "tool", "content": said[-9:]}, {"role": "user", "content": said[:9]}]
-        yield episode.generate(after=results, max_tokens=3)
-        turn = yield episode.generate(after=turn.text[:1], max_tokens=5)
+        await episode.generate(after=results, max_tokens=3)
+        turn = await episode.generate(after=turn.text[:1], max_tokens=5)
 
 
 def end_of(turn) -> list[int]:
@@ -134,53 +135,55 @@ def end_of(turn) -> list[int]:
 
 
 @contextmanager
-def in_workers(folder: Path, make=load_rollout, **defaults):
-    """`load(name, **options)` for functions of a folder's mine.py; their workers are killed at the end of the block.
-
-    make: load_rollout or load_reward; `load` may name the other one.
-    """
+def in_workers(folder: Path, **defaults):
+    """`load(name, **options)` for reward functions of a folder's mine.py; their workers are killed at the end."""
     loaded = []
 
-    def load(name, *, make=make, **options):
-        loaded.append(make(f"{folder}/mine.py:{name}", **{**defaults, **options}))
+    def load(name, **options):
+        loaded.append(RewardWorkers(f"{folder}/mine.py:{name}", **{**defaults, **options}))
         return loaded[-1]
 
     try:
         yield load
     finally:
         for workers in loaded:
-            workers.pool.stop()
+            workers.stop()
 
 
-def branching(episode: Episode):
-    """Turns in several branches; a copy of it runs in workers. One episode in three has no turn in its own branch."""
+def unhurried(rollout, *, seconds=0.004):
+    """The same function with a random wait before each request."""
+
+    async def waiting(episode):
+        ask = episode.ask
+
+        async def ask_later(asked):
+            await asyncio.sleep(random.SystemRandom().random() * seconds)
+            return await ask(asked)
+
+        episode.ask = ask_later
+        return await rollout(episode)
+
+    return waiting
+
+
+async def branching(episode: Episode):
+    """Turns in several branches. One episode in three has no turn in its own branch."""
     if episode.seed % 3 > 0:
-        yield episode.generate(max_tokens=5)
+        await episode.generate(max_tokens=5)
     other = episode.branch("xyz" + "".join(turn.text[:2] for turn in episode.turns))
-    turn = yield other.generate(max_tokens=6, stop="e")
+    turn = await other.generate(max_tokens=6, stop="e")
     if episode.seed % 3 > 0:
-        yield episode.generate(after="q", max_tokens=3)
-    yield other.generate(after=f"{turn.text[:1]}p", max_tokens=4)
+        await episode.generate(after="q", max_tokens=3)
+    await other.generate(after=f"{turn.text[:1]}p", max_tokens=4)
     unused = episode.branch("abc")
     last = episode.branch([*other.messages, {"role": "user", "content": "more"}])
-    yield last.generate(max_tokens=unused.number + 1)
-    yield other.generate(after="z", max_tokens=2)
-
-
-def truncating(episode: Episode):
-    """Turns in two branches, most with their own truncation; a copy of it runs in workers."""
-    turn = yield episode.generate(max_tokens=9, top_k=5)
-    yield episode.generate(after=turn.text[:2], max_tokens=7)
-    other = episode.branch("xyz")
-    yield other.generate(max_tokens=6, top_k=40, top_p=0.8)
-    yield episode.generate(after="q", max_tokens=8, top_k=3, min_p=0.1)
-    yield other.generate(after="z", max_tokens=5, top_k=0)
+    await last.generate(max_tokens=unused.number + 1)
+    await other.generate(after="z", max_tokens=2)
 
 
 def facts(rollout: Rollout) -> tuple:
     """The parts of a rollout that must be equal, bit for bit."""
-    kept = rollout.kept
-    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs, kept.counts, kept.ids)
+    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
     own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
     return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
 
@@ -188,7 +191,8 @@ def facts(rollout: Rollout) -> tuple:
 def resumed(first: Collector, second: Collector) -> Collector:
     """The second collector, which continues from a checkpoint of the first one."""
     second.num_served = first.num_served
-    second.restore(first.state(), first.records())
+    second.restore(first.in_flight)
+    first.close()
     return second
 
 
@@ -210,30 +214,21 @@ def collected(
     return steps
 
 
-def rollout_records(collector):
-    """The records of all rollouts that a checkpoint would hold as in flight."""
-    return [record for group in collector.records() for record in group["rollouts"]]
+def assert_pauses_change_nothing(make, *, budget=6) -> dict[RolloutId, tuple]:
+    """Rollouts that pause between rounds, or begin again after a checkpoint, are those of one whole step. Returns them.
 
-
-def assert_pauses_change_nothing(
-    make, make_again=None, make_whole=None, *, budget=6
-) -> dict[RolloutId, tuple]:
-    """Rollouts that pause between rounds, also over a checkpoint, are those of one whole step. Returns them.
-
-    make: makes a collector with further options. make_again: the one that goes on from the checkpoint, if it is another
-    one; make_whole: that of the whole step.
+    make: makes a collector with further options.
     """
     pausing = {"round_tokens": budget, "max_staleness": 3}
-    expected = collected(make(**pausing), 3, 2)
-    found = {row[0]: row for step in expected for row in step}
+    collector = make(**pausing)
+    found = {row[0]: row for step in collected(collector, 3, 2) for row in step}
+    assert collector.in_flight, "nothing is in flight"
+    again = resumed(collector, make(**pausing))
+    later = {row[0]: row for step in collected(again, 3, 2, first_step=3) for row in step}
+    again.close()
+    assert not found.keys() & later.keys(), "a prompt is served twice"
+    found |= later
     num_groups = 1 + max(rollout_id.prompt_ordinal for rollout_id in found)
-    (whole,) = collected((make_whole or make)(), 1, num_groups)
+    (whole,) = collected(make(), 1, num_groups)
     assert found == {row[0]: row for row in whole if row[0] in found}
-    first = make(**pausing)
-    assert collected(first, 1, 2) == expected[:1]
-    ids = [record["rollout_id"] for record in rollout_records(first)]
-    assert ids, "nothing is in flight"
-    assert ids == sorted(ids), "the order of replies is in the checkpoint"
-    second = resumed(first, (make_again or make)(**pausing))
-    assert collected(second, 2, 2, first_step=1) == expected[1:]
     return found

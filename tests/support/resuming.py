@@ -28,11 +28,9 @@ def load(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def remembered(checkpoint: Path, kind: str, name: str) -> Any:
-    """What the script of rank 0 has saved as extra[name] or records[name]."""
-    file = "progress.pt" if kind == "extra" else "0-of-*.pt"
-    (path,) = (checkpoint / "resume").glob(file)
-    return load(path)[kind][name]
+def remembered(checkpoint: Path, name: str) -> Any:
+    """What the script has saved as extra[name]."""
+    return load(checkpoint / "resume" / "progress.pt")["extra"][name]
 
 
 def digests(folder: Path, *, has_workers: bool = False) -> dict[str, str]:

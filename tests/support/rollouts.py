@@ -6,8 +6,10 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.tokenizer import Tokenizer
+from minirl.rewards.functions import call_arguments, judged
 from minirl.rewards.reward_queue import RewardQueue
-from minirl.rollouts import KeptIds, Rollout, RolloutId
+from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import Rollout, RolloutId
 from support.texts import ids, save_tokenizer
 
 
@@ -23,15 +25,23 @@ def make_rollout(prompts, ordinal, sample, completion):
     tokens = torch.tensor([*prompt, *sampled])
     mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
     streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
-    return Rollout(
-        tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop", kept=KeptIds.none(length)
-    )
+    return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
+
+
+def rewards_of_call(function, rows, completions):
+    """The rewards that a function gives to completions of these rows in one call."""
+    is_chat = [not isinstance(row.prompt, str) for row in rows]
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    shaped = [messages[i] if is_chat[i] else completions[i] for i in range(len(rows))]
+    arguments = call_arguments(function, rows, [[7]] * len(rows), {"completions": shaped})
+    if isinstance(function, RewardWorkers):
+        return function.submit(arguments, rows, completions).result()
+    return judged(function, arguments, rows, completions)
 
 
 def reward_rollouts(functions, prompts, rollouts):
     """The rewards of these rollouts by a queue that gets them prompt by prompt."""
     queue = RewardQueue(functions, prompts)
-    queue.begin_step(len(rollouts))
     groups = {}
     for rollout in rollouts:
         groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append(rollout)
@@ -54,7 +64,6 @@ def in_two_branches(rollout):
         loss_mask=rollout.loss_mask[:cut],
         sample_logprobs=rollout.sample_logprobs[:cut],
         weight_version=rollout.weight_version[:cut],
-        kept=rollout.kept[:cut],
         finish_reason="stop",
     )
     return replace(
@@ -62,7 +71,6 @@ def in_two_branches(rollout):
         loss_mask=rollout.loss_mask & is_second,
         sample_logprobs=rollout.sample_logprobs * is_second,
         weight_version=rollout.weight_version * is_second,
-        kept=KeptIds.join([KeptIds.none(cut), rollout.kept[cut:]]),
         num_prompt_tokens=cut,
         rollout_id=rollout.rollout_id._replace(branch=1),
         earlier=(first,),

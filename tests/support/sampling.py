@@ -6,9 +6,9 @@ from torch import Tensor
 from minirl.generation.sampling import request_key, sample
 from minirl.truncation import Truncation
 
-GRID = [Truncation(k, p, m) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0) for m in (0.0, 0.1)]
+GRID = [Truncation(k, p) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0)]
 # For `sampling_rows`: each row has its own rule, the first none.
-RULES = [Truncation(), *GRID[1:]]
+RULES = [Truncation(), *GRID[1:], *GRID]
 
 
 def keys_of(count: int, *, seed: int = 0) -> Tensor:
@@ -19,9 +19,8 @@ def keys_of(count: int, *, seed: int = 0) -> Tensor:
 
 def columns(truncations: list[Truncation]) -> tuple[Tensor, ...]:
     """The argument of `sample` for these requests."""
-    top_k, top_p, min_p = zip(*truncations, strict=True)
-    doubles = (torch.tensor(column, dtype=torch.float64) for column in (top_p, min_p))
-    return torch.tensor(top_k), *doubles
+    top_k, top_p = zip(*truncations, strict=True)
+    return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
 
 
 def sampling_rows(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -41,7 +40,7 @@ def random_head(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def sample_rows(
     rows: dict[str, Tensor], head: Tensor, rules: list[Truncation], chosen: Tensor, **options: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sample the chosen rows; without rules as where no request has any."""
     part = {name: x[chosen] for name, x in rows.items()}
     truncation = columns([rules[i] for i in chosen]) if rules else ()

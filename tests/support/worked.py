@@ -2,6 +2,9 @@
 
 import torch
 
+from minirl.collect.step_groups import Groups
+from minirl.training.batch import RolloutTable
+
 
 def double(values):
     return torch.tensor(values, dtype=torch.float64)
@@ -14,6 +17,17 @@ def flat(per_sequence):
 def assert_six_decimals(actual, expected):
     actual, expected = (torch.as_tensor(numbers, dtype=torch.float64) for numbers in (actual, expected))
     torch.testing.assert_close(actual, expected, rtol=0, atol=6e-7)
+
+
+def groups_of(rewards, counts=None, *, greedy=None):
+    """The groups of a reward fp64 [P, G], of rollouts that sampled these numbers of tokens [P, G] or one each."""
+    num_prompts, group_size = rewards.shape
+    prompts, samples = torch.meshgrid(torch.arange(num_prompts), torch.arange(group_size), indexing="ij")
+    counts = torch.ones_like(prompts) if counts is None else counts
+    columns = prompts, samples, prompts * 0, counts, counts, counts, rewards.isinf()
+    table = RolloutTable(*(column.flatten() for column in columns), rewards.view(-1, 1))
+    greedy_rewards = rewards[:, :0, None] if greedy is None else greedy.view(num_prompts, -1, 1)
+    return Groups(None, table, rewards[..., None], greedy_rewards, double([1.0]))
 
 
 LENGTHS = (3, 5, 2, 4)

@@ -1,15 +1,19 @@
-"""Find a user's functions, and show their exceptions. Standard library only: a worker starts quickly."""
+"""Find a user's functions, and show their exceptions. Standard library only: a reward worker starts quickly."""
 
+import contextlib
+import functools
 import importlib
 import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from minirl.errors import InputError, refuse
+
 # Of this package.
-OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 # The most characters that the trainer receives of each.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
@@ -17,6 +21,33 @@ MAX_REPR = 80
 
 class UnusableError(Exception):
     """Why a user's code cannot be used; it needs no traceback."""
+
+
+def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
+    """Return the file or module, and the name in it, of a flag's value: "file.py:name" or "module:name".
+
+    expected: what the name stands for, in messages. Raises InputError if it is neither, or the file is missing.
+    """
+    source, _, name = spec.rpartition(":")
+    is_file = source.endswith(".py")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    refuse(
+        not name or not (is_file or is_module),
+        f"{flag} {spec}: expected file.py:{expected} or module:{expected}",
+    )
+    refuse(is_file and not os.path.isfile(source), f"{flag} {spec}: there is no file {source}")
+    return source, name
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Raise the errors of user code that is loaded in the block as InputError, beginning with `what`."""
+    try:
+        yield
+    except (UnusableError, InputError) as reason:
+        raise InputError(f"{what}: {reason}") from None
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what}: raised\n{users_traceback(error)}") from None
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
@@ -36,8 +67,10 @@ def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
     return [getattr(module, name) for name in names]
 
 
+@functools.cache
 def _run_file(file: str) -> types.ModuleType:
-    """Run a Python file as a module."""
+    """Run a Python file as a module, once in a process; it may import what lies beside it."""
+    sys.path.append(os.path.dirname(os.path.abspath(file)))
     module = types.ModuleType(f"user_file_{os.path.basename(file).removesuffix('.py')}")
     module.__file__ = file
     # dataclasses and pickle look a class's module up there.

@@ -1,0 +1,173 @@
+"""The program of a process that calls a reward function. Arguments: FILE_OR_MODULE NAME.
+
+One JSON object a line. The first answer describes the function, {"parameters", "is_async"}, or tells why it cannot be
+used, {"error"}. A request is {"number", "arguments", "count", "seed"}, its answer {"number", "answers"}: the result of
+`validate_rewards`, or a text that says what the function raised. Every answer also has "printed", the beginning of
+everything that user code has printed so far.
+
+Standard library only, so that the process starts quickly.
+"""
+
+import asyncio
+import inspect
+import io
+import os
+import random
+import select
+import signal
+import sys
+import types
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from json import dumps, loads
+from typing import Any, BinaryIO
+
+from minirl.rewards.values import Answers, validate_rewards
+from minirl.user_code import UnusableError, find_functions, users_traceback
+
+MAX_PRINTED = 2000  # bytes
+LOADING = -1  # the number of the first answer
+
+Send = Callable[[dict[str, Any]], None]
+
+
+def main() -> None:
+    """Load the function, then answer calls until the trainer has gone."""
+    source, name = sys.argv[1:]
+    _end_with_trainer()
+    requests, send = _take_pipes()
+    _seed(0)
+    try:
+        (function,) = find_functions(source, name)
+        parameters = inspect.signature(function).parameters.values()
+    except UnusableError as error:
+        send({"number": LOADING, "error": str(error)})
+        return
+    except BaseException as error:
+        send({"number": LOADING, "error": _raised(error)})
+        return
+    described = [(one.name, one.kind.name, one.default is one.empty) for one in parameters]
+    is_async = inspect.iscoroutinefunction(function)
+    send({"number": LOADING, "parameters": described, "is_async": is_async})
+    if is_async:
+        asyncio.run(_answer_together(function, requests, send))
+    for line in requests:
+        request = loads(line)
+        _seed(request["seed"])
+        send({"number": request["number"], "answers": _answer(function, request)})
+
+
+def _answer(function: Callable[..., Any], request: Mapping[str, Any]) -> Answers:
+    """Call a function that does not wait. It may run an event loop of its own, or use `signal.alarm`."""
+    try:
+        return validate_rewards(call_reward(function, request["arguments"]), request["count"])
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt
+        return _raised(error)
+
+
+async def _answer_together(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
+    """Answer the calls of an `async def`; each begins as soon as it is requested."""
+
+    async def answer(request: Mapping[str, Any]) -> None:
+        try:
+            values = await function(**_with_objects(function, request["arguments"]))
+            answers = validate_rewards(values, request["count"])
+        except BaseException as error:
+            answers = _raised(error)
+        send({"number": request["number"], "answers": answers})
+
+    loop = asyncio.get_running_loop()
+    # The reader has its own thread: user code may use up those of the loop.
+    with ThreadPoolExecutor(1) as reader:
+        async with asyncio.TaskGroup() as calls:
+            while line := await loop.run_in_executor(reader, requests.readline):
+                calls.create_task(answer(loads(line)))
+
+
+def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a reward function and wait for its result if it is an `async def`.
+
+    One that names `episodes` gets them as objects.
+    """
+    values = function(**_with_objects(function, arguments))
+    return asyncio.run(values) if inspect.iscoroutine(values) else values
+
+
+def _with_objects(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(arguments)
+    if "episodes" in given.keys() & inspect.signature(function).parameters.keys():
+        given["episodes"] = list(map(_as_object, given["episodes"]))
+    return given
+
+
+def _as_object(episode: Mapping[str, Any]) -> types.SimpleNamespace:
+    """An episode of `minirl.rewards.functions.episode_facts`, with attributes."""
+    turns = [types.SimpleNamespace(**turn) for turn in episode["turns"]]
+    row = types.SimpleNamespace(**episode["row"])
+    return types.SimpleNamespace(**{**episode, "turns": turns, "row": row})
+
+
+def _end_with_trainer() -> None:
+    """Fork a process that kills this one, and all that user code starts, when the trainer has gone, however it ended.
+
+    Stdin tells: only the trainer holds the other end of the pipe. A thread could not tell while user code holds the
+    interpreter's lock. It is not a child of this process, since user code may wait for all of its children.
+    """
+    child = os.fork()
+    if child != 0:
+        os.waitpid(child, 0)
+        return
+    if os.fork() == 0:
+        os.closerange(1, 3)  # the trainer must see the end of the answers when this process ends
+        hangup = select.poll()
+        hangup.register(0, 0)
+        hangup.poll()
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _take_pipes() -> tuple[BinaryIO, Send]:
+    """Return the requests, and the function that sends an answer. User code gets /dev/null and a buffer instead."""
+    requests = os.fdopen(os.dup(0), "rb", 1 << 20)
+    answers = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    printed = _Printed()
+    sys.stdout = io.TextIOWrapper(printed, "utf-8", errors="backslashreplace", write_through=True)
+    sys.stderr = sys.stdout
+
+    def send(answer: dict[str, Any]) -> None:
+        line = dumps({**answer, "printed": printed.kept.decode("utf-8", "replace")})
+        answers.write(line.encode() + b"\n")
+        answers.flush()
+
+    return requests, send
+
+
+class _Printed(io.RawIOBase):
+    """A file that keeps the beginning of what is written to it and drops the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.kept += bytes(data[: MAX_PRINTED - len(self.kept)])
+        return len(data)
+
+
+def _seed(seed: int) -> None:
+    """Seed the global random generators that are loaded."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised\n{users_traceback(error)}"

@@ -1,0 +1,339 @@
+"""Rollout functions as tasks of one event loop: the same rollouts however late they reply, and failures that say so."""
+
+import asyncio
+import functools
+import inspect
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from minirl.episodes.episode import one_turn
+from minirl.errors import InputError, RolloutError
+from minirl.run.config import RunConfig
+from minirl.run.load_task import load_rollout
+from support.collecting import (
+    CHAT,
+    Prompts,
+    assert_pauses_change_nothing,
+    branching,
+    calculator,
+    chat_prompts,
+    chatting,
+    collected,
+    facts,
+    letter_tokenizer,
+    make_collector,
+    unhurried,
+)
+from support.marks import slow
+from support.programs import AT_A_URL, in_turns
+from support.texts import HERMES
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`load(name, source)`: the function of --rollout in a file."""
+
+    def load_one(name, source=AT_A_URL):
+        (tmp_path / "mine.py").write_text(source)
+        rollout = load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:{name}"))
+        return rollout.function
+
+    return load_one
+
+
+def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
+    return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
+
+
+FUNCTIONS = [
+    (calculator, calculator, 1),
+    (branching, branching, 6),
+    slow(chatting, chatting, 6),
+    slow("in_thread", in_turns, 6),
+    ("in_loop", in_turns, 6),
+]
+
+
+@pytest.mark.parametrize(("function", "twin", "budget"), FUNCTIONS)
+def test_rollouts_do_not_depend_on_when_functions_reply(load, function, twin, budget):
+    """With a small cache, in parts, and after a resume; those at a URL make the rollouts of one that asks here.
+
+    Fault 54.
+    """
+    function = load(function) if isinstance(function, str) else unhurried(function)
+    # Only `chatting` asks for the messages of its turns.
+    prompts = chat_prompts(120, HERMES + CHAT if twin is chatting else CHAT)
+    tight = {"cache_tokens": 512, "max_running_requests": 5}
+    make = functools.partial(make_collector, prompts, rollout=function, engine_options=tight)
+    found = assert_pauses_change_nothing(make, budget=budget)
+    (whole,) = collected(make_collector(prompts, rollout=twin), 1, 1 + max(found)[0])
+    assert found == {row[0]: row for row in whole if row[0] in found}
+
+
+def rollouts_of_rank(rank):
+    collector = make_collector(rollout=unhurried(calculator))
+    return [[facts(rollout) for rollout in collector.collect(5).rewarded.rollouts] for _ in range(2)]
+
+
+def test_two_ranks_make_the_rollouts_of_one_however_late_functions_reply(one_rank, two_ranks):
+    (expected,) = one_rank.run(rollouts_of_rank)
+    parts = two_ranks.run(rollouts_of_rank)
+    assert all(parts[0]), "rank 1 made all rollouts"
+    assert [sorted(first + second) for first, second in zip(*parts, strict=True)] == expected
+
+
+def failing(action):
+    """A function that does this for one row after its first turn; it may be `async`."""
+
+    async def mine(episode):
+        await episode.generate(max_tokens=4)
+        if episode.row.place == "f:3":
+            done = action(episode)
+            if inspect.isawaitable(done):
+                return await done
+            return done
+        await episode.generate(after="a", max_tokens=3)
+
+    return mine
+
+
+def raises(episode):
+    raise KeyError("no such tool")
+
+
+async def cancels(episode):
+    await asyncio.wait_for(episode.generate(max_tokens=40), 0.0005)
+
+
+async def leaves_a_turn(episode):
+    left = asyncio.create_task(episode.generate(after="a"))
+    await asyncio.sleep(0)
+    assert not left.done()
+
+
+async def asks_twice(episode):
+    await asyncio.gather(episode.generate(after="a"), episode.generate(after="b"))
+
+
+FAILING = {
+    raises: r"raised\nTraceback(.|\n)*test_programs.py(.|\n)*KeyError: 'no such tool'",
+    sys.exit: r"raised\n(.|\n)*SystemExit",
+    (lambda _: asyncio.sleep(1000)): "took more than 0.7 s; see --call-timeout",
+    (lambda _: asyncio.to_thread(time.sleep, 3)): "took more than 0.7 s; see --call-timeout",
+    cancels: r"generate\(\): was cancelled while its turn was sampled",
+    leaves_a_turn: "ended while one of its turns was sampled; await all",
+    asks_twice: r"generate\(\): asks for two turns at a time",
+    (lambda _: 1.0): r".*gives rewards \('reward'\) that the run does not have: add --reward episode",
+}
+
+
+@pytest.mark.parametrize("action", FAILING, ids=range(len(FAILING)))
+def test_row_53_a_failure_stops_the_run_naming_function_row_and_turn(action):
+    rollout = failing(action)
+    collector = make_collector(Prompts(num_rows=20), rollout=rollout, group_size=1, call_timeout=0.7)
+    with pytest.raises(RolloutError) as raised:
+        collector.collect(20)
+    assert re.match(f"rollout mine for the row at f:3, after turn 1: {FAILING[action]}", str(raised.value))
+    assert raised.value.exit_code == 4
+    assert not collector._runner.running
+
+
+def test_functions_clean_up_where_their_episode_ends_and_where_the_run_fails():
+    closed = []
+
+    async def mine(episode):
+        try:
+            await episode.generate(max_tokens=3)
+            if episode.row.place == failing_place:
+                raise KeyError
+            await episode.generate(after="a", max_tokens=3)
+        finally:
+            await asyncio.sleep(0.01)
+            closed.append(episode.row.place)
+
+    for failing_place in ("", "f:3"):
+        collector = make_collector(Prompts(num_rows=20), rollout=mine, group_size=1, max_turns=1)
+        if failing_place:
+            with pytest.raises(RolloutError):
+                collector.collect(20)
+        else:
+            collector.collect(20)
+        collector.close()
+        assert sorted(closed) == sorted(f"f:{i}" for i in range(20))
+        closed.clear()
+
+
+async def naps(episode):
+    for _ in range(3):
+        await episode.generate(max_tokens=10)
+        await asyncio.sleep(0.02)
+
+
+async def naps_in_thread(episode):
+    for _ in range(3):
+        await episode.generate(max_tokens=10)
+        await asyncio.to_thread(time.sleep, 0.02)
+
+
+async def polls(episode):
+    for _ in range(3):
+        await episode.generate(max_tokens=10)
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("rollout", [naps, naps_in_thread, polls])
+def test_the_engine_decodes_while_functions_wait_block_or_poll(rollout):
+    """64 episodes, 3 turns of 10 tokens: were they to wait for one another, most steps would have a few rows.
+
+    Fault 55.
+    """
+    collector = make_collector(rollout=rollout, prompts=Prompts(lambda _: 60), group_size=8)
+    collector.collect(8)
+    stats = collector.engine.take_stats()
+    assert stats.decode_tokens > 64 * 25
+    assert stats.decode_tokens / stats.decode_steps > 8
+
+
+def test_blocking_calls_of_hundreds_of_episodes_run_at_the_same_time():
+    at_once = threading.Barrier(200)
+
+    async def mine(episode):
+        await episode.generate(max_tokens=1)
+        await asyncio.to_thread(at_once.wait, 20)
+
+    assert len(rollouts_of(mine, num_groups=25, group_size=8)[0]) == 200
+
+
+HANGING = """
+import asyncio, time
+from minirl.episodes.event_loop import event_loop
+from minirl.ranks import launch
+
+def main():
+    event_loop().create_task(asyncio.to_thread(time.sleep, 1000))
+    event_loop().run_slice(0.2)
+
+launch.run(main)
+"""
+
+
+def test_a_blocking_call_that_hangs_does_not_delay_the_exit():
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=60)
+    assert time.monotonic() - began < 50
+
+
+def test_a_notebook_with_its_own_event_loop_can_collect():
+    async def cell():
+        return rollouts_of(calculator)
+
+    assert asyncio.run(cell()) == rollouts_of(calculator)
+
+
+def test_an_episode_shows_its_tokens_turns_and_room():
+    """And the text of a turn is that of its tokens."""
+
+    async def shows_all(episode):
+        room = episode.room
+        assert (episode.tokens, episode.turns) == ([], [])
+        assert episode.row.columns["answer"] == episode.row.prompt[:1]
+        first = await episode.generate(max_tokens=4)
+        assert episode.room == room - 4
+        second = await episode.generate(after=[1, 2], max_tokens=5)
+        assert episode.room == room - 11
+        assert episode.tokens == [*first.ids, 1, 2, *second.ids]
+        assert episode.loss_mask == [True] * 4 + [False] * 2 + [True] * 5
+        assert episode.versions == [7] * 4 + [0] * 2 + [7] * 5
+        assert episode.logprobs == [*first.logprobs, 0, 0, *second.logprobs]
+        assert episode.turns == [first, second]
+        assert (first.finish_reason, second.finish_reason) == ("length", "length")
+        await episode.generate(after=first.text, max_tokens=1)
+
+    collector = make_collector(Prompts(lambda _: 60), rollout=shows_all, group_size=1)
+    (made,) = collector.collect(1, weight_version=7).rewarded.rollouts
+    tokens = made.completion
+    assert tokens[11:-1] == letter_tokenizer().encode_text(letter_tokenizer().decode(tokens[:4]), "")
+
+
+def test_an_answer_that_nobody_can_read_is_an_error_only_where_it_is_asked_for():
+    rollouts_of(calculator, prompts=chat_prompts())
+    with pytest.raises(RolloutError, match="no response template that transformers can read"):
+        rollouts_of(chatting, prompts=chat_prompts())
+
+
+def of_generator(episode):
+    yield episode.generate()
+
+
+def blocking(episode):
+    return episode.generate()
+
+
+async def async_generator(episode):
+    yield episode.generate()
+
+
+@pytest.mark.parametrize("function", [of_generator, blocking, async_generator])
+def test_a_function_of_another_form_is_refused_with_the_right_one(load, function):
+    """In a file before anything is loaded, and by the collector."""
+    expected = (
+        rf"expected `async def {function.__name__}\(episode\)` with `turn = await episode.generate\(\)`"
+    )
+    with pytest.raises(InputError, match=rf"^--rollout .*mine.py:{function.__name__}: a rollout: {expected}"):
+        load(function.__name__, inspect.getsource(function))
+    with pytest.raises(InputError, match=expected):
+        make_collector(rollout=function)
+
+
+ONE_FILE = """
+import helper_beside
+
+async def rollout(episode):
+    print("hello from", episode.row.place)
+    await episode.generate()
+"""
+
+
+def test_a_file_is_loaded_once_beside_its_modules_and_prints(load, tmp_path, capsys):
+    (tmp_path / "helper_beside.py").touch()
+    rollout = load("rollout", ONE_FILE)
+    assert rollouts_of(rollout) == rollouts_of(one_turn)
+    assert load("rollout", "# changed since then") is rollout
+    assert capsys.readouterr().out.count("hello from f:") == 15
+
+
+UNUSABLE = {
+    "def rollout(episode:\n": "SyntaxError",
+    "import sys\nsys.exit(4)\n": "SystemExit: 4",
+    "import no_such_module_of_mine\n": r'mine\.py", line 1',
+    "rollout = 3\n": r"mine\.py has no function rollout",
+}
+
+
+@pytest.mark.parametrize("source", UNUSABLE)
+def test_row_53_a_file_that_cannot_be_used_is_an_input_error_at_once(load, source):
+    with pytest.raises(InputError, match=rf"^--rollout .*mine\.py:rollout: (.|\n)*{UNUSABLE[source]}"):
+        load("rollout", source)
+
+
+NO_SPEC = "expected file.py:function or module:function"
+UNNAMED = {
+    **dict.fromkeys(("mine.py", "mine.py:", "mine:", ":score", "folder/mine.txt:f"), NO_SPEC),
+    "none.py:f": "there is no file none.py",
+    "no_such_package.rewards:f": "there is no module 'no_such_package' here; is it installed",
+    "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
+}
+
+
+@pytest.mark.parametrize("spec", UNNAMED)
+def test_what_names_no_function_is_refused_with_the_flag(spec):
+    with pytest.raises(InputError) as error:
+        load_rollout(RunConfig(rollout=spec))
+    assert str(error.value).startswith(f"--rollout {spec}: {UNNAMED[spec]}")
