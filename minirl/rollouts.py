@@ -135,8 +135,8 @@ class Rollout:
     reached its own `max_tokens`), one of `CUT_OFF`, or one of `episodes.episode.END_REASONS` from its function.
 
     An episode that does more than append to its tokens (a rewritten conversation, a second conversation) has several
-    branches: each is a prompt with a completion, and a training sample with its own end and reward. They share the
-    weight of the episode. The rollout is then the last branch, with the others in `earlier`.
+    branches: each is a prompt with a completion, and a training sample with its own end. They share the rollout's
+    rewards and its weight in the loss. The rollout is then the last branch, with the others in `earlier`.
     branch_end: why the last branch ended; "" for `finish_reason`. Branches in `earlier` say so in `finish_reason`.
     """
 

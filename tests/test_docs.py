@@ -224,10 +224,9 @@ def load(tmp_path):
     """`load(line, name, before)`: the page's block with this line, after `before`."""
 
     def load_block(line, name, before="", kind="rollout"):
-        (tmp_path / "mine.py").write_text(
-            before + re.sub("</query>", "e", block_with(line, "environments.md"))
-        )
-        return load_rollout(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}))
+        file = tmp_path / f"{name}.py"
+        file.write_text(before + re.sub("</query>", "e", block_with(line, "environments.md")))
+        return load_rollout(RunConfig(**{kind: f"{file}:{name}"}))
 
     return load_block
 
@@ -261,7 +260,7 @@ def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(loa
     assert tool["function"]["parameters"]["required"] == ["a", "b"]
     (tool,) = load("class Guess", "Guess", kind="environment").tools
     assert tool["function"]["name"] == "guess"
-    game = runpy.run_path(str(tmp_path / "mine.py"))["Guess"]()
+    game = runpy.run_path(str(tmp_path / "Guess.py"))["Guess"]()
     assert game.reset(target=7, prompt=[]).strip()
     assert [game.guess(3), game.guess(9), game.get_reward()] == ["higher", "lower", 0.0]
     assert [game.guess(7), game.get_reward()] == ["right", 1.0]

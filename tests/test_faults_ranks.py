@@ -39,6 +39,8 @@ rank = process_group.rank()
 
 
 NAN_FORK = """
+from minirl.ranks.process_group import rank
+
 step, good_loss, good_can_skip = 0, token_loss, can_skip
 
 def can_skip(*args):  # called once in a step

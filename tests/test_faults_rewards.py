@@ -345,7 +345,10 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
     num_threads = threading.active_count()
     with pytest.raises(InputError, match=rf"--reward .*mine\.py:reward: (.|\n)*{UNUSABLE[source]}"):
         RewardWorkers(f"{tmp_path}/mine.py:reward", num_workers=2)
-    assert threading.active_count() == num_threads
+    deadline = time.monotonic() + 5
+    while threading.active_count() > num_threads:  # those of other tests may still end
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 NO_SPEC = "expected file.py:function or module:function"
@@ -411,7 +414,10 @@ def test_no_process_and_no_thread_is_left_after_stop(tmp_path, name):
     assert not call.done()
     function.stop()
     assert_gone(pids)
-    assert threading.active_count() == num_threads
+    deadline = time.monotonic() + 5
+    while threading.active_count() > num_threads:  # those of other tests may still end
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def hang_in_workers(pipe, folder):

@@ -66,7 +66,7 @@ HINGE = {
     "    if config.entropy_coef:\n": "    loss = loss + 0.1 * (0.5 - entropy).relu()\n    if config.entropy_coef:\n",
 }
 SKIP_NONE = {
-    "    if config.whiten or config.kl_reward_coef:": "    if True:",
+    '    if config.advantage_norm == "whiten" or config.kl_reward_coef:': "    if True:",
 }
 BONUS_FROM_STEP_2 = {
     "                objective = (micro.loss_weights * loss).sum()\n": """\

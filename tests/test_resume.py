@@ -32,7 +32,7 @@ CURRICULUM = {
     RUN: f"{RUN}, extra={{'curriculum': {{'level': 0, 'mean': torch.ones((), dtype=torch.float64)}}}}",
     REPORT: """\
         curriculum = progress.extra["curriculum"]
-        curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * scores.mean()
+        curriculum["mean"] = 0.9 * curriculum["mean"] + 0.1 * groups.scores.mean()
         curriculum["level"] += int(curriculum["mean"] > 0.8)  # two steps are
         collector.num_served += curriculum["level"]
 """

@@ -36,8 +36,7 @@ class PromptStream:
     """The prompts of a task in endless shuffled epochs, without those that are too long.
 
     A prompt's number in the stream is its `prompt_ordinal`, counted over the whole run. Its row is a pure
-    function of (seed, prompt_ordinal). Prompts are tokenized when they are served; memory holds only the numbers of
-    the other rows.
+    function of (seed, prompt_ordinal). Prompts are tokenized when they are served.
     """
 
     def __init__(

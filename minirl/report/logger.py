@@ -42,7 +42,7 @@ COLUMNS = (
 # What makes a run faster that spends much of its time on a cause.
 REMEDIES = {
     "wait_rewards": "raise --workers",
-    "wait_replies": "raise --workers",
+    "wait_replies": "see docs/rollouts.md#partial-rollouts",
     "eval": "raise --eval-every",
     "save": "raise --save-every",
 }

@@ -48,7 +48,9 @@ def chunk_gated_delta_rule(
     assert int(cu_seqlens[0]) == 0 < min(lengths)
     assert int(cu_seqlens[-1]) == num_rows
     state_shape = (num_sequences, num_heads, key_dim, v.shape[-1])
-    initial = torch.zeros(state_shape, dtype=g.dtype) if initial_state is None else initial_state
+    initial = (
+        torch.zeros(state_shape, dtype=g.dtype, device=g.device) if initial_state is None else initial_state
+    )
     assert initial.shape == state_shape
     assert initial.dtype == g.dtype
     outputs, final_states = [], []
