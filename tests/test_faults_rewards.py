@@ -19,6 +19,7 @@ from minirl.run.load_task import load_task
 from support.collecting import in_workers
 from support.forked import fork, make_pipe
 from support.processes import is_alive
+from support.programs import NO_SPEC, UNNAMED
 from support.rollouts import rewards_of_call
 
 SOURCE = """
@@ -351,20 +352,11 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
         time.sleep(0.05)
 
 
-NO_SPEC = "expected file.py:function or module:function"
-UNNAMED = {
-    **dict.fromkeys(("mine.py", "mine.py:", "mine:", ":score", "", "folder/mine.txt:f"), NO_SPEC),
-    "none.py:f": "there is no file none.py",
-    "no_such_package.rewards:f": "there is no module 'no_such_package' here; is it installed",
-    "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
-}
-
-
-@pytest.mark.parametrize("spec", UNNAMED)
+@pytest.mark.parametrize("spec", ["", *UNNAMED])
 def test_what_names_no_function_is_refused_with_the_flag(spec):
     with pytest.raises(InputError) as error:
         RewardWorkers(spec)
-    assert str(error.value).startswith(f"--reward {spec}: {UNNAMED[spec]}")
+    assert str(error.value).startswith(f"--reward {spec}: {UNNAMED.get(spec, NO_SPEC)}")
 
 
 def test_the_file_is_loaded_in_its_processes_alone(tmp_path):

@@ -54,9 +54,8 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
     """
     refuse(not Path(path).is_file(), f"there is no file {path}")
     rows = []
-    with open(
-        path, "rb"
-    ) as file:  # as bytes: only "\n" ends a line, while a text may contain other line separators
+    # As bytes: only "\n" ends a line, while a text may contain other line separators.
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}:{number}"
             text = _decode(line, place, is_first=number == 1)

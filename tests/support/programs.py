@@ -1,4 +1,13 @@
-"""Agents that own their loop, as in a user's file."""
+"""Users' files: agents that own their loop, and flags that name no function."""
+
+# Values of a flag that names a user's function, of which none names one, and what is said.
+NO_SPEC = "expected file.py:function or module:function"
+UNNAMED = {
+    **dict.fromkeys(("mine.py", "mine.py:", "mine:", ":score", "folder/mine.txt:f"), NO_SPEC),
+    "none.py:f": "there is no file none.py",
+    "no_such_package.rewards:f": "there is no module 'no_such_package' here; is it installed",
+    "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
+}
 
 # Each makes the requests of `in_turns`, which asks here.
 AT_A_URL = """
