@@ -24,22 +24,8 @@ import torch
 import tyro
 from torch import Tensor
 
-from minirl.collect.step_groups import Groups
 from minirl.episodes.episode import Episode
-from minirl.objective.advantages import (
-    group_advantages,
-    returns_to_go,
-    whiten,
-)
-from minirl.objective.kl import kl_penalty
-from minirl.objective.loss_weights import loss_weights
-from minirl.objective.losses import (
-    cispo_loss,
-    clipped_policy_loss,
-    importance_ratio,
-    importance_weights,
-    sequence_sums,
-)
+from minirl.episodes.step_groups import Groups
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_grpo
@@ -48,8 +34,22 @@ from minirl.run.dry_run import dry_run
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
+from minirl.training.advantages import (
+    group_advantages,
+    returns_to_go,
+    whiten,
+)
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
+from minirl.training.kl import kl_penalty
+from minirl.training.loss_weights import loss_weights
+from minirl.training.losses import (
+    cispo_loss,
+    clipped_policy_loss,
+    importance_ratio,
+    importance_weights,
+    sequence_sums,
+)
 from minirl.training.scoring import refuse_gradient, score_batch
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each sets

@@ -26,22 +26,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minirl.collect.step_groups import Groups
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
+from minirl.episodes.step_groups import Groups
 from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.objective.advantages import explained_variance, gae, token_rewards, whiten
-from minirl.objective.kl import adapted_kl_coef, kl_penalty
-from minirl.objective.loss_weights import loss_weights
-from minirl.objective.losses import (
-    clipped_policy_loss,
-    importance_ratio,
-    importance_weights,
-    sequence_sums,
-    value_loss,
-)
 from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_ppo
@@ -50,8 +40,18 @@ from minirl.run.dry_run import dry_run
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
+from minirl.training.advantages import explained_variance, gae, token_rewards, whiten
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
+from minirl.training.kl import adapted_kl_coef, kl_penalty
+from minirl.training.loss_weights import loss_weights
+from minirl.training.losses import (
+    clipped_policy_loss,
+    importance_ratio,
+    importance_weights,
+    sequence_sums,
+    value_loss,
+)
 from minirl.training.scoring import score_batch, value_batch
 
 

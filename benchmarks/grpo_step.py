@@ -26,8 +26,8 @@ from workload import (
 )
 
 import train_grpo  # found by workload
-from minirl.collect.step_groups import Groups
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.step_groups import Groups
 from minirl.generation.engine import Engine
 from minirl.model.families import read_config
 from minirl.model.weights import load_replica

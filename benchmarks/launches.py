@@ -24,17 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workload import print_result
 
 import train_grpo  # found by workload
+from minirl.extras.kernels import paged_attention
 from minirl.generation import decode_step
-from minirl.kernels import paged_attention
 from minirl.model import attention
 from minirl.model.attention import PAGED_BLOCK, Cached, CachePool, DecodeLayout, DecodeRead
 from minirl.model.config import Adapters, ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
-from minirl.objective import losses
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.training import batch as batching
+from minirl.training import losses
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 

@@ -27,8 +27,8 @@ import torch
 from grpo_step import GrpoLoop, make_parser, train_grpo
 from workload import print_figures, print_result
 
-from minirl.objective.advantages import group_advantages
 from minirl.ranks import process_group
+from minirl.training.advantages import group_advantages
 
 LEVELS = (0.3, 0.5, 0.7, 0.8)  # of the mean reward
 SPAN = 10  # steps

@@ -36,14 +36,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minirl.collect.step_groups import Groups
-from minirl.objective.advantages import group_advantages
-from minirl.objective.losses import importance_weights
+from minirl.episodes.step_groups import Groups
 from minirl.ranks import process_group
 from minirl.rewards.functions import OverlongPenalty
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.run.embedded_model import save_tokenizer
+from minirl.training.advantages import group_advantages
 from minirl.training.batch import Batch, RolloutTable
+from minirl.training.losses import importance_weights
 
 sys.path.append(str(Path(__file__).parent.parent))
 import train_grpo

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from minirl.kernels import paged_attention
+from minirl.extras.kernels import paged_attention
 from minirl.model.attention import PAGED_BLOCK
 
 # Compute capability x 10: bytes of shared memory that a program can have.

@@ -28,10 +28,10 @@ import torch
 from real_step import REWARD
 from workload import PhaseClock, print_figures, print_result, prompt_texts, start_script
 
-from minirl.collect.collector import Collector
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.collector import Collector
 from minirl.generation.engine import Engine
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer

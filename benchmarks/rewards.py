@@ -25,9 +25,9 @@ from objectives import EOS, TOKEN, save_model, start_beside_trl
 from torch import Tensor
 
 from minirl.data.task import Row
-from minirl.objective.advantages import group_advantages, weighted_scores
 from minirl.rewards.functions import call_arguments
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.training.advantages import group_advantages, weighted_scores
 
 OWN_REWARDS = """
 import asyncio

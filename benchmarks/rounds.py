@@ -6,8 +6,8 @@
 
 RUN is the folder of a run, whose completions give the lengths. Costs are seconds: A of a decode step, and B for each of
 its rows, and C for each token of their contexts; D of a prefilled token; E of a token's scoring and update on one rank;
-F of the switch between generation and update. The ranks decode in rounds as `minirl.collect.collector` has them. Not in
-it: the host's time, a cache that is too small, evaluations, lengths that change while the policy learns.
+F of the switch between generation and update. The ranks decode in rounds as `minirl.episodes.collector` has them. Not
+in it: the host's time, a cache that is too small, evaluations, lengths that change while the policy learns.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from minirl.collect.collector import default_round_tokens
+from minirl.episodes.collector import default_round_tokens
 
 # By a roofline model of an H100 in bf16 with a reference model; and of the small model of `partial_rollouts.py`.
 COSTS = {

@@ -2,18 +2,18 @@
 
 import itertools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from minirl.truncation import NO_TRUNCATION, Truncation
-from minirl.turn_facts import TurnFacts
+from minirl.errors import refuse
 
 # The finish reasons of rollouts that a limit cut off.
 CUT_OFF = frozenset({"length", "max_turns", "max_tokens", "timeout"})
+MAX_TOP_K = 256  # the most tokens that truncated sampling sorts
 
 
 class RolloutId(NamedTuple):
@@ -69,6 +69,40 @@ def token_tensor(ids: Sequence[int]) -> Tensor:
 NO_TOKENS = appended(())
 
 
+class Truncation(NamedTuple):
+    """Which tokens may be sampled: the `top_k` likeliest; of these the smallest set with at least the share `top_p`
+    of their probability.
+
+    The kept tokens' probabilities are then divided by their sum. top_k 0: all tokens may be sampled. Nothing is trained
+    on truncated samples: their logprobs are those of other distributions than training computes.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def checked(self, named: Callable[[str], str] = str) -> "Truncation":
+        """Return self. Raises InputError naming a field out of its range, or one that needs top_k.
+
+        named: how messages name a field.
+        """
+        for name, off in self._field_defaults.items():
+            value = getattr(self, name)
+            most = MAX_TOP_K if name == "top_k" else 1
+            is_number = type(value) in (int, type(off))
+            is_right = is_number and 0 <= value <= most
+            refuse(not is_right, f"{named(name)} {value!r:.80}: must be a number from 0 to {most}")
+            refuse(
+                value != off and not self.top_k,
+                f"{named(name)} {value}: needs {named('top_k')}, which bounds the tokens that are sorted; add "
+                f"{named('top_k')} {MAX_TOP_K}, the most",
+            )
+        refuse(self.top_p == 0, f"{named('top_p')} {self.top_p}: must be greater than 0")
+        return self
+
+
+NO_TRUNCATION = Truncation()
+
+
 class StopTest(Protocol):
     """Finds the turns that end with their last sampled token; `data.stop_strings` does so for texts."""
 
@@ -107,6 +141,39 @@ class Request:
     truncation: Truncation = NO_TRUNCATION
     stop: tuple[str, ...] = ()
     turn_start: int = 0
+
+
+@dataclass
+class TurnFacts:
+    """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
+
+    finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
+    not be read in whole; None if it could, or if nobody read it. extra: what its
+    function notes for a fork of the script, which finds it in `rollout.episode.turns`.
+    inserted: the messages appended before it.
+    """
+
+    start: int
+    num_tokens: int = 0
+    finish_reason: str = ""
+    branch: int = 0
+    parse_error: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    inserted: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Where the turn ends among the branch's tokens after its prompt."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_answer(self) -> bool:
+        """Return whether the turn is its whole answer: only messages were appended before it."""
+        return self.start == 0 or bool(self.inserted)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values, by the names above."""
+        return {one.name: getattr(self, one.name) for one in fields(TurnFacts)}
 
 
 @dataclass(frozen=True)

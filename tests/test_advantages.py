@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train_grpo
-from minirl.objective.advantages import (
+from minirl.training.advantages import (
     ADVANTAGE_NORMS,
     are_equal,
     explained_variance,
@@ -20,9 +20,9 @@ from minirl.objective.advantages import (
     weighted_scores,
     whiten,
 )
-from minirl.objective.kl import adapted_kl_coef
-from minirl.objective.loss_weights import loss_weights
 from minirl.training.batch import Batch
+from minirl.training.kl import adapted_kl_coef
+from minirl.training.loss_weights import loss_weights
 from support.worked import (
     DR_GRPO,
     GRPO,

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from minirl import show
 from minirl.data.calculator import calls, load_calculator, score
+from minirl.extras import show
 from minirl.run import embedded_model
 from support.resuming import digests, resume
 from support.scripts import ROOT, changed_fork, evaluated, read_metrics, read_rollouts, reward_of, trained

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from minirl.collect.step_groups import select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import one_turn
+from minirl.episodes.step_groups import select_step
 from minirl.generation.engine import Engine
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from minirl.errors import InputError
-from minirl.model import delta_rule, device_kernels
+from minirl.extras.delta_net import rule as delta_rule
+from minirl.model import device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer, is_batch_invariant

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 import train_grpo
+from minirl.extras.delta_net import layer as gated_delta_net
 from minirl.generation.engine import Engine
-from minirl.model import gated_delta_net
 from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
-from minirl.objective.losses import value_loss
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens, add_value_clip
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
+from minirl.training.losses import value_loss
 from minirl.training.scoring import value_batch
 from support import stub_fla
 from support.engines import make_engine, make_model, mixed_requests, score_at
@@ -65,7 +65,7 @@ ADAPTERS = Adapters(12, 1.0)
 def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters, has_fla):
     """Asynchronously, in the graphs' buffers, with a plain kernel instead of the decode kernel."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("minirl.kernels.paged_attention.decode", plain_decode)
+    monkeypatch.setattr("minirl.extras.kernels.paged_attention.decode", plain_decode)
     model = make_model(attention, torch.float32, adapters=adapters)
     requests = mixed_requests()[::3]
     expected = make_engine(model).generate(requests)

@@ -11,14 +11,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from minirl.agents.endpoint import run_program, serve
-from minirl.agents.openai_format import read_request
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.event_loop import event_loop
 from minirl.episodes.generate import Generate
 from minirl.episodes.programs import Ended, Programs
 from minirl.errors import InputError, RolloutError
+from minirl.extras.agents.endpoint import run_program, serve
+from minirl.extras.agents.openai_format import read_request
 from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
 from support.collecting import chat_prompts, collected, facts, make_collector
@@ -78,7 +78,7 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
 
 OPENAI = """
 import openai, sys
-from minirl.agents.endpoint import run_program, serve
+from minirl.extras.agents.endpoint import run_program, serve
 
 SENT = {}  # by episode the ids that its client was sent, turn by turn
 
@@ -182,7 +182,7 @@ def test_1024_openai_clients_have_their_episodes_within_the_systems_descriptors(
     pytest.importorskip("openai")
     source = """
 import openai
-from minirl.agents.endpoint import serve
+from minirl.extras.agents.endpoint import serve
 
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0, timeout=120)
 

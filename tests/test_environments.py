@@ -24,15 +24,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.agents import tool_loop
-from minirl.collect.collector import Collector
 from minirl.data.answers import parsed_answer
 from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import tool_schemas
+from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
+from minirl.extras.agents import tool_loop
 from minirl.model.transformer import Transformer
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_workers import RewardWorkers

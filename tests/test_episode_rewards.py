@@ -15,11 +15,11 @@ import train_grpo
 import train_ppo
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError, RolloutError
-from minirl.objective.losses import sequence_sums
 from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
+from minirl.training.losses import sequence_sums
 from support.collecting import (
     Prompts,
     assert_pauses_change_nothing,

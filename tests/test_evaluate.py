@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.data.task import Task
 from minirl.errors import InputError
-from minirl.evaluate import main, parsed
+from minirl.extras.evaluate import main, parsed
 from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import RunConfig, StepFlags
 from minirl.run.flags import flag_of

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from minirl.extras.delta_net.fla import run_packed
+from minirl.extras.delta_net.rule import DeltaRows, normalized, run_chunks
+from minirl.extras.kernels import paged_attention
 from minirl.generation.engine import Engine
 from minirl.generation.sampling import inverse_cdf
-from minirl.kernels import paged_attention
-from minirl.kernels.fla_delta_rule import run_packed
 from minirl.model import device_kernels, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
-from minirl.model.delta_rule import DeltaRows, normalized, run_chunks
 from minirl.model.layers import Gate
 from minirl.model.rotation import Rotation, rotate_pair
 from minirl.training.batch import Batch

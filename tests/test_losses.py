@@ -10,10 +10,11 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.objective.advantages import group_advantages
-from minirl.objective.kl import KL_ESTIMATORS, kl_penalty
-from minirl.objective.loss_weights import loss_weights
-from minirl.objective.losses import (
+from minirl.training.advantages import group_advantages
+from minirl.training.batch import Batch
+from minirl.training.kl import KL_ESTIMATORS, kl_penalty
+from minirl.training.loss_weights import loss_weights
+from minirl.training.losses import (
     CORRECTIONS,
     RATIO_LEVELS,
     cispo_loss,
@@ -26,7 +27,6 @@ from minirl.objective.losses import (
     sft_loss,
     value_loss,
 )
-from minirl.training.batch import Batch
 from minirl.training.scoring import refuse_gradient
 from support.jobs import ROOT
 from support.worked import (

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.rollouts import EpisodeRecord, Rollout, RolloutId
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, TurnFacts
 from minirl.training.batch import Batch
-from minirl.turn_facts import TurnFacts
 from support.resuming import resume
 from support.scripts import (
     ROOT,

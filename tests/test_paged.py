@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from minirl.extras.kernels import paged_attention
 from minirl.generation import kv_cache
-from minirl.kernels import paged_attention
 from minirl.model import portable_attention
 from support.caches import make_cache, poison
 from support.engines import cached_model, make_engine, make_prompt, make_request

@@ -12,13 +12,12 @@ import torch
 
 import train_grpo
 import train_ppo
-from minirl.collect.step_groups import Groups
+from minirl.episodes.step_groups import Groups
 from minirl.errors import GuardError
 from minirl.generation.engine import Request
 from minirl.model.families import scalar_config
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica, named_parameters
-from minirl.objective.losses import value_loss
 from minirl.ranks import time_account
 from minirl.ranks.process_group import broadcast_object, gather_objects, world_size
 from minirl.rollouts import Rollout, RolloutId
@@ -27,6 +26,7 @@ from minirl.run.run import Progress
 from minirl.training import batch as batching
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
+from minirl.training.losses import value_loss
 from minirl.training.scoring import score_batch, value_batch
 from support.engines import CPU, make_engine
 from support.marks import slow

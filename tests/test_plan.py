@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from minirl.objective.loss_weights import minibatch_of
 from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
+from minirl.training.loss_weights import minibatch_of
 
 
 def random_groups(seed, *, has_prompts=True):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from minirl.errors import InputError
-from minirl.plot import CAUSES, draw, main, read_run, series
+from minirl.extras.plot import CAUSES, draw, main, read_run, series
 
 LINES = [
     {

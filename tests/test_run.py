@@ -75,7 +75,7 @@ def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     names = loaded.split()
     assert names[0] == "LOADED"
     assert "minirl.generation.engine" in names
-    annexes = ("minirl.kernels", "minirl.agents", "minirl.show", "minirl.plot")
+    annexes = ("minirl.extras.kernels", "minirl.extras.agents", "minirl.extras.show", "minirl.extras.plot")
     assert [name for name in names if name.startswith(annexes)] == []
 
 

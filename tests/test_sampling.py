@@ -9,7 +9,7 @@ import torch
 from minirl.generation import sampling
 from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, truncate, uniforms
 from minirl.model import batch_invariance
-from minirl.truncation import Truncation
+from minirl.rollouts import Truncation
 from support.sampling import RULES, columns, keys_of, random_head, sample_rows, sampling_rows
 
 LARGEST_UNIFORM = 1 - 2.0**-53

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minirl.extras.kernels import paged_attention
 from minirl.generation.engine import Engine
-from minirl.kernels import paged_attention
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters
 from minirl.model.families import scalar_config

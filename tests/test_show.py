@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from minirl.show import lines_of, main
+from minirl.extras.show import lines_of, main
 
 ANSWER = {
     "id": [3, 0],
@@ -114,7 +114,7 @@ def test_the_command_prints_without_colors_to_a_pipe_that_may_end(run):
     """And in a terminal that has letters of ASCII only."""
     line = json.dumps(ANSWER | {"completion": "\u00fc\U0001f600" * 9})
     (run / "rollouts" / "000012.jsonl").write_text(f"{line}\n" * 3000)
-    command = [sys.executable, "-m", "minirl.show", "mine", "--num", "3000"]
+    command = [sys.executable, "-m", "minirl.extras.show", "mine", "--num", "3000"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

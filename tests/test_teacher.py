@@ -12,8 +12,8 @@ from torch.nn import functional
 import train_grpo
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
-from minirl.objective.kl import kl_penalty
-from minirl.objective.losses import clipped_policy_loss
+from minirl.training.kl import kl_penalty
+from minirl.training.losses import clipped_policy_loss
 from support.resuming import resume
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 from support.worked import assert_six_decimals

@@ -12,8 +12,8 @@ import train_ppo
 from minirl import evaluate
 from minirl.errors import InputError
 from minirl.generation.sampling import truncate
+from minirl.rollouts import Truncation
 from minirl.run.checks import check_grpo, check_ppo, check_shared
-from minirl.truncation import Truncation
 from support.engines import cached_model, make_engine, mixed_requests, run
 from support.marks import slow
 from support.sampling import GRID, columns

@@ -7,7 +7,7 @@ import re
 
 import openai
 
-from minirl.agents.endpoint import serve
+from minirl.extras.agents.endpoint import serve
 
 # Made once: a client per episode would take longer than its requests.
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")

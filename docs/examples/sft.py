@@ -14,7 +14,6 @@ import torch
 from minirl.data.prompts import PromptStream
 from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
-from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
 from minirl.rollouts import Completion, Rollout, RolloutId, rollout_of, token_tensor
@@ -25,6 +24,7 @@ from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import pack
+from minirl.training.losses import sft_loss
 from minirl.training.scoring import score_batch
 
 

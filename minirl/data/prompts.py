@@ -25,8 +25,7 @@ from minirl.data.view import has_messages, messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import gather_objects, has_joined, rank, world_size
-from minirl.rollouts import Request, Rollout, RolloutId
-from minirl.truncation import NO_TRUNCATION, Truncation
+from minirl.rollouts import NO_TRUNCATION, Request, Rollout, RolloutId, Truncation
 
 # Rows that are tokenized together when they are checked.
 ROWS_PER_CHECK = 64

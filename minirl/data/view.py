@@ -1,4 +1,4 @@
-"""An episode as texts: what reward functions, rollouts.jsonl and `minirl.show` see of its turns.
+"""An episode as texts: what reward functions, rollouts.jsonl and `minirl.extras.show` see of its turns.
 
 They are made from the tokens on demand: most are needed once or never.
 """

@@ -21,7 +21,7 @@ from minirl.episodes.generate import Generate
 from minirl.episodes.refusals import REWARD, check_name, checked_reward
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
-from minirl.truncation import NO_TRUNCATION, Truncation
+from minirl.rollouts import NO_TRUNCATION, Truncation
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (

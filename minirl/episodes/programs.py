@@ -13,8 +13,8 @@ from minirl.episodes.generate import Generate
 from minirl.episodes.refusals import returned_rewards
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
+from minirl.files.user_code import users_traceback
 from minirl.ranks.time_account import spent_on
-from minirl.user_code import users_traceback
 
 # Seconds for functions to clean up when the run ends.
 CLOSE_S = 1.0

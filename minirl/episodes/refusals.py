@@ -4,8 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 from minirl.errors import InputError, refuse
+from minirl.files.user_code import shown
 from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.user_code import shown
 
 # The name of a reward that is given without one.
 REWARD = "reward"

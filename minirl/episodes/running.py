@@ -9,8 +9,16 @@ from minirl.data.view import as_plain
 from minirl.episodes.episode import Branch, Episode
 from minirl.episodes.programs import Program
 from minirl.episodes.turn import BranchTokens, Turn
-from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Request, Rollout, appended, rollout_of
-from minirl.turn_facts import TurnFacts
+from minirl.rollouts import (
+    NO_TOKENS,
+    Completion,
+    EpisodeRecord,
+    Request,
+    Rollout,
+    TurnFacts,
+    appended,
+    rollout_of,
+)
 
 NO_BUDGET = sys.maxsize
 

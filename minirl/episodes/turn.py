@@ -11,8 +11,7 @@ from torch import Tensor
 
 from minirl.data import answers
 from minirl.data.tokenizer import Tokenizer
-from minirl.rollouts import Rollout
-from minirl.turn_facts import TurnFacts
+from minirl.rollouts import Rollout, TurnFacts
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, token_tensor
 
 if TYPE_CHECKING:
-    from minirl.kernels.cuda_graphs import DecodeGraphs
+    from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
 PREFILL_TOKENS = 8192  # per forward pass
 
@@ -300,7 +300,7 @@ class Engine:
         )
         if self.cuda_graphs:
             max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
-            from minirl.kernels.cuda_graphs import DecodeGraphs
+            from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
             self._graphs = DecodeGraphs(max_blocks)
             padding_row = self._cache.add(1)

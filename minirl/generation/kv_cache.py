@@ -16,7 +16,7 @@ regardless of the number and length of the sequences.
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -37,8 +37,11 @@ from minirl.model.attention import (
     decode_kernel_for,
     upload,
 )
-from minirl.model.delta_rule import CHUNK, DeltaNet, DeltaStates, end_chunks, make_states
+from minirl.model.config import DELTA_CHUNK, DeltaNet
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
+
+if TYPE_CHECKING:
+    from minirl.extras.delta_net.rule import DeltaStates
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -204,6 +207,8 @@ class KVCache:
         # By layer; the slot of a sequence has the number of its row.
         self.states: dict[int, DeltaStates] = {}
         if delta_net is not None:
+            from minirl.extras.delta_net.rule import make_states
+
             for layer in delta_net.layers:
                 self.states[layer] = make_states(delta_net, max_sequences + 1, dtype=dtype, device=device)
         # For each pool the portable kernel's index of the last decode step.
@@ -341,7 +346,7 @@ class KVCache:
         """
         if not self.extend(row):
             return 0
-        part = min(CHUNK, self.block_size) if self.states else self.block_size
+        part = min(DELTA_CHUNK, self.block_size) if self.states else self.block_size
         num_more = min(num_tokens - 1, -int(self._lengths[row]) % part)
         self._lengths[row] += num_more
         return 1 + num_more
@@ -420,13 +425,15 @@ class KVCache:
                 inputs.append(tables[:, : int(counts.max())].index_select(0, rows))
         if self.states:
             inputs.append(rows)
-            begins_chunk = (positions > 0) & (positions % CHUNK == 0)
+            begins_chunk = (positions > 0) & (positions % DELTA_CHUNK == 0)
             self._end_chunks(rows[begins_chunk])
         return inputs
 
     def _end_chunks(self, rows: Tensor) -> None:
         """Advance the states of these sequences int64 [n]: the tokens before their newest one fill a chunk."""
         if len(rows):
+            from minirl.extras.delta_net.rule import end_chunks
+
             slots = upload(rows, self.device)
             for states in self.states.values():
                 end_chunks(states, slots)

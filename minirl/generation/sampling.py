@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax
-from minirl.truncation import MAX_TOP_K
+from minirl.rollouts import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
 _MASK = (1 << 64) - 1

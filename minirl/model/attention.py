@@ -21,14 +21,16 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import device_kernels, portable_attention
-from minirl.model.delta_rule import ChunkIndex, DeltaStates, index_chunks
+
+if TYPE_CHECKING:
+    from minirl.extras.delta_net.rule import ChunkIndex, DeltaStates
 
 # Tokens of a cache block for flash-attn, and for `paged_attention`; on the CPU it is `portable_attention.BLOCK`.
 FLASH_BLOCK = 256
@@ -142,7 +144,7 @@ class PackedLayout:
     caches: Sequence[Cached] = ()
     pool_of_layer: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     shared: tuple[tuple[int, int], ...] = ()
-    states: Mapping[int, DeltaStates] = field(default_factory=dict)
+    states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
 
     @functools.cached_property
@@ -213,8 +215,10 @@ class PackedLayout:
         return torch.where(self.positions >= ages, seen, len(self.positions))
 
     @functools.cached_property
-    def chunk_index(self) -> ChunkIndex:
+    def chunk_index(self) -> "ChunkIndex":
         """The chunks of the gated delta rule."""
+        from minirl.extras.delta_net.rule import index_chunks
+
         return index_chunks(self._sequences, self.num_shared, sum(self.num_own), self._upload)
 
     def _upload(self, x: Tensor) -> Tensor:
@@ -255,7 +259,7 @@ class DecodeLayout:
     positions: Tensor
     caches: Sequence[Cached]
     pool_of_layer: Mapping[int, tuple[int, int]]
-    states: Mapping[int, DeltaStates] = field(default_factory=dict)
+    states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
     rounds: Sequence[Tensor | slice] = (slice(None),)
     num_slots: int | None = None
@@ -305,7 +309,7 @@ def _attend_cached(q: Tensor, cached: Cached, layer_in_pool: int) -> Tensor:
         )
         return out[:, 0]
     if pool.kernel == "paged":
-        from minirl.kernels import paged_attention
+        from minirl.extras.kernels import paged_attention
 
         return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=pool.window)
     assert read.index is not None, "the layout was made for another kernel"

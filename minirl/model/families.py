@@ -17,8 +17,7 @@ import torch
 
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
-from minirl.model.config import LayerNorms, ModelConfig, Rope
-from minirl.model.delta_rule import DeltaNet
+from minirl.model.config import DeltaNet, LayerNorms, ModelConfig, Rope
 from minirl.model.folders import file_of
 from minirl.model.layers import ACTIVATIONS
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, delta_rule, padding, portable_attention
+from minirl.model import batch_invariance, padding, portable_attention
 from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
-from minirl.model.gated_delta_net import GatedDeltaNet
 from minirl.model.layers import ACTIVATIONS, Gate, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
 from minirl.model.rotation import Rotation, rope_table, rotate_pair
@@ -128,6 +127,8 @@ class DecoderLayer(nn.Module):
         if self.has_attention:
             self.self_attn = Attention(config, layer)
         else:
+            from minirl.extras.delta_net.layer import GatedDeltaNet
+
             self.linear_attn = GatedDeltaNet(config, layer, recomputes=not is_recomputed)
         self.mlp_name = config.mlp_names[0]
         self.add_module(self.mlp_name, MLP(config))
@@ -249,6 +250,9 @@ def is_batch_invariant(
         return False
     if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
         return False
-    if config.delta_net is not None and delta_rule.least_rows(config.delta_net) is None:
-        return False
+    if config.delta_net is not None:
+        from minirl.extras.delta_net.rule import least_rows
+
+        if least_rows(config.delta_net) is None:
+            return False
     return portable_attention.min_queries(config.head_dim, dtype) is not None

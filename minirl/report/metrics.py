@@ -10,13 +10,13 @@ from torch import Tensor
 
 from minirl.errors import GuardError
 from minirl.generation.engine_stats import EngineStats
-from minirl.objective.advantages import are_equal
-from minirl.objective.kl import kl_penalty
-from minirl.objective.losses import is_clipped, is_value_clipped
 from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout, all_branches
+from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
+from minirl.training.kl import kl_penalty
+from minirl.training.losses import is_clipped, is_value_clipped
 
 IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
 KINDS = ("sum", "weight", "maximum", "total")  # of the numbers of `StepMetrics`; a mean has the first two

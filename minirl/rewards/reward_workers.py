@@ -16,10 +16,10 @@ from typing import Any
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError, escaped
+from minirl.files.user_code import source_and_name
 from minirl.ranks.process_group import print_here, rank
 from minirl.rewards.functions import checked_rewards
 from minirl.rewards.worker import LOADING
-from minirl.user_code import source_and_name
 
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from minirl.rewards.worker import main; main()"
 PACKAGE_ROOT = str(Path(__file__).parents[2])

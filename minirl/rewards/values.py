@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from math import isfinite, nan
 from typing import Any
 
-from minirl.user_code import shown
+from minirl.files.user_code import shown
 
 # The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
 MAX_REWARD = 1e12

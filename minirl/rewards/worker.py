@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from json import dumps, loads
 from typing import Any, BinaryIO
 
+from minirl.files.user_code import UnusableError, find_functions, users_traceback
 from minirl.rewards.values import Answers, validate_rewards
-from minirl.user_code import UnusableError, find_functions, users_traceback
 
 MAX_PRINTED = 2000  # bytes
 LOADING = -1  # the number of the first answer

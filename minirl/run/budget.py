@@ -15,7 +15,6 @@ import torch
 from minirl.generation.engine import PREFILL_TOKENS
 from minirl.model.attention import FLASH_BLOCK
 from minirl.model.config import ModelConfig
-from minirl.model.delta_rule import make_states
 from minirl.model.transformer import on_meta
 
 USABLE = 0.9  # of the free memory; the rest is the margin
@@ -192,6 +191,8 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim
     request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if policy.delta_net is not None:
+        from minirl.extras.delta_net.rule import make_states
+
         states = make_states(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta"))
         request += len(policy.delta_net.layers) * sum(pool.nbytes for pool in states)
     return {

@@ -8,9 +8,9 @@ from typing import Any
 
 from minirl.errors import refuse
 from minirl.ranks.process_group import world_size
+from minirl.rollouts import NO_TRUNCATION
 from minirl.run.config import RunConfig, ranks_and_bytes, rollout_flags
 from minirl.run.flags import flag_of
-from minirl.truncation import NO_TRUNCATION
 
 # The fields that must be greater than 0.
 POSITIVE = (
@@ -105,8 +105,8 @@ def check_shared(config: RunConfig) -> None:
     )
     refuse(
         config.trains and config.truncation != NO_TRUNCATION,
-        "--top-k and --top-p are for python -m minirl.evaluate --samples: sampled logprobs would differ from training "
-        "logprobs, which count all tokens; leave them out",
+        "--top-k and --top-p are for python -m minirl.extras.evaluate --samples: sampled logprobs would differ from "
+        "training logprobs, which count all tokens; leave them out",
     )
     config.truncation.checked(flag_of)
     num_ranks = world_size() if config.gpus is None else ranks_and_bytes(config.gpus)[0]

@@ -15,8 +15,8 @@ from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
+from minirl.rollouts import Truncation
 from minirl.run.flags import flag_of
-from minirl.truncation import Truncation
 
 # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
 RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]

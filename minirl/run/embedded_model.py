@@ -21,9 +21,9 @@ from minirl.data.task import Row, Task
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, save_folder
-from minirl.objective.losses import sft_loss
 from minirl.ranks.process_group import barrier, print0, rank
 from minirl.training.batch import Batch
+from minirl.training.losses import sft_loss
 from minirl.training.scoring import score_batch
 
 RECIPE: dict[str, Any] = {

@@ -11,12 +11,12 @@ from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
 from minirl.episodes.programs import UserRollout, check_form
 from minirl.errors import InputError, refuse
+from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.flags import flag_of
-from minirl.user_code import find_functions, loading, source_and_name
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
 RESERVED = {*"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
@@ -52,7 +52,7 @@ def _loaded_rollout(kind: str, functions: list[Callable[..., Any]]) -> UserRollo
         (function,) = functions
         check_form(function, "a rollout")
         return UserRollout(function)
-    from minirl.agents import tool_loop
+    from minirl.extras.agents import tool_loop
 
     if kind == "tools":
         return tool_loop.of_tools(functions)

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.collect.collector import Collector
-from minirl.collect.step_groups import Groups
+from minirl.episodes.collector import Collector
 from minirl.episodes.runner import Counted
-from minirl.objective.advantages import weighted_scores
-from minirl.objective.loss_weights import minibatch_of
-from minirl.objective.losses import sequence_sums
+from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
@@ -37,10 +34,13 @@ from minirl.report.metrics import (
 from minirl.report.progress_bar import show_progress
 from minirl.run.checkpoint import Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
+from minirl.training.advantages import weighted_scores
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.learning_rate import learning_rate
+from minirl.training.loss_weights import minibatch_of
+from minirl.training.losses import sequence_sums
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -290,8 +290,8 @@ class Run:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
         folder = self._folder
         saved = folder / "checkpoints" / f"{self.progress.step:06d}"
-        print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.plot {folder})")
-        print0(f"rollouts   {folder}/rollouts/ (python -m minirl.show {folder})")
+        print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})")
+        print0(f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})")
         loaded_by = "PEFT's" if self._config.adapters else "transformers'"
         print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
         return 128 + self._stop_signal if self._stop_signal else 0

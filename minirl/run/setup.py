@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.collect.collector import Collector
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
 from minirl.data.view import view_of
+from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.errors import refuse
 from minirl.generation.engine import Engine

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
-from minirl.objective.losses import over_tokens, sequence_sums
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
+from minirl.training.losses import over_tokens, sequence_sums
 
 
 @dataclass(frozen=True)

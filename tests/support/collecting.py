@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from minirl.collect.collector import Collector
 from minirl.data.prompts import PromptStream
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import Rollout, RolloutId, all_branches

@@ -13,7 +13,7 @@ UNNAMED = {
 AT_A_URL = """
 import asyncio, json, random, time, urllib.request
 import aiohttp
-from minirl.agents.endpoint import serve
+from minirl.extras.agents.endpoint import serve
 
 def post(url, fields):
     with urllib.request.urlopen(f"{url}/chat/completions", json.dumps(fields).encode()) as answer:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minirl.generation.sampling import request_key, sample
-from minirl.truncation import Truncation
+from minirl.rollouts import Truncation
 
 GRID = [Truncation(k, p) for k in (1, 5, 40, 256) for p in (0.3, 0.9, 1.0)]
 # For `sampling_rows`: each row has its own rule, the first none.

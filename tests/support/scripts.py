@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from minirl import evaluate
+from minirl.extras import evaluate
 from minirl.ranks.time_account import TimeAccount
 from minirl.run import setup
 from minirl.run.config import RunConfig

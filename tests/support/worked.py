@@ -2,7 +2,7 @@
 
 import torch
 
-from minirl.collect.step_groups import Groups
+from minirl.episodes.step_groups import Groups
 from minirl.training.batch import RolloutTable
 
 

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minirl.collect.step_groups import Groups, Selection, select_step
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.runner import Counted, EpisodeRunner
 from minirl.episodes.running import NO_BUDGET
+from minirl.episodes.step_groups import Groups, Selection, select_step
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects

@@ -1,4 +1,4 @@
-"""A step's rollouts in the terminal: `python -m minirl.show RUN [STEP]`.
+"""A step's rollouts in the terminal: `python -m minirl.extras.show RUN [STEP]`.
 
 RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS; STEP is by default the last one that is kept.
 """
@@ -81,7 +81,9 @@ def shown(number: Any) -> str:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m minirl.show", description="Show rollouts of a step.")
+    parser = argparse.ArgumentParser(
+        prog="python -m minirl.extras.show", description="Show rollouts of a step."
+    )
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in ./runs or $MINIRL_RUNS")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="its number (default: the last)")
     parser.add_argument("--num", metavar="N", type=int, default=4, help="how many, at most (default: 4)")

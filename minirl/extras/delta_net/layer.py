@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.model import batch_invariance, delta_rule, device_kernels
+from minirl.extras.delta_net import rule as delta_rule
+from minirl.extras.delta_net.rule import DeltaRows
+from minirl.model import batch_invariance, device_kernels
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout
 from minirl.model.config import ModelConfig
-from minirl.model.delta_rule import DeltaRows
 from minirl.model.layers import Linear
 
 
@@ -72,7 +73,7 @@ class GatedDeltaNet(nn.Module):
             states.inputs[places] = padded[window[:, last]].transpose(0, 1)
         rows = self._rows(convolved, decay, beta)
         if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
-            from minirl.kernels import fla_delta_rule
+            from minirl.extras.delta_net import fla as fla_delta_rule
 
             return fla_delta_rule.run_packed(rows, layout, mixed.dtype, states)
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)

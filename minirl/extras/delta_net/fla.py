@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from minirl.extras.delta_net.rule import DeltaRows, DeltaStates
 from minirl.model.attention import PackedLayout
-from minirl.model.delta_rule import DeltaRows, DeltaStates
 
 
 def run_packed(

@@ -20,12 +20,18 @@ from typing import Any
 
 from aiohttp import web
 
-from minirl.agents.openai_format import ChatRequest, completion_of, read_message, read_request, streamed
-from minirl.agents.server import Server
 from minirl.data.task import Messages, as_messages
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
 from minirl.errors import refuse
+from minirl.extras.agents.openai_format import (
+    ChatRequest,
+    completion_of,
+    read_message,
+    read_request,
+    streamed,
+)
+from minirl.extras.agents.server import Server
 
 # The most requests of an episode that wait for their turns.
 MAX_PENDING = 64

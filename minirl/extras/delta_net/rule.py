@@ -25,31 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model.batch_invariance import activate, at_least_fp32
+from minirl.model.config import DELTA_CHUNK, DeltaNet
 from minirl.model.padding import MIN_ROWS
-
-CHUNK = 32  # rows; twice as many take a fifth longer on the CPU, in decoding and in training
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """The shape of a gated delta net, and the layers that have it instead of attention."""
-
-    layers: tuple[int, ...]
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    kernel_size: int
-
-    @property
-    def num_channels(self) -> int:
-        """Channels of all queries, keys and values together: those of the convolution."""
-        return 2 * self.num_key_heads * self.key_head_dim + self.num_values
-
-    @property
-    def num_values(self) -> int:
-        """Channels of all values together."""
-        return self.num_value_heads * self.value_head_dim
 
 
 class DeltaRows(NamedTuple):
@@ -66,7 +43,7 @@ class DeltaRows(NamedTuple):
 class ChunkIndex:
     """The N chunks of packed sequences in rounds: the first chunk of each, then the second, and so on.
 
-    rows int64 [N x CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
+    rows int64 [N x DELTA_CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
     previous: for each round int64 [chunks]: which chunk of the round before it each follows. In the first round 0, for
     a state of zeros.
     places int64 [T']: where each row is among `rows`; the first place if it has several.
@@ -88,7 +65,7 @@ def index_chunks(
     """Cut packed sequences into chunks.
 
     A sequence that shares its first tokens with an earlier one begins with the chunk in which they end, from the
-    other's state: up to CHUNK - 1 rows are computed once more.
+    other's state: up to DELTA_CHUNK - 1 rows are computed once more.
 
     sequences: the rows of each, as indices among the model's `num_rows`; on the host. num_shared: how many are also an
     earlier one's. upload: copies a tensor to the rows' device.
@@ -97,23 +74,25 @@ def index_chunks(
     previous: list[Tensor] = []
     # By a full chunk's last row: its number in its round.
     number_of: dict[int, int] = {}
-    for begin in range(0, max(map(len, sequences), default=0), CHUNK):
+    for begin in range(0, max(map(len, sequences), default=0), DELTA_CHUNK):
         follows: list[int] = []
         for sequence, shared in zip(sequences, num_shared, strict=True):
-            chunk = sequence[begin : begin + CHUNK]
-            if len(chunk) and begin + CHUNK > shared:
+            chunk = sequence[begin : begin + DELTA_CHUNK]
+            if len(chunk) and begin + DELTA_CHUNK > shared:
                 number_of[int(chunk[-1])] = len(follows)
                 follows.append(number_of[int(sequence[begin - 1])] if begin else 0)
-                chunks.append(F.pad(chunk, (0, CHUNK - len(chunk)), value=num_rows))
+                chunks.append(F.pad(chunk, (0, DELTA_CHUNK - len(chunk)), value=num_rows))
         previous.append(torch.tensor(follows))
     if not chunks:  # one of padding, so that every parameter has a gradient
-        chunks, previous = [torch.full((CHUNK,), num_rows)], [torch.tensor([0])]
+        chunks, previous = [torch.full((DELTA_CHUNK,), num_rows)], [torch.tensor([0])]
     rows = torch.cat(chunks)
     places = torch.full((num_rows + 1,), len(rows))
     places.scatter_reduce_(0, rows, torch.arange(len(rows)), "amin")
     last_rows = torch.cat([rows[:0], *(sequence[-1:] for sequence in sequences)])
     uploaded = tuple(map(upload, previous))
-    return ChunkIndex(upload(rows), uploaded, upload(places[:num_rows]), upload(places[last_rows] // CHUNK))
+    return ChunkIndex(
+        upload(rows), uploaded, upload(places[:num_rows]), upload(places[last_rows] // DELTA_CHUNK)
+    )
 
 
 class DeltaStates(NamedTuple):
@@ -136,7 +115,7 @@ def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: 
     inputs = torch.zeros(num_slots, shape.kernel_size, shape.num_channels, dtype=dtype, device=device)
     keys, values = shape.key_head_dim, shape.value_head_dim
     pools = []
-    for sizes in ((keys, values), (keys, CHUNK), (CHUNK, values), (CHUNK,)):
+    for sizes in ((keys, values), (keys, DELTA_CHUNK), (DELTA_CHUNK, values), (DELTA_CHUNK,)):
         of_heads = (num_slots, shape.num_value_heads, *sizes)
         pools.append(torch.zeros(of_heads, dtype=at_least_fp32(dtype), device=device))
     return DeltaStates(inputs, *pools)
@@ -185,7 +164,7 @@ def run_chunks(
 def _in_chunks(x: Tensor, index: Tensor) -> Tensor:
     """The rows of x [T', H, ...] at these indices [N x C] in their chunks, [N, H, C, ...]; zeros for padding."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    chunks = padded.index_select(0, index).unflatten(0, (-1, CHUNK))
+    chunks = padded.index_select(0, index).unflatten(0, (-1, DELTA_CHUNK))
     return chunks.transpose(1, 2).contiguous()
 
 
@@ -228,7 +207,7 @@ def run_row(
     num_padded: see `padded_rows`. num_slots: compute where the states lie, on this many first slots, of which some may
     be idle. None: on copies of the states.
     """
-    at = positions % CHUNK
+    at = positions % DELTA_CHUNK
     states.keys[slots, :, :, at] = rows.k
     states.decays[slots, :, at] = rows.decay
     if num_slots is None:
@@ -241,7 +220,7 @@ def run_row(
     users[places] = torch.arange(len(slots), device=at.device)
     q, k, v, _, beta = (x[users] for x in rows)
     last = at[users][:, None, None]
-    column = torch.arange(CHUNK, device=at.device)
+    column = torch.arange(DELTA_CHUNK, device=at.device)
     total = decays.cumsum(-1)
     own_total = total.gather(-1, last.expand(-1, total.shape[1], 1))
     pairs = (own_total - total).clamp(max=0).exp()
@@ -285,7 +264,7 @@ class _Solve(torch.autograd.Function):
         """See the class."""
         if a.device.type == "cpu":
             solved = torch.zeros_like(right)
-            for i in range(CHUNK):
+            for i in range(DELTA_CHUNK):
                 solved[..., i, :] = _solve_row(a[..., i, :], right[..., i, :], solved)
         else:
             solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
@@ -308,7 +287,7 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
 @functools.cache
 def least_rows(shape: DeltaNet) -> int | None:
     """Measure to how few rows `run_row` may pad for the bits of `run_chunks` on this CPU; None: it never has them."""
-    length = CHUNK + 9
+    length = DELTA_CHUNK + 9
     sizes = (shape.key_head_dim, shape.key_head_dim, shape.value_head_dim, 1, 1)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3, length, shape.num_value_heads, sum(sizes), generator=generator)
@@ -329,7 +308,7 @@ def _decode(rows: DeltaRows, shape: DeltaNet, num_sequences: int, num_padded: in
     states = make_states(shape, num_sequences, dtype=torch.float32, device=torch.device("cpu"))
     outputs = []
     for position in range(rows.k.shape[1]):
-        if position and position % CHUNK == 0:
+        if position and position % DELTA_CHUNK == 0:
             end_chunks(states, slots)
         row = DeltaRows(*(x[:num_sequences, position] for x in rows))
         positions = torch.full_like(slots, position)

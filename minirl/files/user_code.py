@@ -13,7 +13,7 @@ from typing import Any
 from minirl.errors import InputError, refuse
 
 # Of this package.
-OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # The most characters that the trainer receives of each.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80

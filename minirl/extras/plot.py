@@ -1,4 +1,4 @@
-"""One picture of one or several runs: `python -m minirl.plot RUN [RUN ...]`.
+"""One picture of one or several runs: `python -m minirl.extras.plot RUN [RUN ...]`.
 
 RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS. Drawn from metrics.jsonl: reward and held-out score,
 entropy, KL divergence, lengths, the gap between sampling and training, and where the time went. Needs matplotlib:
@@ -99,7 +99,9 @@ def draw(runs: Runs) -> Any:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m minirl.plot", description="Draw runs into one picture.")
+    parser = argparse.ArgumentParser(
+        prog="python -m minirl.extras.plot", description="Draw runs into one picture."
+    )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run's folder, or its name in ./runs or $MINIRL_RUNS"
     )

@@ -1,6 +1,6 @@
 """Evaluate a model on rows of data, on any number of ranks.
 
-    python -m minirl.evaluate --model DIR --task gsm8k --data test.jsonl --samples 8 --temperature 0.8
+    python -m minirl.extras.evaluate --model DIR --task gsm8k --data test.jsonl --samples 8 --temperature 0.8
 
 Prompts, rollouts and rewards are those of a training run with these flags; for `--model RUN` the run's own are the
 defaults. The result is one JSON object, on stdout and in evaluation.json in the folder of --run-name, beside the
@@ -23,7 +23,6 @@ from minirl.episodes.episode import one_turn
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_object
 from minirl.model.weights import load_replica
-from minirl.objective.advantages import weighted_scores
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
@@ -40,6 +39,7 @@ from minirl.run.config import (
 from minirl.run.flags import early_value, parse
 from minirl.run.run_folder import newest_checkpoint, run_of
 from minirl.run.setup import Setup
+from minirl.training.advantages import weighted_scores
 
 JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
 # The flags of a run that its evaluation repeats.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minirl.objective.advantages import are_equal, select_groups, weighted_scores
 from minirl.rewards.rewarded import RewardedRollouts
+from minirl.training.advantages import are_equal, select_groups, weighted_scores
 from minirl.training.batch import RolloutTable, gather_table
 
 

@@ -1,1 +1,0 @@
-"""From prompts to the rewarded groups of rollouts of a step."""

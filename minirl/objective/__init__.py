@@ -1,1 +1,0 @@
-"""Advantages, KL terms, loss weights and losses, as pure functions of tensors."""
