@@ -8,19 +8,16 @@ import pytest
 import torch
 
 import train_grpo
-import train_ppo
 from minirl.episodes.step_groups import Groups
 from minirl.errors import GuardError
 from minirl.generation.engine import Request
-from minirl.model.families import scalar_config
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica, named_parameters
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import Completion, RolloutId, rollout_of
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
-from minirl.training.losses import value_loss
-from minirl.training.scoring import score_batch, value_batch
+from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
@@ -29,14 +26,10 @@ from support.rollouts import in_two_branches
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two policies, one with the embedding's weight as its head, and a value model whose head is not 0."""
-    configs = {
-        "tied": RAW_CONFIG | {"tie_word_embeddings": True},
-        "untied": RAW_CONFIG,
-        "value": scalar_config(RAW_CONFIG),
-    }
+    """Two models, one with the embedding's weight as its head."""
     root = tmp_path_factory.mktemp("models")
-    return {name: make_folder(root / name, raw) for name, raw in configs.items()}
+    tied = RAW_CONFIG | {"tie_word_embeddings": True}
+    return {"tied": make_folder(root / "tied", tied), "untied": make_folder(root / "untied", RAW_CONFIG)}
 
 
 def make_rollouts():
@@ -90,16 +83,16 @@ def assert_close_gradients(of_ranks, expected, tolerance):
         assert error <= tolerance, f"{name}: relative L2 error {error:.1e}"
 
 
-def grpo_gradients(rank, max_tokens, folder, flags, can_skip):
-    """Full gradients of one GRPO minibatch in fp64, by the script's own functions."""
-    config = train_grpo.Config(advantage_norm="none", num_minibatches=1, **flags)
-    model = sharded(folder, torch.float64)
+def gradients_of(rank, max_tokens, folder, flags, can_skip=None, dtype=torch.float64, **options):
+    """Full gradients of one minibatch, by the script's own functions."""
+    config = train_grpo.Config(num_minibatches=1, **flags)
+    model = sharded(folder, dtype, **options)
     groups, batch, microbatches = shared_out(rank, max_tokens, config, can_skip)
     weights = train_grpo.rollout_weights(config, groups, 64)
+    batch = batch.replace(ref_logprobs=0.9 * batch.sample_logprobs)
     batch = batch.replace(
-        advantages=train_grpo.token_advantages(config, groups, batch),
-        loss_weights=batch.spread(weights.flatten()[batch.rollout]),
-        ref_logprobs=batch.sample_logprobs.double(),
+        advantages=train_grpo.token_advantages(config, groups, batch).to(dtype),
+        loss_weights=batch.spread(weights.flatten()[batch.rollout]).to(dtype),
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
@@ -115,7 +108,6 @@ def grpo_gradients(rank, max_tokens, folder, flags, can_skip):
     [
         {"drop_truncated": True},
         {"kl_coef": 0.04, "ratio_level": "sequence_mean", "loss_norm": "sequence_mean"},
-        slow({"policy_loss": "cispo", "loss_norm": "sequence_mean"}),
         slow({"ratio_level": "sequence_sum", "loss_norm": "constant", "drop_truncated": True}),
     ],
     ids=str,
@@ -123,52 +115,10 @@ def grpo_gradients(rank, max_tokens, folder, flags, can_skip):
 def test_a_gradient_depends_neither_on_the_split_nor_on_what_is_skipped(one_rank, two_ranks, folders, flags):
     """On 1 rank and 2, at any budget, with branches, and without the rollouts that have no gradient. Pitfall 33."""
     where = folders["tied"], flags
-    (expected,) = one_rank.run(grpo_gradients, 10_000, *where, None)
+    (expected,) = one_rank.run(gradients_of, 10_000, *where)
     for pool, max_tokens in ((one_rank, 200), (two_ranks, 10_000), (two_ranks, 300)):
-        gradients = pool.run(grpo_gradients, max_tokens, *where, train_grpo.can_skip)
+        gradients = pool.run(gradients_of, max_tokens, *where, train_grpo.can_skip)
         assert_close_gradients(gradients, expected, 1e-12)
-
-
-def numbers_of_rollouts(batch):
-    """Random numbers for every token of a batch that depend on its rollout alone."""
-    generators = [torch.Generator().manual_seed(rollout) for rollout in batch.rollout.tolist()]
-    parts = [torch.randn(n, generator=g) for n, g in zip(batch.lengths, generators, strict=True)]
-    return torch.where(batch.loss_mask, torch.cat([torch.zeros(0), *parts]), 0.0)
-
-
-def ppo_gradients(rank, max_tokens, folders, dtype, options):
-    """Full gradients of policy and value model of one minibatch, as `train_ppo.py` makes them.
-
-    Rewards have a KL term, truncated completions a bootstrap value, and advantages are whitened over the ranks.
-    """
-    policy = sharded(folders["untied"], dtype, **options)
-    value = sharded(folders["value"], dtype, scalar_head=True, **options)
-    config = train_ppo.Config(gamma=0.99, bootstrap_truncated=True, num_minibatches=1)
-    groups, batch, microbatches = shared_out(rank, max_tokens, config)
-    batch = batch.replace(
-        values=numbers_of_rollouts(batch).to(dtype), ref_logprobs=0.9 * batch.sample_logprobs
-    )
-    kl, end_values = train_ppo.kl_to_reference(batch), torch.full((len(batch.lengths),), 0.7)
-    advantages, returns = train_ppo.advantages_and_returns(
-        config, groups.scores, kl, end_values, batch, kl_coef=0.05
-    )
-    weights = train_ppo.rollout_weights(config, groups, 64)
-    batch = batch.replace(
-        advantages=batch.scatter(advantages.to(dtype)),
-        returns=batch.scatter(returns.to(dtype)),
-        loss_weights=batch.spread(weights.flatten()[batch.rollout]).to(dtype),
-    )
-    for i, sequences in enumerate(microbatches):
-        micro = batch.select(sequences)
-        is_last = i == len(microbatches) - 1
-        values, _ = value_batch(value.module, micro)
-        loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
-        value.backward((micro.loss_weights * loss).sum(), is_last=is_last)
-        new, entropy = score_batch(policy.module, micro)
-        micro = micro.replace(old_logprobs=new.detach() - moved_since_old(micro))
-        loss, _ = train_ppo.token_loss(config, micro, new, entropy)
-        policy.backward((micro.loss_weights * loss).sum(), is_last=is_last)
-    return full_gradients(policy) | {f"value {name}": g for name, g in full_gradients(value).items()}
 
 
 SHARDED = {"shard_gradients": True}
@@ -183,24 +133,19 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def of_one_rank(one_rank, folders):
-    """Makes the gradients of one rank, once for each dtype."""
-    return functools.cache(lambda dtype: one_rank.run(ppo_gradients, 10_000, folders, dtype, {})[0])
-
-
 @pytest.mark.parametrize(("pool", "options"), LAYOUTS, ids=str)
-def test_gradients_do_not_depend_on_how_models_are_sharded(request, folders, of_one_rank, pool, options):
-    """Nor on microbatches, also where a rank's last ones are empty: policy and value model.
+def test_gradients_do_not_depend_on_how_models_are_sharded(request, one_rank, folders, pool, options):
+    """Nor on microbatches, also where a rank's last ones are empty. Between nodes each gradient is summed once.
 
-    PPO's advantages are whitened over all ranks. Between nodes each gradient is summed once.
+    Advantages are whitened over all ranks. Pitfall 29.
     """
+    where = folders["untied"], {"advantage_norm": "whiten", "kl_reward_coef": 0.05, "baseline": "none"}, None
     ranks = request.getfixturevalue(pool)
-    # On one layout also in fp32.
-    tolerances = {torch.float64: 1e-12} | ({torch.float32: 2e-6} if pool == "four_ranks" else {})
-    for dtype, max_tokens in itertools.product(tolerances, (10_000, 200)):
-        found = ranks.run(ppo_gradients, max_tokens, folders, dtype, options)
-        assert_close_gradients(found, of_one_rank(dtype), tolerances[dtype])
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        (expected,) = one_rank.run(gradients_of, 10_000, *where, dtype)
+        for max_tokens in (10_000, 200):
+            found = ranks.run(functools.partial(gradients_of, **options), max_tokens, *where, dtype)
+            assert_close_gradients(found, expected, tolerance)
 
 
 def loss_of_one_sequence(model, tokens=None):
