@@ -226,17 +226,6 @@ def test_adapters_are_those_of_peft_and_a_folder_of_them_is_read_as_merged(
     assert all(torch.equal(weight, replica[name]) for name, weight in merged.items())
 
 
-def test_adapters_train_on_a_merged_folder_but_not_on_one_of_adapters(one_rank, runs, peft_folder, data):
-    """A run without adapters begins with the merged model; one with adapters is told to merge first."""
-    flags = f"--model {peft_folder} {data} --num-steps 1 --prompts-per-step 2 --group-size 2"
-    flags += " --max-new-tokens 4 --kl-coef 0.1 --lr 1e-3"
-    folder = trained(one_rank, runs / "lora-base", "train_grpo.py", flags)
-    (line,) = read_metrics(folder)
-    assert line["policy/kl_ref_k1"] == 0
-    with pytest.raises(AssertionError, match=r"has adapters; .* merge them first"):
-        run_in_pool(one_rank, "train_grpo.py", flags, "--lora-rank 2 --run-name lora-twice", runs=runs)
-
-
 def test_adapters_of_another_base_or_rank_are_refused_at_a_resume(
     one_rank, runs, embedded_model, tmp_path, data
 ):
@@ -257,7 +246,6 @@ def test_adapters_of_another_base_or_rank_are_refused_at_a_resume(
     [
         ({"use_rslora": True}, "use_rslora is True"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"option_of_2027": [1]}, r"option_of_2027 is \[1\]"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is None; name the folder"),

@@ -225,14 +225,6 @@ def test_a_long_completion_that_moved_far_is_clipped_without_nan(level):
     assert gradient(lambda new: loss(new, []), torch.zeros(0))[0].shape == (0,)
 
 
-def test_k3_keeps_its_digits_for_nearly_equal_policies():
-    """k3 of a tiny difference in fp32 is its square over two, not a rounding error."""
-    new = torch.linspace(1e-3, 2e-3, 1000) - 1
-    d = (new + 1).double()
-    k3 = kl_penalty(new, torch.tensor(-1.0), "k3").double()
-    torch.testing.assert_close(k3, torch.expm1(-d) + d, rtol=0, atol=2e-10)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -301,12 +293,11 @@ bradley_terry_loss = runpy.run_path(str(ROOT / "docs/examples/reward_model.py"))
     ("chosen", "rejected", "options", "losses", "slopes"),
     [
         ([1.2, -0.3], [0.4, 0.5], {"margin": 0.5}, [0.554355, 1.541008], [-0.425557, -0.785835]),
-        ([1.2, -0.3], [0.4, 0.5], {"center_coef": 0.01}, [0.396701, 1.171501], [-0.278026, -0.685974]),
         ([-100.0], [900.0], {}, [1000.0], [-1.0]),
     ],
 )
 def test_bradley_terry_losses_equal_the_worked_numbers(chosen, rejected, options, losses, slopes):
-    """A margin asks for more, centred scores stay around 0, far apart nothing overflows. Gradients of the chosen."""
+    """A margin asks for more, and far apart nothing overflows. Gradients of the chosen."""
     scores = double(chosen), double(rejected)
     assert_six_decimals(bradley_terry_loss(*scores, **options), losses)
     grad, _ = gradient(lambda x: bradley_terry_loss(x, scores[1], **options).sum(), scores[0])
@@ -323,7 +314,6 @@ NO_STD = {"advantage_norm": "none"}
         ({}, [1, 1, 0, 0, 0, 0]),
         # Rollouts of equal rewards may all be better than another baseline.
         ({"baseline": "greedy", **NO_STD}, [1, 0, 1, 1, 0, 0]),
-        ({"baseline": "none", **NO_STD}, [1, 0, 1, 1, 1, 0]),
         # A term that teaches without an advantage.
         ({"kl_coef": 1e-3}, [1, 1, 1, 1, 1, 0]),
         ({"entropy_coef": 1e-3}, [1, 1, 1, 1, 1, 0]),

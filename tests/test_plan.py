@@ -86,16 +86,6 @@ def test_a_microbatch_may_hold_more_tokens_than_it_computes():
     assert len(plan_microbatches(lengths, num_ranks=1, max_tokens=170)[0]) == 8
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_groups_of_one_size_stay_whole(num_ranks):
-    """Where whole groups balance the ranks and fit the budget, no prompt is computed twice, however rows are mixed."""
-    prompts = [PromptPrefix(i % 16, 50) for i in range(128)]
-    plan = plan_microbatches([80] * 128, prompts, num_ranks=num_ranks, max_tokens=2 * (50 + 8 * 30))
-    assert [len(rank) for rank in plan] == [16 // num_ranks // 2] * num_ranks
-    for micro in (micro for rank in plan for micro in rank):
-        assert (len(micro), len({prompts[i] for i in micro})) == (16, 2)
-
-
 @pytest.mark.parametrize(("group_size", "limit", "cost"), [(1, 0.005, 1.0), (8, 0.03, 1.06)])
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens(group_size, limit, cost):
     """512 rollouts with prompts of 20 to 400 tokens: the fullest rank has at most 0.5 % more than the mean.

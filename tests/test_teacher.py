@@ -118,7 +118,6 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
             r"--teacher \S+other: its tokenizer differs: token 12 is '\+', and '='",
         ),
         ("small", r"--teacher \S+small: has 9 embeddings and the tokenizer 16 tokens"),
-        ("/no/such", r"--teacher /no/such: no config.json there"),
     ],
 )
 def test_teachers_that_cannot_be_used_are_refused_before_work(tmp_path, embedded_model, teacher, message):
