@@ -142,6 +142,7 @@ def make_groups(x: Example, rewards: Tensor) -> Groups:
         prompt_ordinal=torch.arange(NUM_COMPLETIONS) // GROUP_SIZE,
         sample=torch.arange(NUM_COMPLETIONS) % GROUP_SIZE,
         branch=torch.zeros(NUM_COMPLETIONS, dtype=torch.int64),
+        holder=torch.zeros(NUM_COMPLETIONS, dtype=torch.int64),
         num_prompt_tokens=torch.full((NUM_COMPLETIONS,), NUM_PROMPT_TOKENS),
         num_tokens=num_loss_tokens + NUM_PROMPT_TOKENS,
         num_loss_tokens=num_loss_tokens,

@@ -255,7 +255,7 @@ def test_rates_are_per_second_of_what_makes_the_tokens():
 
     A step of a fork that generates or trains nothing, as one that replays rollouts, has no rate.
     """
-    reduced = {"time/prefill": 0.5, "time/decode": 1.5, "time/update": 3.0, "time/update_comm": 1.0}
+    reduced = {"time/prefill": 0.5, "time/decode": 1.5, "time/update": 4.0}
     reduced |= {"time/wait_ranks": 1.0, "time/wait_rewards": 0.5, "time/host": 0.5, "time/step": 8.0}
     reduced |= {"other": 5.0, "count/tokens": 100.0, "count/sampled_tokens": 120.0}
     rates = {

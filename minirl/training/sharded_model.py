@@ -129,8 +129,6 @@ class ShardedModel:
             unit.set_reshard_after_backward(reshards, recurse=False)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            if device.type == "cpu":
-                unit.set_custom_reduce_scatter(_CountedReduceScatter())
         place = "cpu" if offload_optimizer else device
         self.module._apply(
             lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
@@ -396,11 +394,10 @@ class ShardedModel:
     def _total_norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm of sharded tensors, each shard counted once; NaN or infinite if one of them is (collective)."""
         norm = torch.nn.utils.get_total_norm(tensors)
-        with spent_on("update_comm"):
-            total = norm.full_tensor()  # type: ignore[attr-defined]
-            if self._num_shards < world_size():
-                # Groups may sum their shards in different orders, but must clip by the same bits.
-                torch.distributed.broadcast(total, 0)
+        total = norm.full_tensor()  # type: ignore[attr-defined]
+        if self._num_shards < world_size():
+            # Groups may sum their shards in different orders, but must clip by the same bits.
+            torch.distributed.broadcast(total, 0)
         return float(total)
 
 
@@ -422,30 +419,3 @@ def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-class _CountedReduceScatter:
-    """FSDP's default reduction on the CPU, as a separate cause in the account of time.
-
-    On the CPU the thread that calls `backward` waits for the other ranks. On CUDA the sums overlap with backward and
-    take no time of the host.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the buffer that FSDP puts a unit's gradients into."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    @spent_on("update_comm")
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: torch.distributed.ProcessGroup,
-        op: torch.distributed.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Any:
-        """Sum the ranks' inputs and give each rank its part (collective in the group)."""
-        # As in `all_gather_flat`.
-        old_name = torch.distributed.reduce_scatter_tensor
-        reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", old_name)
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
