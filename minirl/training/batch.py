@@ -79,6 +79,12 @@ class RolloutTable:
 
 
 NOT_MADE: Any = None  # a stream that does not exist yet
+STREAMS_OF_ROLLOUTS = {
+    "tokens": torch.int64,
+    "loss_mask": torch.bool,
+    "sample_logprobs": torch.float32,
+    "weight_version": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -219,15 +225,16 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     lengths = tuple(len(branch.tokens) for branch in branches)
     temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
+    streams = {}
+    for name, dtype in STREAMS_OF_ROLLOUTS.items():
+        parts = [getattr(branch, name) for branch in branches]
+        streams[name] = torch.cat([torch.empty(0, dtype=dtype), *parts])
     return batch_type(
         lengths=lengths,
-        tokens=_join(branches, "tokens", torch.int64),
-        loss_mask=_join(branches, "loss_mask", torch.bool),
-        sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
-        weight_version=_join(branches, "weight_version", torch.int32),
         temperature=over_tokens(temperatures, lengths),
         is_truncated=over_tokens(is_truncated, lengths),
         prefixes=tuple(prefixes),
+        **streams,
     )
 
 
@@ -293,12 +300,6 @@ def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
     """The prompt of a branch: the first branches of a prompt's rollouts share one, every other branch has its own."""
     own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
     return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
-
-
-def _join(branches: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
-    """One stream of the branches, end to end; empty without branches."""
-    empty = torch.empty(0, dtype=dtype)
-    return torch.cat([empty, *(getattr(branch, name) for branch in branches)])
 
 
 @spent_on("wait_ranks")
