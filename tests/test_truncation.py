@@ -1,5 +1,6 @@
 """Truncated sampling in evaluations; nothing is trained on its samples."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,9 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.extras import evaluate
 from minirl.generation.sampling import truncate
+from minirl.rollouts import Truncation
 from minirl.run.checks import check_grpo, check_ppo, check_shared
+from support.engines import cached_model, make_engine, mixed_requests, run
 from support.sampling import GRID, columns
 
 
@@ -29,6 +32,19 @@ def test_the_kept_tokens_are_those_of_transformers(vocab):
             expected = TopPLogitsWarper(top_p)(None, expected)
         found = masked[row].log_softmax(-1)
         torch.testing.assert_close(found, expected[0].log_softmax(-1), atol=1e-6, rtol=0)
+
+
+def test_truncated_rollouts_do_not_depend_on_the_schedule():
+    """Preempted, or read late and padded for graphs, beside others: the same tokens and logprobs."""
+    model, rules = cached_model("full", torch.float32), (Truncation(20, 0.9), Truncation(), Truncation(5))
+    requests = [
+        dataclasses.replace(request, truncation=rules[i % 3]) for i, request in enumerate(mixed_requests())
+    ]
+    found = []
+    for options in ({}, {"cache_tokens": 600}, {"async_decoding": True, "cuda_graphs": True}):
+        rollouts = run(make_engine(model, **options), requests)
+        found.append({r.rollout_id: (r.tokens.tolist(), r.sample_logprobs.tolist()) for r in rollouts})
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
