@@ -9,8 +9,8 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 import train_grpo
 import train_ppo
-from minirl import evaluate
 from minirl.errors import InputError
+from minirl.extras import evaluate
 from minirl.generation.sampling import truncate
 from minirl.rollouts import Truncation
 from minirl.run.checks import check_grpo, check_ppo, check_shared
