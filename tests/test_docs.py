@@ -138,6 +138,14 @@ def test_the_map_has_every_folder_and_module_of_the_library_and_no_file_that_is_
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
+def test_the_loop_that_the_readme_shows_is_the_script_s():
+    """Shortened: each of its lines stands in `main`, in this order."""
+    (shown,) = re.findall(r"```python\n(for step .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = iter(inspect.getsource(train_grpo.main).splitlines())
+    missing = [line for line in shown.splitlines() if f"    {line}" not in lines]
+    assert missing == []
+
+
 def test_the_phases_that_a_page_names_are_those_of_the_scripts():
     """In the report of a hang."""
     phases = set(re.findall(r'metrics\.begin\("(\w+)"\)', inspect.getsource(train_grpo)))
