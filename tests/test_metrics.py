@@ -276,7 +276,7 @@ def test_occupancy_is_of_the_largest_decode_step_and_dropped_requests_are_counte
     Requests that the cache dropped within a turn and between two are counted separately, on all ranks.
     """
     ranks = StepMetrics(), StepMetrics()
-    counts = {"decode_tokens": 47, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
+    counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
     add_generation(ranks[0], 50, EngineStats(**counts, preemptions=2, drops=3))
     add_generation(ranks[1], 0, EngineStats(preemptions=2))
     (reduced, _) = reduce_over_ranks(*ranks)
