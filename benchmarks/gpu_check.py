@@ -85,7 +85,7 @@ def environment(place: Place) -> Figures:
             figures[package] = "none"
     if not place.is_cuda:
         return figures
-    from minirl.model.attention import decode_kernel_for, kernel_for
+    from minirl.model.attention import kernel_for
     from minirl.model.device_kernels import has_fla
 
     device = torch.device("cuda")
@@ -95,7 +95,6 @@ def environment(place: Place) -> Figures:
     figures["memory_gib"] = properties.total_memory / 2**30
     figures["cuda"] = str(torch.version.cuda)
     figures["packed_kernel"] = kernel_for(device, torch.bfloat16)
-    figures["decode_kernel"] = decode_kernel_for(device, torch.bfloat16)
     figures["delta_rule"] = "fla" if has_fla(device, torch.bfloat16) else "torch"
     return figures
 

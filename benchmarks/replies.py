@@ -1,9 +1,9 @@
 """The cost of waiting for replies: 256 episodes of 4 turns, whose environment takes 50 ms for each of 3 replies.
 
-    python benchmarks/replies.py TOKENIZER [--seconds 0.05] [--threads] [--num-runs 3]
+    python benchmarks/replies.py MODEL [--seconds 0.05] [--threads] [--num-runs 3]
         [--slow-seconds 10] [--reward-seconds 5] [--num-steps 3] [--max-staleness 2]
 
-TOKENIZER is a Hugging Face folder with a small vocabulary; the model is a random one of 3M parameters. Runs
+MODEL is a Hugging Face folder, preferably of random weights. Runs
 train_grpo.py on one CPU rank and prints the means of a step's seconds by cause, the share of the generation in which
 the engine had something to decode, and the tokens that are trained on a second. The first third of each run's steps is
 left out. --slow-seconds: of one reply in 32. --reward-seconds: of the reward of a prompt's completions.
@@ -17,8 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from overlap import SHAPE
-from real_step import make_model
 from workload import print_result, prompt_texts, seconds_by_cause, start_script
 
 ENVIRONMENT = """
@@ -68,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("model", type=Path)
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--slow-seconds", type=float)
     parser.add_argument("--reward-seconds", type=float, default=0.0)
@@ -81,7 +79,6 @@ def main() -> None:
     steps = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        num_parameters = make_model(args.tokenizer, folder / "model", **SHAPE)
         rows = [json.dumps({"prompt": text, "answer": ""}) for text in prompt_texts(64)]
         (folder / "data.jsonl").write_text("\n".join(rows))
         (folder / "reward.py").write_text(REWARD.format(reward_seconds=args.reward_seconds))
@@ -90,7 +87,7 @@ def main() -> None:
             ENVIRONMENT.format(seconds=args.seconds, slow_seconds=slow_seconds)
         )
         function = "in_threads" if args.threads else "at_once"
-        flags = f"""--model {folder}/model --data {folder}/data.jsonl --reward {folder}/reward.py:length
+        flags = f"""--model {args.model} --data {folder}/data.jsonl --reward {folder}/reward.py:length
             --rollout {folder}/environment.py:{function} --num-steps {args.num_steps}
             --prompts-per-step 32 --group-size 8 --max-new-tokens 200
             --lr 1e-5 --max-staleness {args.max_staleness}""".split()
@@ -104,7 +101,7 @@ def main() -> None:
     result["busy"] = engine_s / (engine_s + result["wait_replies"] + result["host"])
     result["tokens_per_s"] = result["tokens"] / result["step"]
     print(f"busy {result['busy']:.2f}")
-    print_result(num_parameters=num_parameters, function=function, max_staleness=args.max_staleness, **result)
+    print_result(function=function, max_staleness=args.max_staleness, **result)
 
 
 if __name__ == "__main__":

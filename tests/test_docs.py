@@ -11,7 +11,6 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl import errors
-from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Episode
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
@@ -138,6 +137,14 @@ def test_the_map_has_every_folder_and_module_of_the_library_and_no_file_that_is_
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
+def test_the_loop_that_the_readme_shows_is_the_script_s():
+    """Shortened: each of its lines stands in `main`, in this order."""
+    (shown,) = re.findall(r"```python\n(for step .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = iter(inspect.getsource(train_grpo.main).splitlines())
+    missing = [line for line in shown.splitlines() if f"    {line}" not in lines]
+    assert missing == []
+
+
 def test_the_phases_that_a_page_names_are_those_of_the_scripts():
     """In the report of a hang."""
     phases = set(re.findall(r'metrics\.begin\("(\w+)"\)', inspect.getsource(train_grpo)))
@@ -184,18 +191,12 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 
 @pytest.mark.parametrize("source", ROLLOUTS, ids=range(len(ROLLOUTS)))
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
-    """In a chat whose model calls a tool, and then writes what cannot be read, in each turn with an "a"."""
-
-    def parsed(tokenizer, ids, before):
-        call = {"function": {"name": "lookup", "arguments": {"query": "a"}}}
-        found = {"tool_calls": [call], "parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
-        return {"role": "assistant", "content": "", **found}
-
-    monkeypatch.setattr("minirl.data.answers.parsed_answer", parsed)
+    """In a chat, whose tokenizer cannot parse messages."""
+    parsed = {"role": "assistant", "content": ""}
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda tokenizer, ids, before: parsed)
     names = {
         "Episode": Episode,
         "look_up": str.upper,
-        "run_tool": lambda name, arguments: f"{name} found {arguments['query']}",
         "reply_to": str.upper,
         "is_right": bool,
     }
@@ -204,14 +205,6 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
     rollouts = rollouts_of(names["rollout"], rewards)
     assert len(rollouts) == 4 * 3
     assert any(len(r.episode.turns) > 1 for r in rollouts) == ("turn = await" in source)
-
-
-def test_the_tools_that_a_script_tells_of_have_schemas():
-    setup = names_of(
-        "def lookup", "episodes.md", Setup=lambda config, name, tools: tool_schemas(tools), config=None
-    )
-    (schema,) = setup["setup"]
-    assert schema["function"]["parameters"]["properties"]["query"]["description"] == "The term."
 
 
 def test_a_reward_of_groups_on_a_page_runs():
@@ -255,15 +248,10 @@ def test_the_agents_of_a_page_get_their_answers_and_are_rewarded(load, tmp_path,
 
 
 @pytest.mark.slow
-def test_the_tools_the_environment_and_the_reward_of_a_page_are_what_it_says(load, tmp_path):
-    (tool,) = load("def multiply", "multiply", kind="tools").tools
-    assert tool["function"]["parameters"]["required"] == ["a", "b"]
+def test_the_environment_of_a_page_is_what_it_says(load, tmp_path):
     (tool,) = load("class Guess", "Guess", kind="environment").tools
     assert tool["function"]["name"] == "guess"
     game = runpy.run_path(str(tmp_path / "Guess.py"))["Guess"]()
     assert game.reset(target=7, prompt=[]).strip()
     assert [game.guess(3), game.guess(9), game.get_reward()] == ["higher", "lower", 0.0]
     assert [game.guess(7), game.get_reward()] == ["right", 1.0]
-    score = names_of("def score", "environments.md")["score"]
-    conversations = [[{"content": "12"}, {"content": text}] for text in ("it is 12", "no")]
-    assert score(messages=conversations, answer=["12", "12"], prompts=[]) == [1.0, 0.0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minirl.generation import decode_step
+from minirl.generation import sampling
 from minirl.generation.sampling import sample
 from support.marks import slow
 from support.scripts import read_metrics, reward_of, run_in_pool, trained
@@ -22,7 +22,7 @@ def take_stop_token(hidden, head, **options):
 
 def ending_at_once():
     """A patch under which every completion ends at once."""
-    return mock.patch.object(decode_step, "sample", take_stop_token)
+    return mock.patch.object(sampling, "sample", take_stop_token)
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", slow("train_ppo.py")])
