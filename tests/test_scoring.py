@@ -143,10 +143,9 @@ score_sampled = partial(score_at, temperature=0.75)
 @pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
 @pytest.mark.parametrize("scalar_head", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scalar_head, padding_rule):
+def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, scalar_head, padding_rule):
     """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
-    model = make_model(dtype, scalar_head=scalar_head)
+    model = make_model(torch.bfloat16, scalar_head=scalar_head)
     tokens = torch.arange(sum(lengths))
     with padding_rule():
         outputs = (value_batch if scalar_head else score_sampled)(model, Batch(lengths, tokens, tokens < 0))
@@ -154,8 +153,7 @@ def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scala
         torch.cat(outputs).sum().mul(0 if scalar_head else 1).backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
-        assert param.grad.dtype == dtype
-        assert (param.grad == 0).all(), name
+        assert not param.grad.any(), name
 
 
 GROUPS = [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1, 0), (129, 40, 2, 1, 7, 7), (5, 30)]
