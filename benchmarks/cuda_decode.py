@@ -31,6 +31,9 @@ from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 COMMON: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "head_dim": 128,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
@@ -40,25 +43,19 @@ COMMON: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 28,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
-        "head_dim": 128,
     },
     "qwen2.5-1.5b": {
         "model_type": "qwen2",
-        "num_hidden_layers": 28,
         "hidden_size": 1536,
         "intermediate_size": 8960,
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
-        "head_dim": 128,
     },
     "tiny": {
-        "model_type": "qwen3",
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "intermediate_size": 96,

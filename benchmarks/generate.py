@@ -27,21 +27,18 @@ from minirl.model.weights import load_replica
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=1, help="runs that do not count")
+    parser.add_argument("--runs", type=int, default=5, help="that count, after one that does not")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype)
+    device = torch.device("cpu")
     tokenizer = Tokenizer(args.model)
-    model = load_replica(args.model, dtype=dtype).to(device)
+    model = load_replica(args.model, dtype=getattr(torch, args.dtype))
     prompts = encode_prompts(tokenizer, args.prompts)
     engine = make_engine(args, model, device)
     computed_tokens = ComputedTokens(model)
     clock = PhaseClock(device)
     runs = []
-    for run in range(args.warmup + args.runs):
+    for run in range(1 + args.runs):
         requests = make_requests(
             prompts,
             first=run * args.prompts,
@@ -68,7 +65,7 @@ def main() -> None:
             "prefill_tokens": stats.prefill_tokens,
             "preemptions": stats.preemptions,
         }
-        if run >= args.warmup:
+        if run > 0:
             print_figures(figures)
             runs.append(figures)
     print_result(
