@@ -66,7 +66,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
+def test_a_run_on_the_cpu_loads_no_extra(runs, tmp_path, script):
     """No kernels of CUDA, no agents, and neither the pictures nor the display of rollouts."""
     command = [sys.executable, "-c", NAMING, str(ROOT / script), *TINY.split(), "--num-steps", "1"]
     with started(tmp_path, [command], MINIRL_RUNS=str(runs)) as job:
@@ -75,8 +75,7 @@ def test_a_run_on_the_cpu_loads_no_annex(runs, tmp_path, script):
     names = loaded.split()
     assert names[0] == "LOADED"
     assert "minirl.generation.engine" in names
-    annexes = ("minirl.extras.kernels", "minirl.extras.agents", "minirl.extras.show", "minirl.extras.plot")
-    assert [name for name in names if name.startswith(annexes)] == []
+    assert [name for name in names if name.startswith("minirl.extras.")] == []
 
 
 def test_a_cpu_without_bf16_instructions_runs_in_fp32_and_says_what_bf16_costs(monkeypatch, capsys):
