@@ -85,7 +85,7 @@ def environment(place: Place) -> Figures:
     figures: Figures = {package: installed.get(package, "none") for package in PACKAGES}
     if not place.is_cuda:
         return figures
-    from minirl.model.attention import decode_kernel_for, kernel_for
+    from minirl.model.attention import kernel_for
     from minirl.model.device_kernels import has_fla
 
     device = torch.device("cuda")
@@ -96,7 +96,6 @@ def environment(place: Place) -> Figures:
         "memory_gib": properties.total_memory / 2**30,
         "cuda": str(torch.version.cuda),
         "packed_kernel": kernel_for(device, torch.bfloat16),
-        "decode_kernel": decode_kernel_for(device, torch.bfloat16),
         "delta_rule": "fla" if has_fla(device, torch.bfloat16) else "torch",
     }
 

@@ -230,9 +230,6 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     assert_near(got, attend(*qkv, layout, layer=0, window=window), 1e-14)
 
 
-FLASH_FUNCTIONS = "flash_attn_varlen_func = flash_attn_with_kvcache = print"
-
-
 @pytest.fixture
 def unloaded_flash_attn():
     """Import it again, and forget what a test has found."""
@@ -244,18 +241,18 @@ def unloaded_flash_attn():
 
 
 @pytest.mark.parametrize(
-    ("source", "kernels", "note"),
+    ("source", "kernel", "note"),
     [
-        (FLASH_FUNCTIONS, ("flash", "flash"), ""),
-        ("", ("varlen", "paged"), "cannot import name 'flash_attn_varlen_func'"),
-        (None, ("varlen", "paged"), "cannot import name 'flash_attn_varlen_func'"),
-        ("raise OSError('no such\\nlibrary')", ("varlen", "paged"), "no such library"),
-        ("import flash_attn_2_cuda_of_another_torch", ("varlen", "paged"), "No module named"),
+        ("flash_attn_varlen_func = print", "flash", ""),
+        ("", "varlen", "cannot import name 'flash_attn_varlen_func'"),
+        (None, "varlen", "cannot import name 'flash_attn_varlen_func'"),
+        ("raise OSError('no such\\nlibrary')", "varlen", "no such library"),
+        ("import flash_attn_2_cuda_of_another_torch", "varlen", "No module named"),
     ],
     ids=["whole", "empty", "a folder", "OSError", "a missing part"],
 )
 def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
-    source, kernels, note, tmp_path, monkeypatch, capsys, unloaded_flash_attn
+    source, kernel, note, tmp_path, monkeypatch, capsys, unloaded_flash_attn
 ):
     """Torch's kernels take its place; a folder of that name does not count as the package."""
     package = tmp_path / "flash_attn"
@@ -263,7 +260,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
     if source is not None:
         (package / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    assert chosen_kernels() == chosen_kernels() == kernels
+    assert chosen_kernel() == chosen_kernel() == kernel
     output = capsys.readouterr().out
     assert note in output
     assert output.count("\n") == bool(note)
@@ -273,14 +270,13 @@ def test_row_44_without_flash_attn_torchs_kernels_are_used_and_nothing_is_said(c
     """It is an extra, so its absence is not a fault."""
     if importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("flash-attn is installed")
-    assert chosen_kernels() == ("varlen", "paged")
+    assert chosen_kernel() == "varlen"
     assert capsys.readouterr().out == ""
 
 
-def chosen_kernels():
-    """The kernels for packed streams and for decoding in bf16 on a CUDA device."""
-    where = (torch.device("cuda"), torch.bfloat16)
-    return kernel_for(*where), attention.decode_kernel_for(*where)
+def chosen_kernel():
+    """The kernel for packed streams in bf16 on a CUDA device."""
+    return kernel_for(torch.device("cuda"), torch.bfloat16)
 
 
 # Decoding.

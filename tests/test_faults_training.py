@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
-from minirl.generation import decode_step
+from minirl.generation import sampling
 from minirl.generation.sampling import sample
 from support.marks import slow
 from support.resuming import digests
@@ -24,7 +24,7 @@ def take_stop_token(hidden, head, **options):
 
 def ending_at_once():
     """A patch under which every completion ends at once."""
-    return mock.patch.object(decode_step, "sample", take_stop_token)
+    return mock.patch.object(sampling, "sample", take_stop_token)
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", slow("train_ppo.py")])

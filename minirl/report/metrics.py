@@ -187,8 +187,7 @@ def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -
     """
     metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
-    num_decoded = stats.decode_tokens + stats.discarded_tokens
-    metrics.add("perf/decode_occupancy", num_decoded, stats.decode_steps * stats.most_running)
+    metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.most_running)
     if stats.preemptions:
         metrics.add_total("count/preempted", stats.preemptions)
     if stats.drops:
