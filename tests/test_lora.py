@@ -229,7 +229,10 @@ def test_adapters_are_those_of_peft_and_a_folder_of_them_is_read_as_merged(
 def test_adapters_of_another_base_or_rank_are_refused_at_a_resume(
     one_rank, runs, embedded_model, tmp_path, data
 ):
-    """A checkpoint has the adapters alone: on another base, such as a later snapshot, they are another model."""
+    """A checkpoint has the adapters alone: on another base, such as a later snapshot, they are another model.
+
+    Fault 13.
+    """
     for name in ("base", "later"):
         shutil.copytree(embedded_model, tmp_path / name)
     flags = f"{data} --num-steps 1 --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --lora-rank 2"
