@@ -191,8 +191,8 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 
 @pytest.mark.parametrize("source", ROLLOUTS, ids=range(len(ROLLOUTS)))
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
-    """In a chat, whose tokenizer cannot parse messages."""
-    parsed = {"role": "assistant", "content": ""}
+    """In a chat, in which no message can be parsed."""
+    parsed = {"role": "assistant", "content": "", "parse_error": "no end"}
     monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda tokenizer, ids, before: parsed)
     names = {
         "Episode": Episode,
