@@ -172,7 +172,7 @@ def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, pool, scri
         at_least = [of_rank[i + 1][0] - of_rank[i][1] for of_rank in moments]
         at_most = [of_rank[i + 1][1] - of_rank[i][0] for of_rank in moments]
         assert sum(at_least) - 1e-3 <= line["time/step"] * len(moments) <= sum(at_most) + 1e-3
-        always = {"wait_rewards", "wait_ranks", "score", "update", "update_comm", "report", "host"}
+        always = {"wait_rewards", "wait_ranks", "score", "update", "report", "host"}
         # A step with a bound of staleness may find all its rollouts complete.
         decodes = set() if more else {"prefill", "decode"}
         assert {f"time/{cause}" for cause in always | decodes} <= line.keys()
