@@ -234,7 +234,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     config = _as_transformers_reads(raw)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
-    ropes = _ropes(raw, config, head_dim, family)
+    ropes = _ropes(config, head_dim, family)
     fields: dict[str, Any] = {
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
@@ -485,34 +485,17 @@ def _ropes_of_layers(config: Any, ropes: Mapping[str, Rope], kinds: list[str]) -
     return {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
 
 
-def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
-    """Return the rope of each kind of layer; the kind "" stands for all layers.
-
-    Raises InputError if one is not supported or given in two ways.
-    """
-    old = raw.get("rope_scaling") or {}
-    new = raw.get("rope_parameters") or {}
+def _ropes(config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
+    """Return the rope of each kind of layer; the kind "" stands for all layers. Raises InputError."""
     found = config.rope_parameters
-    if family.has_rope_of_kind:
-        given = [key for key in ("rope_theta", "rope_local_base_freq", "rope_scaling") if raw.get(key)]
-        refuse(new and given, f"config.json: rope_parameters and {', '.join(given)}; remove one")
-        is_known = found.keys() == family.layer_types and all(
-            isinstance(rope, dict) for rope in found.values()
-        )
-        refuse(
-            not is_known,
-            f"config.json: rope_parameters={new}; expected one for each of {sorted(family.layer_types)}",
-        )
-        return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
-    refuse(old and new and old != new, "config.json: rope_scaling and rope_parameters differ; remove one")
-    for names in (("rope_theta",), ("rope_type", "type"), ("partial_rotary_factor",)):
-        stated = [place[name] for place in (raw, old, new) for name in names if name in place]
-        for value in stated:
-            refuse(
-                value != stated[0],
-                f"config.json: {names[-1]} of rope is both {stated[0]!r} and {value!r}; keep the right one",
-            )
-    return {"": _rope(config, found, None, head_dim, family)}
+    if not family.has_rope_of_kind:
+        return {"": _rope(config, found, None, head_dim, family)}
+    is_known = found.keys() == family.layer_types and all(isinstance(rope, dict) for rope in found.values())
+    refuse(
+        not is_known,
+        f"config.json: rope_parameters={found}; expected one for each of {sorted(family.layer_types)}",
+    )
+    return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
 
 
 def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int, family: Family) -> Rope:
@@ -534,13 +517,6 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         str(type_name) not in _ROPE_KEYS or keys.keys() - of_type,
         f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
     )
-    for key, value in keys.items():
-        is_known = value is None or _is_positive(value)
-        if key == "truncate":
-            is_known = isinstance(value, bool)
-        refuse(not is_known, f"config.json: {key}={value!r} of rope; expected positive numbers")
-    low, high = keys.get("low_freq_factor", 0), keys.get("high_freq_factor", 1)
-    refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
     size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0
     refuse(
         size == 0 or size % 2,
