@@ -25,7 +25,7 @@ from objectives import EOS, TOKEN, save_model, start_beside_trl
 from torch import Tensor
 
 from minirl.data.task import Row
-from minirl.rewards.functions import call_arguments
+from minirl.rewards.functions import arguments_of
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.training.advantages import group_advantages, weighted_scores
 
@@ -69,8 +69,10 @@ def minirl_columns(own_file: str, rows: list[Row], texts: list[str], ids: list[l
     for spec in specs:
         function = RewardWorkers(spec, timeout_s=120.0)
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-        arguments = call_arguments(function, rows, ids, {"completions": completions})
-        rewards = function.submit(arguments, rows, texts).result()
+        columns_of_rows = {name: [row.columns.get(name) for row in rows] for name in rows[0].columns}
+        given = {"prompts": [row.prompt for row in rows], "completions": completions, "completion_ids": ids}
+        arguments = arguments_of(function, {**columns_of_rows, **given}, columns_of_rows.keys())
+        rewards = function.submit(arguments, rows[0].place, texts).result()
         columns.append([math.nan if reward is None else reward for reward in rewards])
     return torch.tensor(columns, dtype=torch.float64).T
 
