@@ -10,12 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from minirl.generation.kv_cache import KVCache
-from minirl.model import attention, device_kernels
+from minirl.model import attention, device_kernels, padding, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
-from support.caches import length_of, poison
+from support.caches import make_cache, poison
 from support.engines import CPU, cached_model
 from support.layouts import FAMILIES, shared_layout
 from support.marks import slow
@@ -230,123 +229,43 @@ def assert_same(got, expected, is_exact):
         assert_near(got, expected, 1e-5 if got.dtype == torch.float32 else 2e-2)
 
 
-class Decoding:
-    """A cache of layers with these windows, and the rows that go through it.
-
-    A row is its number in the cache and, for each layer, q, k and v of all its tokens, those to come too, with what
-    packed attention makes of them.
-    """
-
-    def __init__(self, windows, groups=2, dim=16, dtype=torch.float32):
-        self.windows, self.shape = windows, (2 * groups, 2, dim, dtype)
-        self.is_exact = min_queries(dim, dtype) is not None
-        shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-        self.cache = KVCache(
-            dict(enumerate(windows)),
-            num_tokens=240 * BLOCK,
-            max_sequences=40,
-            dtype=dtype,
-            device=CPU,
-            **shape,
-        )
-
-    def start(self, samples, steps):
-        """Prefill prompts {length: members}, and fork their members, which have room for this many steps."""
-        families = [
-            (self.cache.add(prompt), self._members(prompt, count, steps)) for prompt, count in samples.items()
-        ]
-        parents = [(number, members[0]) for number, members in families]
-        layout = self.cache.prefill_layout([number for number, _ in parents])
-        self._check(parents, layout, [(0, prompt) for prompt in samples])
-        return [
-            (number if i == 0 else self.cache.fork(number), member)
-            for number, members in families
-            for i, member in enumerate(members)
-        ]
-
-    def _members(self, prompt, count, steps):
-        """The layers of sequences that share their prompt and differ in the rest."""
-        seeds = itertools.count(1000 * prompt, 3)
-        lengths = [prompt + steps] * count
-        layers = []
-        for window in self.windows:
-            shared = random_qkv(prompt, *self.shape, next(seeds))
-            own = [random_qkv(steps, *self.shape, next(seeds)) for _ in range(count)]
-            qkv = [[torch.cat(pair) for pair in zip(shared, x, strict=True)] for x in own]
-            packed = attend_packed(*map(torch.cat, zip(*qkv, strict=True)), lengths, window)
-            layers.append([(*x, out) for x, out in zip(qkv, packed.split(lengths), strict=True)])
-        return list(zip(*layers, strict=True))
-
-    def decode(self, rows):
-        """Decode one token of each row."""
-        for number, _ in rows:
-            assert self.cache.extend(number)
-        layout = self.layout_of(rows)
-        spans = [(length_of(self.cache, number) - 1, length_of(self.cache, number)) for number, _ in rows]
-        assert layout.positions.tolist() == [start for start, _ in spans]
-        self._check(rows, layout, spans)
-
-    def _check(self, rows, layout, spans):
-        """The result for the tokens start..end of each row must equal that of packed attention."""
-        for layer, window in enumerate(self.windows):
-            parts = [
-                [x[start:end] for x in layers[layer]]
-                for (_, layers), (start, end) in zip(rows, spans, strict=True)
-            ]
-            q, k, v, expected = map(torch.cat, zip(*parts, strict=True))
-            assert_same(attend(q, k, v, layout, layer=layer, window=window), expected, self.is_exact)
-
-    def layout_of(self, rows):
-        return self.cache.decode_layout(torch.tensor([number for number, _ in rows]))
-
-
 @pytest.mark.parametrize(
-    ("windows", "groups", "dim", "steps"),
-    [
-        ((None,), 1, 8, 12),
-        ((5, None), 8, 8, 12),
-        ((130, 1), 2, 16, 100),
-        slow((None, 128), 3, 32, 140),
-    ],
-    ids=str,
+    ("window", "groups", "dim"), [(None, 1, 8), (5, 8, 8), (100, 2, 16), slow(1, 4, 64), slow(None, 3, 32)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cached_decode_equals_packed_attention(windows, groups, dim, steps, dtype):
-    """Sampling and scoring attend to the same bits: groups of 17 over full blocks beside rows that share nothing, block
-    borders, windows, reused and moved blocks, any order, down to fewer rows than a product must have.
+def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups, dim, dtype):
+    """Groups of 17 over full blocks beside rows that share nothing, in any order, down to one row; blocks that move.
 
-    Unused blocks are NaN at every moment, so a block's old content reaches no result.
+    Free blocks are NaN, and then another row's: neither reaches a result.
     """
-    decoding = Decoding(windows, groups, dim, dtype)
-    cache = decoding.cache
+    cache, rows = make_cache(window, groups, dim, dtype)
+    pool = cache.pools[0]
     poison(cache)
-    rows = decoding.start({389: 17, 131: 3, 256: 2, 127: 1, 383: 1, 1: 1, 128: 2}, steps)
-    assert max(cached.read.index.num_sharing for cached in decoding.layout_of(rows).caches) == 17
-    for step in range(steps):
-        poison(cache)
-        decoding.decode(rows if step % 2 else rows[::-1])
-        if step in (3, 90):
-            for gone in (17, 3, 0):  # the parents of families that go on, and a member
-                cache.free(rows.pop(gone)[0])
-            cache.compact()
-            poison(cache)
-            rows += decoding.start({60 + step: 2}, steps)
-        elif step > steps - 5:
-            num_left = max(1, len(rows) // 3)
-            for number, _ in rows[num_left:]:
-                cache.free(number)
-            rows = rows[:num_left]
-    assert len(rows) == 1
 
+    def check(chosen):
+        read = cache.decode_layout(torch.tensor(chosen)).caches[0].read
+        q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
+        keys, values = pool.keys[0], pool.values[0]
+        got = portable_attention.decode(padding.pad_rows(q), keys, values, read.index, read.mask)
+        for i, num_keys in enumerate(read.lengths.tolist()):
+            blocks = cache.blocks[0].of_row(chosen[i])[1]
+            k = keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
+            v = values[blocks].transpose(1, 2).flatten(0, 1)[:num_keys]
+            expected = attend_packed(q[i].expand(num_keys, -1, -1), k, v, [num_keys], window)[-1]
+            assert_same(got[i], expected, min_queries(dim, dtype) is not None)
+        return read.index.num_sharing
 
-def test_a_broken_row_stays_alone_when_decoding():
-    """NaN in the pool's first block, which is another row's, reaches no row with fewer blocks than the longest."""
-    decoding = Decoding((None,))
-    rows = decoding.start({100: 1, 20: 1, 300: 1}, 4)
-    decoding.decode(rows)
-    for pool in decoding.cache.pools:
-        pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.nan
-    decoding.decode(rows[1:])
+    for chosen in (rows, rows[::-1], rows[3:6], rows[-1:]):
+        num_sharing = check(chosen)
+        assert num_sharing == 17 or len(chosen) < 17 or window is not None
+    for row in rows[1:8:3]:
+        cache.free(row)
+    left = [row for row in rows if row not in rows[1:8:3]]
+    cache.compact()
+    poison(cache)
+    check(left)
+    pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.nan  # the block of the first row
+    check(left[1:])
 
 
 @pytest.mark.parametrize("differs_below", [1, 2, 3, 5, 16, 17])
