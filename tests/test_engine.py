@@ -15,7 +15,7 @@ import torch
 from minirl.generation.kv_cache import Blocks, KVCache
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout
 from support.engines import (
     CPU,
     STOP_IDS,
@@ -277,19 +277,6 @@ def test_what_fits_exactly_is_admitted(prompts, members, options):
         for member in range(members)
     ]
     assert_same(run(make_engine(model, **options), requests), run(make_engine(model), requests), model)
-
-
-def test_requests_with_other_keys_draw_other_noise():
-    """The same prompt elsewhere in the run, or another sample, is another rollout; the same key is not. Pitfall 50."""
-    engine = make_engine(cached_model("full", torch.float32))
-    requests = [
-        make_request(make_prompt(9), number=i // 4, member=i % 4, max_new_tokens=16, stop_ids=frozenset())
-        for i in range(16)
-    ]
-    again = [replace(request, rollout_id=RolloutId(99, i)) for i, request in enumerate(requests)]
-    completions = [r.completion for r in engine.generate([*requests, *again])]
-    assert len(set(map(tuple, completions))) == 16
-    assert completions[16:] == completions[:16]
 
 
 # Ends.
