@@ -83,8 +83,7 @@ class Engine:
 
         max_prefill_tokens: limit of one forward pass; a longer prompt is prefilled alone.
         room_tokens: the least number of tokens that every running request can decode after an admission before one is
-        preempted. More room means fewer requests at a time: with 112, under 2 % are preempted
-        (`benchmarks/scheduler.py`).
+        preempted. More room means fewer requests at a time: with 112, under 2 % are preempted.
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.

@@ -329,11 +329,10 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
-    update_s = found["time/update"] + found["time/update_comm"]
     generation_s = sum(found[f"time/{cause}"] for cause in time_account.OF_GENERATION)
     rates = {
         "perf/tok_s_gen": (found["count/sampled_tokens"], generation_s),
-        "perf/tok_s_train": (num_trained, update_s),
+        "perf/tok_s_train": (num_trained, found["time/update"]),
         "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
     for name, (num_tokens, spent) in rates.items():
