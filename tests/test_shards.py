@@ -8,12 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minirl.extras.kernels import paged_attention
-from minirl.generation.engine import Engine
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters
 from minirl.model.layers import Linear
-from minirl.model.rotation import rope_table
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.ranks.process_group import host_group
@@ -21,14 +18,12 @@ from minirl.run import planning, setup
 from support.engines import (
     CPU,
     make_engine,
-    make_model,
     make_prompt,
     make_request,
 )
 from support.families import make_checkpoint, twin
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder, sharded
-from support.pretended_cuda import CUDA, PretendedCuda, plain_decode
 from support.resuming import digests
 from support.scripts import (
     trained,
@@ -130,32 +125,6 @@ def test_the_start_notices_shards_with_other_bits(monkeypatch, num_columns, is_e
     assert batch_invariance.is_batch_invariant([shape], torch.float32, CPU)
     assert batch_invariance.is_batch_invariant([shape], torch.float32, CPU, num_shards=2) == is_exact
     batch_invariance.tile_rows.cache_clear()
-
-
-def decode_on_a_device(rank):
-    """The requests on the host from whole weights, and on a pretended device from shards."""
-    whole = make_model("mixed", torch.float32, adapters=Adapters(12, 1.0))
-    requests = a_group_and_others()[rank::2]
-    expected = decoded(make_engine(whole).generate(requests))
-    rope_table.cache_clear()
-    with (
-        mock.patch.object(paged_attention, "decode", plain_decode),
-        PretendedCuda(),
-    ):
-        model = sharded_twin(whole, rank, 2).to(CUDA)
-        options = {"max_running_requests": 16, "cache_tokens": 2048, "dtype": torch.float32, "device": CUDA}
-        engine = Engine(model, **options, cuda_graphs=False)
-        got = engine.generate(requests)
-        engine.sync()
-    rope_table.cache_clear()
-    return [tokens for tokens, *_ in expected], [rollout.tokens.tolist() for rollout in got]
-
-
-@pytest.mark.slow
-def test_no_tensor_of_the_host_meets_one_of_the_device(two_ranks):
-    """Asynchronously, with adapters."""
-    for expected, got in two_ranks.run(decode_on_a_device):
-        assert got == expected
 
 
 def weights_held(rank, folder, options):
