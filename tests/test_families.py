@@ -18,8 +18,6 @@ from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import named_parameters, save_folder
 from minirl.rollouts import RolloutId
 from minirl.run.budget import num_parameters
-from minirl.training.batch import Batch
-from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine, scores_of
 from support.families import CASES, PUBLISHED, family_table, make_checkpoint, twin
 from support.marks import slow
@@ -30,12 +28,8 @@ DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 # One case of each family: the last, which has most features.
 OF_FAMILY = {CASES[name][0]: name for name in CASES}
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
-# Together they have nearly every feature. All families have run both scripts by hand.
-RUNS = [
-    ("gemma3_text", "train_ppo.py"),
-    slow("qwen3_5_text", "train_grpo.py"),
-    slow("olmo3", "train_ppo.py"),
-]
+# Together they have nearly every feature.
+RUNS = [("gemma3_text", "train_ppo.py"), slow("qwen3_5_text", "train_grpo.py"), slow("olmo3", "train_ppo.py")]
 FEW_PUBLISHED = ("OLMo-2-7B", "SmolLM3-3B")
 
 
@@ -113,26 +107,11 @@ def test_the_page_lists_every_family_with_the_error_of_its_logits():
     """And the errors are at most 2e-6."""
     listed = {name: float(error) for name, error in re.findall(r"`(\w+)` (\de-\d)", DOCS.read_text())}
     assert listed.keys() == FAMILIES.keys()
-    for family, (_, error) in family_table().items():
-        assert error <= 2e-6 >= listed[family]
-        assert error <= 2 * listed[family]
+    for family, error in family_table().items():
+        assert error <= min(2e-6, 2 * listed[family])
 
 
-def test_the_embedding_of_the_padding_token_learns_here_and_not_in_transformers():
-    """As the page says."""
-    oracle = make_checkpoint("llama", pad_token_id=5, tie_word_embeddings=False)
-    embeddings = oracle.model.embed_tokens.weight
-    tokens = torch.tensor([5, 6, 5, 7])
-    oracle(tokens[None]).logits.square().sum().backward()
-    assert not embeddings.grad[5].any()
-    embeddings.grad = None
-    model = twin(oracle)
-    logprobs, _ = score_batch(model, Batch((4,), tokens, loss_mask=tokens > 5))
-    logprobs.sum().backward()
-    assert named_parameters(model)["model.embed_tokens.weight"].grad[5].any()
-
-
-@pytest.mark.parametrize("config", ["Ministral3", "Gemma2", "Qwen3Moe", "Granite"])
+@pytest.mark.parametrize("config", ["Gemma2", "Qwen3Moe"])
 def test_a_family_without_modules_here_is_refused_by_name(config):
     """With the page that says where to add one."""
     raw = getattr(transformers, f"{config}Config")().to_dict()
