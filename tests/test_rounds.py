@@ -1,4 +1,4 @@
-"""Rounds (`--max-staleness`): no step waits for a slow reply or reward, nothing is lost, and the simulation agrees."""
+"""Rounds (`--max-staleness`): no step waits for a slow reply or reward, and nothing is lost."""
 
 import asyncio
 import itertools
