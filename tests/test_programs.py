@@ -30,7 +30,6 @@ from support.collecting import (
     unhurried,
 )
 from support.marks import slow
-from support.programs import UNNAMED
 from support.texts import HERMES
 
 
@@ -294,6 +293,16 @@ UNUSABLE = {
 def test_row_53_a_file_that_cannot_be_used_is_an_input_error_at_once(load, source):
     with pytest.raises(InputError, match=rf"^--rollout .*mine\.py:rollout: (.|\n)*{UNUSABLE[source]}"):
         load("rollout", source)
+
+
+# Values of a flag that names a user's function, of which none names one, and what is said.
+NO_SPEC = "expected file.py:function or module:function"
+UNNAMED = {
+    **dict.fromkeys(("mine.py", "mine.py:", "mine:", ":score", "folder/mine.txt:f"), NO_SPEC),
+    "none.py:f": "there is no file none.py",
+    "no_such_package.rewards:f": "there is no module 'no_such_package' here; is it installed",
+    "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
+}
 
 
 @pytest.mark.parametrize("spec", UNNAMED)
