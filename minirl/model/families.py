@@ -261,25 +261,6 @@ _ROPE_KEYS = {
     "truncate",
     "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
 }
-# Features that the keys of other families ask for, by a part of the key.
-_MISSING_FEATURES = {
-    "expert": "a mixture of experts",
-    "moe": "a mixture of experts",
-    "attn_logit_softcapping": "attention scores with a soft cap",
-    "final_logit_softcapping": "logits with a soft cap",
-    "lora_rank": "multi-head latent attention",
-    "mamba": "state-space layers",
-    "ssm": "state-space layers",
-    "linear_": "linear attention",
-    "conv": "convolutions",
-    "layer_norm": "LayerNorm",
-    "norm_eps": "another norm",
-    "n_positions": "learned positions",
-    "per_layer": "embeddings of each layer",
-    "kv_shared": "layers that share keys and values",
-    "global_head_dim": "heads of several sizes",
-    "text_config": "a model of text within one of images",
-}
 _MAX_FP32 = 3.4e38
 
 
@@ -306,15 +287,13 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    if is_other(raw):
+        from minirl.extras.hf_models.types import read_other
+
+        return read_other(raw)
     prefix = weight_prefix(raw)
     raw = _text_part(raw)
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(
-            f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
-            f"(supported: {', '.join((*FAMILIES, *_VISION_MODELS))}; docs/families.md shows how to add one)"
-        )
-    family = FAMILIES[name]
+    family = FAMILIES[raw["model_type"]]
     known = _KEYS_OF_ALL.union(family.keys.split())
     _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
@@ -332,7 +311,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "query_multiplier": _query_multiplier(config, head_dim),
         "delta_net": _delta_net(config, kinds),
         "weight_prefix": prefix,
-        "scalar_head": _is_classifier(raw, config.num_labels),
+        "scalar_head": is_classifier(raw, config.num_labels),
     }
     for name, keys in _FIELDS.items():
         values = [getattr(config, key) for key in keys.split() if hasattr(config, key)]
@@ -346,6 +325,12 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
     return ModelConfig(**fields)
+
+
+def is_other(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type that has no modules here."""
+    name = str(raw.get("model_type"))
+    return name not in FAMILIES and name not in _VISION_MODELS
 
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
@@ -398,21 +383,6 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         "id2label": {"0": "score"},
         "label2id": {"score": 0},
     }
-
-
-def _missing_features(raw: Mapping[str, Any]) -> str:
-    """Return the features that a model of an unknown family needs and no family here has, by its keys."""
-    of_families = (family.keys.split() for family in FAMILIES.values())
-    known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
-    features: dict[str, list[str]] = {}
-    for key, value in raw.items():
-        if key not in known and value and value != _NEUTRAL_VALUES.get(key):
-            names = (name for part, name in _MISSING_FEATURES.items() if part in key)
-            features.setdefault(next(names, "what its other keys ask for"), []).append(key)
-    if not features:
-        return ""
-    named = [f"{feature} ({', '.join(keys[:5])})" for feature, keys in features.items()]
-    return f", and minirl lacks {', '.join(named)}"
 
 
 def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
@@ -487,7 +457,7 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
-def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
+def is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
     classes = raw.get("architectures")
     if classes in (None, []):
