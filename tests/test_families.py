@@ -34,10 +34,9 @@ TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --
 RUNS = [
     ("gemma3_text", "train_ppo.py"),
     slow("qwen3_5_text", "train_grpo.py"),
-    slow("granite", "train_grpo.py"),
+    slow("olmo3", "train_ppo.py"),
 ]
-RUNS += [slow("phi3_longrope", "train_grpo.py"), slow("olmo3", "train_ppo.py"), slow("glm4", "train_grpo.py")]
-FEW_PUBLISHED = ("granite-4.0-micro", "Phi-4-mini")
+FEW_PUBLISHED = ("OLMo-2-7B", "SmolLM3-3B")
 
 
 @pytest.mark.parametrize("name", OF_FAMILY.values())
@@ -133,24 +132,12 @@ def test_the_embedding_of_the_padding_token_learns_here_and_not_in_transformers(
     assert named_parameters(model)["model.embed_tokens.weight"].grad[5].any()
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ("Ministral3", "model_type 'ministral3' is not supported"),
-        ("Mistral3", "model_type 'mistral3' is not supported"),
-        ("Gemma2", "gemma2.*minirl lacks .*logits with a soft cap (final_logit_softcapping)"),
-        ("Gemma4Text", "embeddings of each layer"),
-        ("Qwen3Moe", "a mixture of experts (moe_intermediate_size, num_experts_per_tok)"),
-        ("DeepseekV3", "multi-head latent attention (kv_lora_rank, q_lora_rank)"),
-        ("Mamba2", "convolutions (conv_kernel"),
-        ("Cohere2", "what its other keys ask for (logit_scale), LayerNorm (layer_norm_eps)"),
-    ],
-)
-def test_an_unknown_family_is_refused_with_the_features_that_it_needs(config, named):
-    """And with the page that says where to add one."""
-    with pytest.raises(InputError, match=re.escape(named).replace(r"\.\*", ".*")) as caught:
-        config_from_dict(getattr(transformers, f"{config}Config")().to_dict())
-    assert "docs/families.md" in str(caught.value)
+@pytest.mark.parametrize("config", ["Ministral3", "Gemma2", "Qwen3Moe", "Granite"])
+def test_a_family_without_modules_here_is_refused_by_name(config):
+    """With the page that says where to add one."""
+    raw = getattr(transformers, f"{config}Config")().to_dict()
+    with pytest.raises(InputError, match=f"{raw['model_type']!r} is not supported.*docs/families.md"):
+        config_from_dict(raw)
 
 
 @pytest.mark.parametrize("name", [name if name in FEW_PUBLISHED else slow(name) for name in PUBLISHED])

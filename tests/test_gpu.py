@@ -14,7 +14,7 @@ from minirl.model import device_kernels, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import Gate
-from minirl.model.rotation import Rotation, rotate_pair
+from minirl.model.rotation import Rotation, rotate
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import unparked
 from minirl.training.scoring import outputs_of_head, score_batch
@@ -113,9 +113,7 @@ def test_what_training_computes_on_cuda_is_what_the_cpu_computes(dtype, monkeypa
         q, gate, up, weight = (
             x.to(dtype).to(device, compute_dtype).requires_grad_() for x in (*leaves, head / 16)
         )
-        rotated, _ = rotate_pair(
-            q.view(300, 4, 64), q.view(300, 4, 64)[:, :2], Rotation(cos.to(device), sin.to(device))
-        )
+        rotated = rotate(q.view(300, 4, 64), Rotation(cos.to(device), sin.to(device)))
         states = rotated.flatten(1) + Gate.apply(gate, up, activate)
         divisor = torch.full((300, 1), 0.7, device=device)
         logprobs, entropies = outputs_of_head(states, weight, targets.to(device), divisor)

@@ -21,7 +21,7 @@ from support.marks import slow
 LENGTHS = (1, 40, 129, 128, 7, 300)
 # One of each family and feature: biases; a window and an odd width; some windows and tied weights' opposite; q/k norm.
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3", "qwen3_5_text_heads"]
-FEATURES += ["gemma3_text", "phi3_longrope"]
+FEATURES += ["gemma3_text", "olmo2"]
 ALL_CASES = [name if name in FEATURES else slow(name) for name in CASES]
 
 

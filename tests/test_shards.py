@@ -112,11 +112,9 @@ PADDED = {"async_decoding": True, "cuda_graphs": True}
         slow("llama", torch.float32, 2, SMALL_CACHE),
         slow("llama_tied_mha", torch.float32, 4, PADDED),
         slow("llama_head_dim", torch.float32, 2, {}),  # 8 key columns on each rank
-        slow("phi3", torch.float32, 2, {}),  # fused projections
         slow("olmo2", torch.bfloat16, 4, {}),  # norms over all heads
         slow("gemma3_text", torch.float32, 2, {}),
         slow("qwen3_5_text", torch.bfloat16, 2, {}),  # gated delta nets, gates of heads
-        slow("arcee", torch.float32, 2, SMALL_CACHE),  # an MLP without gate
     ],
 )
 def test_ranks_that_share_layers_decode_the_bits_of_whole_weights(

@@ -34,7 +34,7 @@ from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 
 # Tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts take the
-# places of finished ones sooner; with more, the ranks exchange less often (`benchmarks/rounds.py`).
+# places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
 

@@ -16,12 +16,10 @@ class Rope:
 
     Channels beyond 2 x len(frequencies) do not turn; without frequencies, no channel does.
     amplitude: a factor of the turned channels (YaRN's attention factor).
-    is_interleaved: channels 2 i and 2 i + 1 are a pair, not i and i + len(frequencies).
     """
 
     frequencies: tuple[float, ...]
     amplitude: float = 1.0
-    is_interleaved: bool = False
 
 
 class LayerNorms(NamedTuple):
@@ -123,16 +121,8 @@ class ModelConfig:
     # Some layers have it instead of attention.
     delta_net: DeltaNet | None = None
     activation: str = "silu"
-    # An MLP without a gate is down(activation(up(x))).
-    gated_mlp: bool = True
-    # Query, key and value are one layer, and so are gate and up.
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    # The names of the feed-forward, of its fused layer and of its down-projection.
-    mlp_names: tuple[str, str, str] = ("mlp", "gate_up_proj", "down_proj")
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
+    # Embeddings are multiplied by the square root of the hidden size.
+    scales_embeddings: bool = False
     query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim)
     # In a folder: the prefix of the decoder's tensors, and tensors outside the model that are saved with it.
     weight_prefix: str = "model."

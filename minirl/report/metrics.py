@@ -187,8 +187,7 @@ def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -
     """
     metrics.add_total("count/sampled_tokens", num_sampled)
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
-    num_decoded = stats.decode_tokens + stats.discarded_tokens
-    metrics.add("perf/decode_occupancy", num_decoded, stats.decode_steps * stats.most_running)
+    metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.most_running)
     if stats.preemptions:
         metrics.add_total("count/preempted", stats.preemptions)
     if stats.drops:
@@ -330,11 +329,10 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
-    update_s = found["time/update"] + found["time/update_comm"]
     generation_s = sum(found[f"time/{cause}"] for cause in time_account.OF_GENERATION)
     rates = {
         "perf/tok_s_gen": (found["count/sampled_tokens"], generation_s),
-        "perf/tok_s_train": (num_trained, update_s),
+        "perf/tok_s_train": (num_trained, found["time/update"]),
         "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
     for name, (num_tokens, spent) in rates.items():

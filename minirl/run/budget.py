@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from minirl.generation.engine import PREFILL_TOKENS
-from minirl.model.attention import FLASH_BLOCK
+from minirl.model.attention import PAGED_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import on_meta
 
@@ -222,7 +222,7 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
     sizes = dataclasses.replace(sizes, max_running_requests=max(1, min(most, requests)))
     if "cache_tokens" not in fixed:
         needed = budget(work, sizes)
-        most = max(CACHE_TOKENS, work.requests * (work.longest + FLASH_BLOCK))
+        most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
         token = needed.decoding["cache"] / work.longest
         rest = needed.room - sum(needed.decoding.values())
         rests = rest - sum(needed.training.values()), rest

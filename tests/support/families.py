@@ -41,7 +41,7 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-GAINS = {"q_proj": 2.0, "k_proj": 2.0, "qkv_proj": 2.0, "lm_head": 3.0, "score": 3.0}
+GAINS = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 3.0, "score": 3.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 # name: (family, the keys that differ from `make_checkpoint`'s own, the windows of the layers)
 CASES = {
@@ -97,23 +97,6 @@ CASES = {
         {"head_dim": 32, "rope_parameters": YARN_ROPE, "max_position_embeddings": 80},
         (None, None),
     ),
-    "arcee": (
-        "Arcee",
-        {"rope_parameters": YARN_ROPE, "mlp_bias": True, "intermediate_size": 131},
-        (None, None),
-    ),
-    "cwm": ("Cwm", {"sliding_window": 37, "head_dim": 24}, (None, 37)),
-    "ernie4_5": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": True}, (None, None)),
-    "exaone4": (
-        "Exaone4",
-        {"sliding_window": 37, "sliding_window_pattern": 3, "num_hidden_layers": 3},
-        (37, 37, None),
-    ),
-    "exaone4_full": (
-        "Exaone4",
-        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-        (None, None),
-    ),
     "gemma3_text": (
         "Gemma3Text",
         {
@@ -126,34 +109,6 @@ CASES = {
         },
         (37, None, 37),
     ),
-    "glm": ("Glm", {"head_dim": 24, "attention_bias": True}, (None, None)),
-    "glm4": ("Glm4", {"head_dim": 16, "intermediate_size": 131}, (None, None)),
-    "granite": (
-        "Granite",
-        {
-            "attention_multiplier": 0.11,
-            "embedding_multiplier": 1.7,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 0.9,
-            "attention_bias": True,
-        },
-        (None, None),
-    ),
-    "granitemoehybrid": (
-        "GraniteMoeHybrid",
-        {
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "layer_types": ["full_attention"] * 2,
-            "position_embedding_type": "rope",
-            "shared_intermediate_size": 131,
-            "attention_multiplier": 0.11,
-            "residual_multiplier": 0.6,
-            "mamba_n_heads": 8,
-        },
-        (None, None),
-    ),
-    "ministral": ("Ministral", {"sliding_window": 37, "head_dim": 24}, (37, 37)),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}, (None, None)),
     "olmo3": (
         "Olmo3",
@@ -164,27 +119,6 @@ CASES = {
             "rope_parameters": ROPE_OF_KIND | {"full_attention": YARN_ROPE},
         },
         (37, None, 37),
-    ),
-    "phi3": ("Phi3", {"sliding_window": 37, "intermediate_size": 131}, (37, 37)),
-    "phi3_longrope": (
-        "Phi3",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 500.0,
-                "short_factor": [1.0, 1.1, 1.5, 2.0, 2.5, 3.0],
-                "long_factor": [2.0] * 6,
-                "partial_rotary_factor": 0.75,
-            },
-            "original_max_position_embeddings": 300,
-            "tie_word_embeddings": True,
-        },
-        (None, None),
-    ),
-    "seed_oss": (
-        "SeedOss",
-        {"head_dim": 24, "attention_out_bias": True, "attention_bias": False},
-        (None, None),
     ),
     "smollm3": (
         "SmolLM3",
@@ -207,10 +141,6 @@ YARN_8 = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
-LONGROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.1] * 48}
-GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125}
-LLAMA3_8K = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3_8K |= {"original_max_position_embeddings": 8192}
 
 
 def _published(
@@ -262,50 +192,6 @@ PUBLISHED = {
         use_sliding_window=False,
         rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     ),
-    "AFM-4.5B": _published(
-        "arcee",
-        "128004 2560 18432 36 20 4 65536",
-        4.62,
-        hidden_act="relu2",
-        head_dim=128,
-        rope_scaling={"type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096},
-    ),
-    "CWM": _published(
-        "cwm",
-        "128256 6144 21504 64 48 8 131072",
-        32.6,
-        head_dim=128,
-        sliding_window=8192,
-        layer_types=(WINDOWED[-1:] + WINDOWED[:-1]) * 16,
-        rope_scaling=LLAMA3_8K,
-        rope_theta=1e6,
-    ),
-    "ERNIE-4.5-0.3B": _published(
-        "ernie4_5", "103424 1024 3072 18 16 2 131072", 0.361, head_dim=128, rope_theta=5e5, use_bias=False
-    ),
-    "EXAONE-4.0-1.2B": _published(
-        "exaone4",
-        "102400 2048 4096 30 32 8 65536",
-        1.28,
-        head_dim=64,
-        sliding_window=None,
-        sliding_window_pattern=None,
-        layer_types=["full_attention"] * 30,
-        rope_theta=1e6,
-        rope_scaling=LLAMA3_8K,
-        tie_word_embeddings=True,
-    ),
-    "EXAONE-4.0-32B": _published(
-        "exaone4",
-        "102400 5120 27392 64 40 8 131072",
-        32.0,
-        head_dim=128,
-        sliding_window=4096,
-        sliding_window_pattern="LLLG",
-        layer_types=WINDOWED * 16,
-        rope_theta=1e6,
-        rope_scaling=LLAMA3_8K,
-    ),
     "gemma-3-1b": _published(
         "gemma3_text",
         "262144 1152 6912 26 4 1 32768",
@@ -342,50 +228,6 @@ PUBLISHED = {
         },
         3.88,
     ),
-    "GLM-4-9B-0414": _published(
-        "glm4",
-        "151552 4096 13696 40 32 2 32768",
-        9.4,
-        head_dim=128,
-        partial_rotary_factor=0.5,
-        attention_bias=False,
-    ),
-    "glm-4-9b-hf": _published(
-        "glm",
-        "151552 4096 13696 40 32 2 131072",
-        9.4,
-        head_dim=128,
-        partial_rotary_factor=0.5,
-        attention_bias=True,
-    ),
-    "granite-3.3-8b": _published(
-        "granite",
-        "49159 4096 12800 40 32 8 131072",
-        8.17,
-        **GRANITE,
-        logits_scaling=16.0,
-        rope_theta=1e7,
-        tie_word_embeddings=True,
-    ),
-    "granite-4.0-micro": _published(
-        "granitemoehybrid",
-        "100352 2560 8192 40 40 8 131072",
-        3.4,
-        **GRANITE,
-        logits_scaling=10.0,
-        tie_word_embeddings=True,
-        layer_types=["attention"] * 40,
-        shared_intermediate_size=8192,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        position_embedding_type="rope",
-        normalization_function="rmsnorm",
-        mamba_n_heads=80,
-        rope_theta=1e7,
-    ),
-    "Ministral-8B": _published(
-        "ministral", "131072 4096 12288 36 32 8 32768", 8.02, head_dim=128, rope_theta=1e8
-    ),
     "OLMo-2-7B": _published(
         "olmo2", "100352 4096 11008 32 32 32 4096", 7.3, rope_theta=5e5, attention_bias=False
     ),
@@ -398,38 +240,8 @@ PUBLISHED = {
         rope_theta=5e5,
         rope_scaling=YARN_8 | {"attention_factor": 1.2079441541679836},
     ),
-    "Phi-4-mini": _published(
-        "phi3",
-        "200064 3072 8192 32 24 8 131072",
-        3.84,
-        original_max_position_embeddings=4096,
-        partial_rotary_factor=0.75,
-        rope_scaling=LONGROPE,
-        tie_word_embeddings=True,
-        sliding_window=262144,
-        full_attn_mod=1,
-        interpolate_factor=1,
-        lm_head_bias=False,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        mlp_bias=False,
-        attention_bias=False,
-        auto_map={"AutoConfig": "configuration_phi3.Phi3Config"},
-    ),
     "Qwen3.5-0.8B": _beside_vision("248320 1024 3584 24 8 2 262144", 0.752, 16, tie_word_embeddings=True),
     "Qwen3.5-27B": _beside_vision("248320 5120 17408 64 24 4 262144", 26.9, 48),
-    "Seed-OSS-36B": _published(
-        "seed_oss",
-        "155136 5120 27648 64 80 8 524288",
-        36.2,
-        head_dim=128,
-        attention_bias=True,
-        attention_out_bias=False,
-        attention_dropout=0.1,
-        residual_dropout=0.1,
-        rope_theta=1e7,
-        rope_scaling={"rope_type": "default"},
-    ),
     "SmolLM3-3B": _published(
         "smollm3",
         "128256 2048 11008 36 16 4 65536",
@@ -505,8 +317,6 @@ def features(config: ModelConfig) -> set[str]:
         found.add("layer_windows")
     if len(config.ropes) > 1:
         found.add("layer_ropes")
-    if any(rope.is_interleaved for rope in config.ropes):
-        found.add("is_interleaved")
     if any(2 * len(rope.frequencies) not in (0, config.head_dim) for rope in config.ropes):
         found.add("partial rope")
     if any(rope.amplitude != 1 for rope in config.ropes):

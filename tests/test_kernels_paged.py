@@ -56,7 +56,7 @@ def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, m
         for member in range(2)
     ]
     expected = make_engine(model).generate(requests)
-    monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device, dtype: "paged")
+    monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device: "paged")
     engine = make_engine(model, async_decoding=True, cuda_graphs=True, cache_tokens=640)
     for rollout, twin in zip(expected, engine.generate(requests), strict=True):
         assert twin.completion == rollout.completion
