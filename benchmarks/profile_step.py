@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from grpo_step import GrpoLoop, make_parser
+from grpo_step import GrpoLoop, make_step_parser
 from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result
@@ -179,7 +179,7 @@ def report(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_step_parser(__doc__)
     parser.set_defaults(lr=0.0)  # so that every run does the same
     args = parser.parse_args()
     loop = GrpoLoop(args)

@@ -61,9 +61,8 @@ def test_every_metric_of_a_run_is_documented(one_rank, runs, tmp_path, name):
     script, flags = RUNS[name]
     rewards = f"--reward {tmp_path}/mine.py:some {tmp_path}/mine.py:few"
     lines = read_metrics(trained(one_rank, runs / name, script, TINY, flags, rewards))
-    documented = {
-        metric for row in table("metrics.md") for metric in re.findall(r"`([a-z]+/[\w<>/]+)`", row[0])
-    }
+    entries = re.findall(r"^- ((?:`.*?`,?\s+)*`.*?`):", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    documented = {metric for entry in entries for metric in re.findall(r"`([a-z]+/[\w<>/]+)`", entry)}
     documented |= {name.replace("time/", "time_max/") for name in documented}
     own = {f"{prefix}/{function}" for prefix in ("reward", "eval") for function in ("some", "few", "exact")}
     for line in lines:
@@ -173,11 +172,8 @@ def names_of(text, page, **names):
 def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
-    names = names_of("collector.collect", "rollouts.md")
+    names_of("collector.collect", "rollouts.md")
     assert len(capsys.readouterr().out.splitlines()) == 2 * 4
-    exec(block_with("engine.generate", "rollouts.md"), names)
-    texts = capsys.readouterr().out
-    assert all(row.prompt in texts for row in names["rows"])
 
 
 def rollouts_of(rollout, rewards):
@@ -191,8 +187,8 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 
 @pytest.mark.parametrize("source", ROLLOUTS, ids=range(len(ROLLOUTS)))
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
-    """In a chat, whose tokenizer cannot parse messages."""
-    parsed = {"role": "assistant", "content": ""}
+    """In a chat, in which no message can be parsed."""
+    parsed = {"role": "assistant", "content": "", "parse_error": "no end"}
     monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda tokenizer, ids, before: parsed)
     names = {
         "Episode": Episode,
@@ -218,16 +214,10 @@ def load(tmp_path):
 
     def load_block(line, name, before="", kind="rollout"):
         file = tmp_path / f"{name}.py"
-        file.write_text(before + re.sub("</query>", "e", block_with(line, "environments.md")))
+        file.write_text(before + block_with(line, "environments.md"))
         return load_rollout(RunConfig(**{kind: f"{file}:{name}"}))
 
     return load_block
-
-
-def test_a_rollout_of_a_page_runs(load):
-    ask = "async def ask(text):\n    return text.upper()\n"
-    rollouts = rollouts_of(load("async def search", "search", ask).function, {})
-    assert any(len(rollout.episode.turns) > 1 for rollout in rollouts)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
 def test_row_11_a_run_goes_on_with_another_number_of_ranks_and_a_script_that_remembers_more(
     one_rank, two_ranks, runs, tmp_path
 ):
-    """Rows 12 and 13: a curriculum with a tensor begins in step 2, and goes on from two ranks to one.
+    """Faults 12 and 13: a curriculum with a tensor begins in step 2, and goes on from two ranks to one.
 
     The prompts are the same and, given equal weights, the samples.
     """

@@ -42,17 +42,6 @@ async def meets_all(completions):
 def draws(completions):
     return [random.random() + numpy.random.rand() + len(completions) + i / 10 for i in range(len(completions))]
 
-def raises(completions):
-    if "bad" in completions:
-        raise KeyError("bad")
-    return [1.0] * len(completions)
-
-def hangs(prompts, completions):
-    while "bad" in completions:
-        time.sleep(0.01)
-    (FOLDER / f"done_{prompts[0]}").touch()
-    return [float(len(c)) for c in completions]
-
 def raises_beside_a_hang(completions):
     if "bad" in completions:
         wait_for("hangs", 1)
@@ -62,10 +51,7 @@ def raises_beside_a_hang(completions):
 
 def naps(completions):
     time.sleep(0.3)
-    return [1.0] * len(completions)
-
-def sizes(completions, text):
-    return [float(len(text[0]))] * len(completions)
+    return [None] * len(completions)
 """
 
 
@@ -82,7 +68,7 @@ def make_groups(tmp_path):
     """`make_groups([texts, ...])`: the prompts of a row for each group, and the groups' rollouts."""
 
     def make(groups):
-        rows = [Row("abcdefghijkl"[i], {"text": "x" * 1_000_000}, f"f.jsonl:{i}") for i in range(len(groups))]
+        rows = [Row("abcdefghijkl"[i], {}, f"f.jsonl:{i}") for i in range(len(groups))]
         prompts = make_prompts(tmp_path, rows)
         return prompts, [
             [make_rollout(prompts, ordinal, sample, f"{text}<eos>") for sample, text in enumerate(texts)]
@@ -167,8 +153,11 @@ def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_pr
     assert calls == [["ccc", "dddd"], ["a", "bb"]]
 
 
-def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for(load, make_groups):
-    """Its batches are those of the whole phase; columns go by the order of the functions."""
+def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for(make_groups):
+    """Its batches are those of the whole phase; columns go by the order of the functions.
+
+    A reward that does not apply is NaN: a 0 would enter its group's mean and std. Pitfall 59.
+    """
     prompts, groups = make_groups([("a", "bb"), ("ccc", "dddd")])
     calls = []
 
@@ -176,22 +165,12 @@ def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for(load, mak
         calls.append(completions)
         return [len(text) for text in completions]
 
-    queue = add_all({"length": RewardModel(length), "raises": load("raises")}, prompts, groups[::-1])
+    functions = {"length": RewardModel(length), "f": lambda completions: [None, 1.0]}
+    queue = add_all(functions, prompts, groups[::-1])
     assert calls == []
-    assert queue.finish(range(2)).rewards.tolist() == [[1, 1], [2, 1], [3, 1], [4, 1]]
+    rewards = queue.finish(range(2)).rewards
+    assert torch.equal(rewards.nan_to_num(-9), torch.tensor([[1.0, -9], [2, 1], [3, -9], [4, 1]]).double())
     assert calls == [["a", "bb", "ccc", "dddd"]]
-
-
-@pytest.mark.slow
-def test_row_25_a_call_that_hangs_delays_no_other_group(load, make_groups, tmp_path):
-    """All others are judged while it hangs, by the other worker; then it is killed and its row is named."""
-    prompts, groups = make_groups([("bad",)] + [("ok",)] * 7)
-    queue = add_all({"hangs": load("hangs", timeout_s=2.0, num_workers=2)}, prompts, groups)
-    while len(list(tmp_path.glob("done_*"))) < 7:
-        queue.poll(0.1)
-    assert queue.is_busy
-    with pytest.raises(RewardError, match=rf"row at {prompts.row(0).place}: took more than 2 s"):
-        queue.finish(range(8))
 
 
 @pytest.mark.parametrize("waits", ["poll", "finish"])
@@ -207,18 +186,7 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load, make_g
 
 @pytest.mark.slow
 def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load, make_groups):
-    """Four calls that wait for one worker take longer than one may; so does a rank that is late to poll."""
+    """Four calls that wait for one worker take longer than one may."""
     prompts, groups = make_groups([("a",)] * 4)
     functions = {"naps": load("naps", timeout_s=0.9)}
-    assert reward_rollouts(functions, prompts, flat(groups)).rewards.tolist() == [[1.0]] * 4
-    for name in ("naps", "sizes"):  # the second gets more than its pipe holds
-        queue = add_all({name: load(name, timeout_s=0.9)}, prompts, groups[:1])
-        time.sleep(1.2)
-        assert queue.finish([0]).rewards.item() in (1.0, 1_000_000.0)
-
-
-def test_a_reward_that_does_not_apply_is_nan(make_groups):
-    """A 0 would enter its group's mean and std. Pitfall 59."""
-    prompts, groups = make_groups([("a", "b")])
-    rewards = reward_rollouts({"f": lambda completions: [None, 1.0]}, prompts, flat(groups)).rewards
-    assert (rewards[0].isnan().item(), rewards[1].item()) == (True, 1.0)
+    assert reward_rollouts(functions, prompts, flat(groups)).rewards.isnan().all()

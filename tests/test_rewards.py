@@ -2,25 +2,22 @@
 
 import functools
 import json
-from contextlib import contextmanager
+import runpy
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
-from minirl.errors import RewardError
+from minirl.errors import InputError, RewardError
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.training import frozen_models
 from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
-ROWS = [
-    Row("one?", {"answer": 1, "level": "easy", "completions": "of the file"}, "f.jsonl:1"),
-    Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2"),
-]
+ROW = Row("one?", {"answer": 1, "level": "easy", "messages": "of the file"}, "f.jsonl:1")
+CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
 
 
 CPU = torch.device("cpu")
@@ -28,15 +25,12 @@ REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other 
 POSITIONS = 64
 
 
-def rewards_of(function, rows=ROWS, completions=("1", "2")):
-    return rewards_of_call(function, rows, completions)
+def rewards_of(function, row=ROW, completions=("1", "2")):
+    return rewards_of_call(function, row, completions)
 
 
-def test_a_function_with_kwargs_gets_prompts_completions_ids_and_every_column():
-    """TRL's shape: lists by keyword; a column that a row does not have is None there; chat in, chat out.
-
-    A column with the name of an argument does not take its place.
-    """
+def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column():
+    """TRL's shape: lists by keyword; chat in, chat out."""
     seen = {}
 
     def everything(prompts, completions, **kwargs):
@@ -45,54 +39,42 @@ def test_a_function_with_kwargs_gets_prompts_completions_ids_and_every_column():
 
     assert rewards_of(everything) == [0.0, 1.0]
     assert seen == {
-        "prompts": ["one?", [{"role": "user", "content": "two?"}]],
-        "completions": ["1", [{"role": "assistant", "content": "2"}]],
+        "prompts": ["one?"] * 2,
+        "completions": ["1", "2"],
         "completion_ids": [[7], [7]],
-        "answer": [1, 2],
-        "level": ["easy", None],
+        "answer": [1, 1],
+        "level": ["easy"] * 2,
+        "messages": ["of the file"] * 2,
     }
-
-
-def test_a_function_gets_only_the_columns_that_it_names():
-    """A reward of one argument, and one that names a column, are called with just that."""
-    assert rewards_of(lambda completions: [len(completions), 0]) == [2.0, 0.0]
-    assert rewards_of(lambda answer: answer) == [1.0, 2.0]
-    assert rewards_of(lambda completions, *, level="unused": [level == ["easy", None]] * 2) == [1.0, 1.0]
-    scaled = functools.partial(lambda scale, answer: [scale * a for a in answer], 10)
-    assert rewards_of(scaled) == [10.0, 20.0]
-
-
-def test_an_error_in_the_function_is_not_swallowed():
-    """The user needs their own traceback."""
-    with pytest.raises(ZeroDivisionError):
+    assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]
+    assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
+    scaled = functools.partial(lambda scale, answer, *, level="unused": [scale * a for a in answer], 10)
+    assert rewards_of(scaled) == [10.0, 10.0]
+    with pytest.raises(ZeroDivisionError):  # the user needs their own traceback
         rewards_of(lambda completions: [1 / 0])
 
 
-def test_load_reward_returns_the_named_function_which_finds_modules_beside_its_file(tmp_path):
-    """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours."""
+def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tmp_path, monkeypatch):
+    """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours.
+
+    Modules are found in the working directory and among installed packages.
+    """
     folder = tmp_path / "a:b"
-    folder.mkdir()
+    package = folder / "in_parts"
+    package.mkdir(parents=True)
     (folder / "batch.py").write_text("BONUS = 2\n")
     (folder / "mine.py").write_text(
         "import batch\ndef score(completions):\n    return [batch.BONUS for _ in completions]\n"
     )
-    assert rewards_of(RewardWorkers(f"{folder}/mine.py:score")) == [2.0, 2.0]
-
-
-def test_a_reward_may_be_in_any_module_that_can_be_imported(tmp_path, monkeypatch):
-    """From the working directory and from installed packages; its own imports by their full names work."""
-    package = tmp_path / "mine_in_parts"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
     (package / "bonus.py").write_text("BONUS = 3\n")
     (package / "scores.py").write_text(
-        "from mine_in_parts.bonus import BONUS\ndef score(completions):\n    return [BONUS] * len(completions)\n"
+        "from in_parts.bonus import BONUS\ndef score(completions):\n    return [BONUS] * len(completions)\n"
     )
-    monkeypatch.chdir(tmp_path)
-    assert rewards_of(RewardWorkers("mine_in_parts.scores:score")) == [3.0, 3.0]
+    assert rewards_of(RewardWorkers(f"{folder}/mine.py:score")) == [2.0, 2.0]
+    monkeypatch.chdir(folder)
+    assert rewards_of(RewardWorkers("in_parts.scores:score")) == [3.0, 3.0]
     installed = RewardWorkers("minirl.data.gsm8k:strict_score")
-    rows = [Row("q", {"answer": 4.0}, "f:1")] * 2
-    assert rewards_of(installed, rows, ["#### 4", "#### 5"]) == [1.0, 0.0]
+    assert rewards_of(installed, Row("q", {"answer": 4.0}, "f:1"), ["#### 4", "#### 5"]) == [1.0, 0.0]
 
 
 ASYNC_REWARD = """
@@ -106,25 +88,14 @@ async def score(completions):
         return None if completion == "b" else float(len(completion))
 
     return await asyncio.gather(*map(score_one, completions))
-
-async def fails(completions):
-    await asyncio.sleep(0)
-    raise KeyError("answer")
 """
 
 
 def test_an_async_function_is_waited_for_and_its_completions_run_side_by_side(tmp_path):
-    """Ten completions of which none ends before all have begun; errors and None are as elsewhere."""
+    """Ten completions of which none ends before all have begun, in a process and here."""
     (tmp_path / "mine.py").write_text(ASYNC_REWARD)
-    score = RewardWorkers(f"{tmp_path}/mine.py:score")
-    assert rewards_of(score, ROWS[:1] * 10, ["aaa", "b"] * 5) == [3.0, None] * 5
-    with pytest.raises(RewardError, match=r"reward fails (.|\n)*KeyError: 'answer'"):
-        rewards_of(RewardWorkers(f"{tmp_path}/mine.py:fails"))
-
-    async def here(completions):
-        return [1.0] * len(completions)
-
-    assert rewards_of(here) == [1.0, 1.0]
+    for score in (RewardWorkers(f"{tmp_path}/mine.py:score"), runpy.run_path(f"{tmp_path}/mine.py")["score"]):
+        assert rewards_of(score, ROW, ["aaa", "b"] * 5) == [3.0, None] * 5
 
 
 def save_model(folder, auto_class, **keys):
@@ -156,8 +127,8 @@ def reward_folder(request, tmp_path_factory):
     return folder, score
 
 
-def load(folder, *, chat=False, max_tokens=1000, park=False, **options):
-    options |= {"chat": chat, "max_tokens": max_tokens, "park": park}
+def load(folder, *, chat=False, max_tokens=1000, **options):
+    options |= {"chat": chat, "max_tokens": max_tokens, "park": False}
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 
@@ -187,24 +158,21 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, o
     """Text ends in one EOS, messages go through its own template; the score is that of the last token."""
     folder, oracle = reward_folder
     completions = ["", "a", " so it is.", "a" * 20]
-    got = rewards_of(load(folder, **options), [Row(prompt, {"answer": 1}, "f:1")] * 4, completions)
+    got = rewards_of(load(folder, **options), Row(prompt, {}, "f:1"), completions)
     assert got == close_to([oracle(expected.format(text)) for text in completions])
     assert max(got) - min(got) > 0.1
 
 
-@pytest.mark.parametrize("begun", ["", "i"])
-def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_folder, begun):
+def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_folder):
     """Also where the first answer continues the prompt's last message. Pitfall 18."""
     folder, oracle = reward_folder
-    prompt = [*CHAT, {"role": "assistant", "content": begun}] if begun else CHAT
+    prompt = [*CHAT, {"role": "assistant", "content": "i"}]
     answers = [
         {"role": "assistant", "content": "is."},
         {"role": "user", "content": "so"},
         {"role": "assistant", "content": "a b"},
     ]
-    text = (
-        f"<bos><turn>system:be kind<turn>user:hello<turn>assistant:{begun}is.<turn>user:so<turn>assistant:a b"
-    )
+    text = "<bos><turn>system:be kind<turn>user:hello<turn>assistant:iis.<turn>user:so<turn>assistant:a b"
     assert load(folder)([prompt], [answers]) == close_to([oracle(text)])
 
 
@@ -248,50 +216,22 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_toke
         model(["a", "a"], ["b", "b" * (fits - others)])
 
 
-@pytest.mark.parametrize("park", [False, True])
-def test_a_reward_model_is_parked_between_calls_if_asked(reward_folder, monkeypatch, park):
-    """It comes for each call and goes back after it, as `park` says; it holds no gradient."""
-    folder, _ = reward_folder
-    model, seen = load(folder, park=park), []
-
-    @contextmanager
-    def unparked(model, device, *, park):
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        seen.append((device, park))
-        yield
-        seen.append("parked")
-
-    monkeypatch.setattr(frozen_models, "unparked", unparked)
-    first = model(["ab"], ["c"])
-    assert model(["ab"], ["c"]) == first
-    assert seen == [(CPU, park), "parked"] * 2
-
-
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
     penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
-    # Of the ids, the stop token included.
-    assert rewards_of(OverlongPenalty(limit=1, buffer=0.5)) == [-1.0, -1.0]
 
 
-def test_weighted_puts_rewards_before_what_is_only_logged():
-    """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0."""
+def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
+    """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0 and take no weight."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
     functions, weights = functions_and_weights(rewards, (), logged=logged)
     assert list(functions.items()) == [("b", min), ("a", max), ("seen", sum)]
     assert (weights.dtype, weights.tolist()) == (torch.float64, [1, 1, 0])
-    assert functions_and_weights(rewards, (0.5, -2), logged=logged)[1].tolist() == [0.5, -2, 0]
-    assert functions_and_weights(rewards, (0.0, 3.0), logged={})[1].tolist() == [0, 3]
-
-
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0)])
-def test_another_number_of_weights_than_rewards_is_refused(weights):
-    """The error has the flag, its values and the rewards in order; logged-only ones take no weight."""
-    given = " ".join(map(str, weights))
-    with pytest.raises(ValueError, match=f"--reward-weights {given}: the rewards are b, a$"):
-        functions_and_weights({"b": min, "a": max}, weights, logged={"seen": sum})
+    assert functions_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
+    with pytest.raises(InputError, match=r"--reward-weights 1.0: the rewards are b, a$"):
+        functions_and_weights(rewards, (1.0,), logged=logged)
 
 
 def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and_selected(tmp_path):

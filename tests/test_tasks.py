@@ -129,9 +129,8 @@ def test_scores_are_of_the_completion_alone():
     row = Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")
     texts = ["I do not know", "#### 5", "so 5", "#### 6"]
     for prompt in (row.prompt, [{"role": "user", "content": row.prompt}]):
-        rows = [replace(row, prompt=prompt)] * 4
         for function, expected in ((strict_score, [0, 1, 0, 0]), (flexible_score, [0, 1, 1, 0])):
-            assert rewards_of_call(function, rows, texts) == expected
+            assert rewards_of_call(function, replace(row, prompt=prompt), texts) == expected
 
 
 def test_gsm8k_rows_have_question_instruction_and_number(write):
@@ -205,7 +204,7 @@ def mine(tmp_path):
 
 def returned(functions):
     """Each function's reward of one completion, in order."""
-    rows = [Row("hello", {"answer": 3}, "f:1")]
+    rows = Row("hello", {"answer": 3}, "f:1")
     return [(name, rewards_of_call(function, rows, ["a"])) for name, function in functions.items()]
 
 

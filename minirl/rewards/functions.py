@@ -26,13 +26,11 @@ from torch import Tensor
 from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError, escaped
-from minirl.rewards.values import Answers, validate_rewards
+from minirl.rewards.values import Answer, validate_rewards
 from minirl.rewards.worker import call_reward
 from minirl.rollouts import Rollout
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
-# Arguments that only TRL's trainer can give.
-OF_TRL = ("trainer_state", "log_extra", "log_metric")
 
 
 class OverlongPenalty:
@@ -115,12 +113,10 @@ def check_columns(
                 f"a reward asks for {name!r}, which every episode has; rename the data's field {name!r}"
             )
         for name, columns in required.items():
-            missing = sorted(columns - row.columns.keys())
-            if missing:
-                available = f"only {sorted(row.columns)}, and prompts, completions, completion_ids"
+            for missing in sorted(columns - row.columns.keys()):
                 raise InputError(
-                    f"{row.place}: no field {missing[0]!r}, which the reward {name} asks for; "
-                    f"{_instead_of(missing[0]) or available}"
+                    f"{row.place}: no field {missing!r}, which the reward {name} asks for; only {sorted(row.columns)}, "
+                    "prompts, completions, completion_ids and, with --environment, environments"
                 )
 
 
@@ -130,49 +126,15 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
     return named.intersection(EPISODE_ARGUMENTS)
 
 
-def _instead_of(name: str) -> str:
-    """Return the fix for an argument of TRL's reward functions that minirl lacks; "" for other names."""
-    if name == "environments":
-        return "these are the objects of --environment FILE.py:CLASS, which the run does not have"
-    if name not in OF_TRL:
-        return ""
-    return f"TRL's trainer gives it, minirl does not: give it a default, {name}=None, or ask for `episodes`"
-
-
-def call_arguments(
-    function: RewardFunction,
-    rows: Sequence[Row],
-    completion_ids: Sequence[Sequence[int]],
-    of_episodes: Mapping[str, list[Any]],
-) -> dict[str, Any]:
-    """Return the arguments that a function takes, by name. of_episodes: see `episode_arguments`.
-
-    With `**kwargs` it takes all but those of EPISODE_ARGUMENTS, which it must name.
-    """
-    given: dict[str, Any] = {
-        "prompts": [row.prompt for row in rows],
-        "completions": list(of_episodes["completions"]),
-        "completion_ids": [list(ids) for ids in completion_ids],
-    }
-    column_names = {name for row in rows for name in row.columns}
-    for name in sorted(column_names - given.keys()):
-        given[name] = [row.columns.get(name) for row in rows]
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {
-        name: values
-        for name, values in {**of_episodes, **given}.items()
-        if name in parameters or (takes_all and name in given)
-    }
-
-
-def episode_arguments(
+def group_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments for rollouts of one prompt, by name: completions, and those that functions ask for."""
+    """Return all arguments for the rollouts of one prompt, by name; of EPISODE_ARGUMENTS those that are asked for.
+
+    texts: the completions.
+    """
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
-    completions = list(texts) if isinstance(row.prompt, str) else list(map(prompts.answers, rollouts))
-    arguments: dict[str, list[Any]] = {"completions": completions}
+    arguments: dict[str, list[Any]] = {}
     if "messages" in asked:
         arguments["messages"] = [prompts.messages(rollout) for rollout in rollouts]
     if "rewards_given" in asked:
@@ -183,7 +145,27 @@ def episode_arguments(
         arguments["episodes"] = [
             episode_facts(prompts, rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
         ]
+    for name, value in row.columns.items():
+        arguments[name] = [value] * len(rollouts)
+    arguments["prompts"] = [row.prompt] * len(rollouts)
+    is_text = isinstance(row.prompt, str)
+    arguments["completions"] = list(texts) if is_text else list(map(prompts.answers, rollouts))
+    arguments["completion_ids"] = [list(rollout.completion) for rollout in rollouts]
     return arguments
+
+
+def arguments_of(
+    function: RewardFunction, given: Mapping[str, list[Any]], columns: Collection[str]
+) -> dict[str, list[Any]]:
+    """Return those of the arguments that a function takes, by name, in lists of its own.
+
+    With `**kwargs` it takes all but those of EPISODE_ARGUMENTS that are not `columns` of the data: it must name these.
+    """
+    parameters = inspect.signature(function).parameters
+    taken = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        taken |= {*STANDARD_ARGUMENTS, *columns}
+    return {name: list(values) for name, values in given.items() if name in taken}
 
 
 def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[str, Any]:
@@ -194,7 +176,6 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
     rewards: by name, all that the episode gave, None for one that does not apply.
     """
     row = prompts.row(rollout.rollout_id.prompt_ordinal)
-    tokens = rollout.completion
     turns = []
     branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
     for turn in rollout.episode.turns:
@@ -211,7 +192,7 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
         "row": {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place},
         "messages": prompts.messages(rollout),
         "text": text,
-        "tokens": tokens,
+        "tokens": rollout.completion,
         "finish_reason": rollout.finish_reason,
         "turns": turns,
         "rewards": dict(rollout.episode.rewards),
@@ -219,26 +200,21 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
 
 
 def judged(
-    function: RewardFunction, arguments: Mapping[str, Any], rows: Sequence[Row], texts: Sequence[str]
+    function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
 ) -> list[float | None]:
-    """Call a function in this process, for N completions; see `checked_rewards`. The function's errors pass through."""
-    answers = validate_rewards(call_reward(function, arguments), len(texts))
-    return checked_rewards(getattr(function, "__name__", str(function)), answers, rows, texts)
+    """Call a function in this process, for the completions of the row at `place`; see `checked_rewards`.
+
+    The function's own errors pass through.
+    """
+    answer = validate_rewards(call_reward(function, arguments), texts)
+    return checked_rewards(getattr(function, "__name__", str(function)), place, answer)
 
 
-def checked_rewards(
-    name: str, answers: Answers, rows: Sequence[Row], texts: Sequence[str]
-) -> list[float | None]:
-    """Return the rewards of N completions of these rows, None where the function says that it does not apply.
+def checked_rewards(name: str, place: str, answer: Answer) -> list[float | None]:
+    """Return the rewards of a call, None where the function says that it does not apply.
 
     Raises RewardError naming function, row and value for an answer that is an error.
     """
-    if isinstance(answers, str):
-        raise RewardError(escaped(f"reward {name} for the row at {rows[0].place}: {answers}"))
-    rewards: list[float | None] = []
-    for answer, row, text in zip(answers, rows, texts, strict=True):
-        if isinstance(answer, str):
-            where = f"the row at {row.place}, completion {text[:80]!r}"
-            raise RewardError(escaped(f"reward {name} for {where}: {answer}"))
-        rewards.append(answer)
-    return rewards
+    if isinstance(answer, str):
+        raise RewardError(escaped(f"reward {name} for the row at {place}: {answer}"))
+    return answer

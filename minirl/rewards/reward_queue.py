@@ -1,6 +1,7 @@
 """Reward rollouts while others decode: one call of each function per prompt."""
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -13,14 +14,16 @@ from minirl.data.task import Messages, RewardFunction, Row
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import (
     OverlongPenalty,
+    arguments_of,
     asked_of_episodes,
-    call_arguments,
-    episode_arguments,
+    checked_rewards,
+    group_arguments,
     judged,
 )
 from minirl.rewards.reward_model import RewardModel
 from minirl.rewards.reward_workers import MAX_TOGETHER, RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
 Rewards = list[float | None]
@@ -28,13 +31,13 @@ Rewards = list[float | None]
 
 @dataclass(frozen=True)
 class _Group:
-    """The rollouts of a prompt, in order of their samples, with their rows, texts and completions.
+    """The rollouts of a prompt, in order of their samples, with the prompt's row, their texts and completions.
 
     calls: by function, except those that `finish` calls.
     """
 
     rollouts: list[Rollout]
-    rows: list[Row]
+    row: Row
     texts: list[str]
     completions: list[str | Messages]
     calls: Mapping[str, Future[Rewards]]
@@ -73,20 +76,19 @@ class RewardQueue:
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
         # Raises ValueError if they are of several prompts.
         (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
-        rows = [self._prompts.row(ordinal)] * len(group)
+        row = self._prompts.row(ordinal)
         texts = [self._prompts.completion_text(rollout) for rollout in group]
-        of_episodes = episode_arguments(self._prompts, group, texts, self._asked)
-        completion_ids = [rollout.completion for rollout in group]
+        given = group_arguments(self._prompts, group, texts, self._asked)
         seed = self._prompts.key(group[0].branches[0].rollout_id)
         calls = {}
         for name, function in self._functions.items():
-            arguments = call_arguments(function, rows, completion_ids, of_episodes)
+            arguments = arguments_of(function, given, row.columns)
             if isinstance(function, RewardWorkers):
-                calls[name] = function.submit(arguments, rows, texts, seed=seed)
+                calls[name] = function.submit(arguments, row.place, texts, seed=seed)
             elif name in self._threads:
-                calls[name] = self._threads[name].submit(judged, function, arguments, rows, texts)
+                calls[name] = self._threads[name].submit(judged, function, arguments, row.place, texts)
         self._under_way += calls.values()
-        self.groups[ordinal] = _Group(group, rows, texts, of_episodes["completions"], calls)
+        self.groups[ordinal] = _Group(group, row, texts, given["completions"], calls)
 
     @property
     def is_busy(self) -> bool:
@@ -117,14 +119,14 @@ class RewardQueue:
         columns = []
         for name, function in self._functions.items():
             if isinstance(function, RewardModel | OverlongPenalty):
-                rewards = _of_all_prompts(function, groups)
+                rewards = _of_all_prompts(name, function, groups)
             else:
                 rewards = [reward for group in groups for reward in group.calls[name].result()]
             columns.append([math.nan if reward is None else reward for reward in rewards])
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return RewardedRollouts(
             rollouts=rollouts,
-            rows=[row for group in groups for row in group.rows],
+            rows=[group.row for group in groups for _ in group.rollouts],
             texts=[text for group in groups for text in group.texts],
             # The view gives [K, 0] its shape on a rank without rollouts.
             rewards=torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T,
@@ -140,15 +142,17 @@ def _wait_for(calls: Sequence[Future[Rewards]]) -> None:
 
 
 @spent_on("wait_rewards")
-def _of_all_prompts(function: RewardModel | OverlongPenalty, groups: Sequence[_Group]) -> Rewards:
+def _of_all_prompts(name: str, function: RewardModel | OverlongPenalty, groups: Sequence[_Group]) -> Rewards:
     """Return the rewards of a function that judges all prompts of a step together."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     if isinstance(function, OverlongPenalty):
-        return [function.of_rollout(rollout) for rollout in rollouts]
-    if not rollouts:
+        return [function.of_rollout(rollout) for group in groups for rollout in group.rollouts]
+    if not groups:
         return []
-    rows = [row for group in groups for row in group.rows]
-    texts = [text for group in groups for text in group.texts]
+    prompts = [group.row.prompt for group in groups for _ in group.rollouts]
     completions = [completion for group in groups for completion in group.completions]
-    arguments = {"prompts": [row.prompt for row in rows], "completions": completions}
-    return judged(function, arguments, rows, texts)
+    scores = iter(function(prompts, completions))
+    rewards: Rewards = []
+    for group in groups:
+        answer = validate_rewards(list(itertools.islice(scores, len(group.texts))), group.texts)
+        rewards += checked_rewards(name, group.row.place, answer)
+    return rewards

@@ -11,18 +11,15 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-from minirl.data.task import Row
 from minirl.errors import InputError, RewardError, escaped
-from minirl.files.user_code import source_and_name
+from minirl.files.user_code import MAX_REPR, source_and_name
 from minirl.ranks.process_group import print_here, rank
 from minirl.rewards.functions import checked_rewards
 from minirl.rewards.worker import LOADING
 
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from minirl.rewards.worker import main; main()"
-PACKAGE_ROOT = str(Path(__file__).parents[2])
 LOAD_TIMEOUT_S = 60.0  # for the imports of the user's file, besides the time of a call
 MAX_TOGETHER = 256  # calls of an `async def` in one process
 MAX_ANSWER = 1 << 26  # bytes
@@ -45,7 +42,6 @@ class RewardWorkers:
         """
         source, self.__name__ = source_and_name("--reward", spec)
         self._timeout_s = timeout_s
-        self._numbers = itertools.count()
         self._lost: RewardError | None = None
         self._has_printed = False
         self._processes: list[_Process] = []
@@ -66,18 +62,19 @@ class RewardWorkers:
     def __call__(self, **arguments: list[Any]) -> list[float | None]:
         """Return the rewards of one call; errors do not name its row."""
         count = max(map(len, arguments.values()))
-        return self.submit(arguments, [Row("", {}, "?")] * count, [""] * count).result()
+        return self.submit(arguments, "?", ["?"] * count).result()
 
     def submit(
-        self, arguments: Mapping[str, Any], rows: Sequence[Row], texts: Sequence[str], *, seed: int = 0
+        self, arguments: Mapping[str, Any], place: str, texts: Sequence[str], *, seed: int = 0
     ) -> "Future[list[float | None]]":
-        """Begin a call for N completions of these rows; for its result and its errors see `checked_rewards`.
+        """Begin a call for the completions of the row at `place`; for its result and errors see `checked_rewards`.
 
-        arguments: those of the function, by name. seed: of the random generators, unless it is an `async def`.
+        arguments: those of the function, by name. texts: the completions. seed: of the random generators, unless it is
+        an `async def`.
         """
-        number = next(self._numbers)
-        request = {"number": number, "arguments": arguments, "count": len(texts), "seed": seed}
-        return asyncio.run_coroutine_threadsafe(self._judge(request, rows, texts), self._loop)
+        beginnings = [text[:MAX_REPR] for text in texts]
+        request = {"arguments": arguments, "texts": beginnings, "seed": seed}
+        return asyncio.run_coroutine_threadsafe(self._judge(request, place), self._loop)
 
     def stop(self) -> None:
         """Kill the processes and all that their code started."""
@@ -93,8 +90,9 @@ class RewardWorkers:
         for _ in range(num_workers):
             self._processes.append(await _Process.start(source, self.__name__))
         limit_s = LOAD_TIMEOUT_S + self._timeout_s
-        loading = [process.answer(LOADING, limit_s) for process in self._processes]
-        descriptions = await asyncio.gather(*loading)
+        descriptions = await asyncio.gather(
+            *(process.answer(LOADING, limit_s) for process in self._processes)
+        )
         for description in descriptions:
             if "error" in description:
                 raise _WorkerError(description["error"])
@@ -102,9 +100,7 @@ class RewardWorkers:
         self.__signature__ = _signature(descriptions[0]["parameters"])
         return descriptions[0]["is_async"]
 
-    async def _judge(
-        self, request: dict[str, Any], rows: Sequence[Row], texts: Sequence[str]
-    ) -> list[float | None]:
+    async def _judge(self, request: Mapping[str, Any], place: str) -> list[float | None]:
         process = await self._free.get()
         try:
             if self._lost:
@@ -113,15 +109,16 @@ class RewardWorkers:
         except _WorkerError as error:
             # Other calls in this process fail now, too: the first error names the cause.
             if self._lost is None:
-                others = process.num_calls
-                beside = f", beside {others} other calls in its process" if others else ""
-                where = f"for the row at {rows[0].place}{beside}"
+                others = (
+                    f", beside {process.num_calls} other calls in its process" if process.num_calls else ""
+                )
+                where = f"for the row at {place}{others}"
                 self._lost = RewardError(escaped(f"reward {self.__name__} {where}: {error}"))
             raise self._lost from None
         finally:
             self._free.put_nowait(process)
         self._show(answer["printed"])
-        return checked_rewards(self.__name__, answer["answers"], rows, texts)
+        return checked_rewards(self.__name__, place, answer["answer"])
 
     def _show(self, printed: str) -> None:
         """Print the first output of user code, once and on rank 0: that of other calls and ranks is nearly the same."""
@@ -142,19 +139,19 @@ class _Process:
     """A process (`worker`), and the calls under way in it. Its methods run in the thread of the loop."""
 
     def __init__(self, process: asyncio.subprocess.Process):
+        assert process.stdin is not None
         self._process = process
-        self._why_lost = ""
+        self._requests = process.stdin
+        self._numbers = itertools.count(LOADING + 1)
         self._calls = {LOADING: asyncio.get_running_loop().create_future()}
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls, source: str, name: str) -> "_Process":
         """Start the process, in its own session, which is killed as a whole. Raises OSError."""
-        folder = os.path.dirname(os.path.abspath(source)) if source.endswith(".py") else os.getcwd()
-        path = json.dumps([*sys.path, folder, PACKAGE_ROOT])
         process = await asyncio.create_subprocess_exec(
             # -P: modules of the working directory must not hide those that the program imports.
-            *(sys.executable, "-P", "-c", PROGRAM, source, name, path),
+            *(sys.executable, "-P", "-c", PROGRAM, source, name, json.dumps([*sys.path, os.getcwd()])),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MAX_ANSWER,
@@ -169,24 +166,24 @@ class _Process:
         """The number of calls under way."""
         return len(self._calls)
 
-    async def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request; returns its answer. Raises _WorkerError."""
-        if self._why_lost:
-            raise _WorkerError(self._why_lost)
-        self._calls[request["number"]] = asyncio.get_running_loop().create_future()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        return await self.answer(request["number"], timeout_s)
+        number = next(self._numbers)
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        self._requests.write(json.dumps({**request, "number": number}).encode() + b"\n")
+        return await self.answer(number, timeout_s)
 
     async def answer(self, number: int, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a request; kill the process if it takes too long. Raises _WorkerError."""
-        try:
-            return await asyncio.wait_for(self._calls[number], timeout_s)
-        except TimeoutError:
-            self._kill()
-            raise _WorkerError(f"took more than {timeout_s:g} s and was killed; see --call-timeout") from None
-        finally:
-            del self._calls[number]
+        ends = (self._calls[number], self._listening)
+        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        call = self._calls.pop(number)
+        if call.done():
+            return call.result()
+        if self._listening.done():
+            raise _WorkerError(self._listening.result())
+        self._kill()
+        raise _WorkerError(f"took more than {timeout_s:g} s and was killed; see --call-timeout")
 
     async def end(self) -> None:
         """Kill the process, and wait until it is gone."""
@@ -194,8 +191,8 @@ class _Process:
         await self._listening
         await self._process.wait()
 
-    async def _listen(self) -> None:
-        """Give each answer to its call, until the process ends or user code writes into the pipe."""
+    async def _listen(self) -> str:
+        """Give each answer to its call, until the process ends or user code writes into the pipe; returns which."""
         assert self._process.stdout is not None
         why = NO_ANSWER
         with contextlib.suppress(ValueError, LookupError, TypeError, asyncio.InvalidStateError):
@@ -206,10 +203,7 @@ class _Process:
             self._kill()
             why = _ended_with(await self._process.wait())
         self._kill()
-        self._why_lost = why
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(_WorkerError(why))
+        return why
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,6 @@
 """Check the values of a reward function. Standard library only: workers check them, too."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from math import isfinite, nan
 from typing import Any
 
@@ -9,29 +9,34 @@ from minirl.files.user_code import shown
 # The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
 MAX_REWARD = 1e12
 
-# A reward, None or an error for each completion; a single error if the whole call failed.
-Answers = list[float | str | None] | str
+# A reward or None for each completion; an error if the call failed.
+Answer = list[float | None] | str
 
 
-def validate_rewards(values: Any, count: int) -> Answers:
-    """Check that `values` is a list of `count` entries, each a number of up to MAX_REWARD or None.
+def validate_rewards(values: Any, texts: Sequence[str]) -> Answer:
+    """Return the values as floats and Nones, one per completion, or an error that names the first wrong one.
 
-    None means that the reward does not apply to the completion. Returns floats and Nones, with an error string
-    for each invalid one; a single error string if `values` is not a list or has another length. Numbers
-    are bool, int, float, Decimal, and 0-d arrays and tensors. Tuples, arrays and tensors count as lists; texts,
-    mappings and sets do not. The error strings begin with "returned".
+    None means that the reward does not apply to the completion. A value is a number of up to MAX_REWARD: bool, int,
+    float, Decimal, or a 0-d array or tensor. Tuples, arrays and tensors count as lists; texts, mappings and sets do
+    not. texts: the beginnings of the completions.
     """
     # 0-d arrays and tensors have a `__len__` too; it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
     if not has_length or isinstance(values, str | bytes | Mapping | Set):
-        return f"returned {shown(values)}; expected a list of {count} numbers"
-    if len(values) != count:
-        return f"returned {len(values)} values for {count} completions"
-    return [validate_number(value) for value in values]
+        return f"returned {shown(values)}; expected a list of {len(texts)} numbers"
+    if len(values) != len(texts):
+        return f"returned {len(values)} values for {len(texts)} completions"
+    rewards: list[float | None] = []
+    for value, text in zip(values, texts, strict=True):
+        reward = validate_number(value)
+        if isinstance(reward, str):
+            return f"completion {shown(text)}: {reward}"
+        rewards.append(reward)
+    return rewards
 
 
 def validate_number(value: Any) -> float | str | None:
-    """Return `value` as a float, None as it is, or an error string."""
+    """Return `value` as a float, None as it is, or an error string that begins with "returned"."""
     if value is None:
         return None
     number = nan

@@ -1,7 +1,7 @@
 """The program of a process that calls a reward function. Arguments: FILE_OR_MODULE NAME.
 
 One JSON object a line. The first answer describes the function, {"parameters", "is_async"}, or tells why it cannot be
-used, {"error"}. A request is {"number", "arguments", "count", "seed"}, its answer {"number", "answers"}: the result of
+used, {"error"}. A request is {"number", "arguments", "texts", "seed"}, its answer {"number", "answer"}: the result of
 `validate_rewards`, or a text that says what the function raised. Every answer also has "printed", the beginning of
 everything that user code has printed so far.
 
@@ -23,10 +23,10 @@ from json import dumps, loads
 from typing import Any, BinaryIO
 
 from minirl.files.user_code import UnusableError, find_functions, users_traceback
-from minirl.rewards.values import Answers, validate_rewards
+from minirl.rewards.values import Answer, validate_rewards
 
 MAX_PRINTED = 2000  # bytes
-LOADING = -1  # the number of the first answer
+LOADING = 0  # the number of the first answer
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -40,11 +40,9 @@ def main() -> None:
     try:
         (function,) = find_functions(source, name)
         parameters = inspect.signature(function).parameters.values()
-    except UnusableError as error:
-        send({"number": LOADING, "error": str(error)})
-        return
     except BaseException as error:
-        send({"number": LOADING, "error": _raised(error)})
+        reason = str(error) if isinstance(error, UnusableError) else _raised(error)
+        send({"number": LOADING, "error": reason})
         return
     described = [(one.name, one.kind.name, one.default is one.empty) for one in parameters]
     is_async = inspect.iscoroutinefunction(function)
@@ -54,13 +52,13 @@ def main() -> None:
     for line in requests:
         request = loads(line)
         _seed(request["seed"])
-        send({"number": request["number"], "answers": _answer(function, request)})
+        send({"number": request["number"], "answer": _answer(function, request)})
 
 
-def _answer(function: Callable[..., Any], request: Mapping[str, Any]) -> Answers:
+def _answer(function: Callable[..., Any], request: Mapping[str, Any]) -> Answer:
     """Call a function that does not wait. It may run an event loop of its own, or use `signal.alarm`."""
     try:
-        return validate_rewards(call_reward(function, request["arguments"]), request["count"])
+        return validate_rewards(call_reward(function, request["arguments"]), request["texts"])
     except BaseException as error:  # also SystemExit and KeyboardInterrupt
         return _raised(error)
 
@@ -68,20 +66,20 @@ def _answer(function: Callable[..., Any], request: Mapping[str, Any]) -> Answers
 async def _answer_together(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
     """Answer the calls of an `async def`; each begins as soon as it is requested."""
 
-    async def answer(request: Mapping[str, Any]) -> None:
+    async def answer_one(request: Mapping[str, Any]) -> None:
         try:
             values = await function(**_with_objects(function, request["arguments"]))
-            answers = validate_rewards(values, request["count"])
+            answer = validate_rewards(values, request["texts"])
         except BaseException as error:
-            answers = _raised(error)
-        send({"number": request["number"], "answers": answers})
+            answer = _raised(error)
+        send({"number": request["number"], "answer": answer})
 
     loop = asyncio.get_running_loop()
     # The reader has its own thread: user code may use up those of the loop.
     with ThreadPoolExecutor(1) as reader:
         async with asyncio.TaskGroup() as calls:
             while line := await loop.run_in_executor(reader, requests.readline):
-                calls.create_task(answer(loads(line)))
+                calls.create_task(answer_one(loads(line)))
 
 
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

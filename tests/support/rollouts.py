@@ -6,7 +6,7 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.tokenizer import Tokenizer
-from minirl.rewards.functions import call_arguments, judged
+from minirl.rewards.functions import arguments_of, judged
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import Rollout, RolloutId
@@ -28,15 +28,20 @@ def make_rollout(prompts, ordinal, sample, completion):
     return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
 
 
-def rewards_of_call(function, rows, completions):
-    """The rewards that a function gives to completions of these rows in one call."""
-    is_chat = [not isinstance(row.prompt, str) for row in rows]
-    messages = [[{"role": "assistant", "content": text}] for text in completions]
-    shaped = [messages[i] if is_chat[i] else completions[i] for i in range(len(rows))]
-    arguments = call_arguments(function, rows, [[7]] * len(rows), {"completions": shaped})
+def rewards_of_call(function, row, completions):
+    """The rewards that a function gives to completions of a row in one call."""
+    is_text = isinstance(row.prompt, str)
+    count = len(completions)
+    given = {name: [value] * count for name, value in row.columns.items()}
+    given["prompts"] = [row.prompt] * count
+    given["completions"] = [
+        text if is_text else [{"role": "assistant", "content": text}] for text in completions
+    ]
+    given["completion_ids"] = [[7]] * count
+    arguments = arguments_of(function, given, row.columns)
     if isinstance(function, RewardWorkers):
-        return function.submit(arguments, rows, completions).result()
-    return judged(function, arguments, rows, completions)
+        return function.submit(arguments, row.place, completions).result()
+    return judged(function, arguments, row.place, completions)
 
 
 def reward_rollouts(functions, prompts, rollouts):
