@@ -103,17 +103,16 @@ def facts_by_id(parts):
     return {rollout.rollout_id: (facts(rollout), reward.tolist()) for rollout, reward in pairs}
 
 
-def test_rollouts_come_prompt_by_prompt_and_are_those_of_one_batch():
-    """With few at a time, and with several prompts rewarded together."""
+def test_rollouts_come_in_parts_and_are_those_of_one_batch(monkeypatch):
+    """With few open at a time."""
+    monkeypatch.setattr("minirl.episodes.collector.JUDGED_TOGETHER", 2)
     prompts = Prompts()
     requests = [prompts.requests(ordinal, 1, group_size=2) for ordinal in range(5)]
     whole = evaluated_here(make_collector(prompts), list(itertools.chain(*requests)))
-    for num_open, num_together in ((1, 1), (4, 1), (100, 3)):
+    for num_open in (1, 4, 100):
         collector = make_collector(prompts)
-        parts = list(collector.run(requests, num_requests=10, num_open=num_open, num_together=num_together))
-        assert max(len({r.rollout_id.prompt_ordinal for r in part.rollouts}) for part in parts[:-1]) >= (
-            num_together
-        )
+        parts = list(collector.run(requests, num_requests=10, num_open=num_open))
+        assert all(len({r.rollout_id.prompt_ordinal for r in part.rollouts}) >= 2 for part in parts[:-1])
         assert facts_by_id(parts) == facts_by_id([whole])
 
 

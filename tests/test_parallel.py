@@ -223,10 +223,9 @@ def check_refreshes(rank, folder, dtype):
         model.backward(-new.sum(), is_last=True)
         assert versions == {name: weight._version for name, weight in weights.items()}
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)
-    of_modules = [dict(module.named_parameters()) for module in (model.module, model.decoder)]
-    for name, weight in weights.items():
-        assert weight.data_ptr() == addresses[name]
-        assert all(parameters[name] is weight for parameters in of_modules)
+    decoder = dict(model.decoder.named_parameters())
+    for name, weight in model.module.named_parameters():
+        assert weight.data_ptr() == decoder[name].data_ptr() == addresses[name]
         assert torch.equal(weight, model.masters[name].full_tensor().to(dtype))
         assert not torch.equal(weight, original[name])
         assert torch.equal(reference[name], original[name])
@@ -282,12 +281,14 @@ def clipped_step(rank, folder, names):
     model = sharded(folder, torch.float64)
     masters = [model.masters[name] for name in names or model.masters]
     model.backward(loss_of_one_sequence(model) / world_size(), is_last=True)
-    before = torch.cat([master.full_tensor().flatten() for master in masters])
-    gradient = torch.cat([master.grad.full_tensor().flatten() for master in masters])
+
+    def joined(tensors):
+        return torch.cat([tensor.full_tensor().flatten() for tensor in tensors])
+
+    before = joined(masters)
+    gradient = joined(master.grad for master in masters)
     norm = model.step(torch.optim.SGD(masters, lr=1.0), lr=1.0, max_grad_norm=0.01)
-    assert all(master.grad is None for master in model.masters.values())
-    after = torch.cat([master.full_tensor().flatten() for master in masters])
-    return norm, float(gradient.norm()), float((after - before).norm())
+    return norm, float(gradient.norm()), float((joined(masters) - before).norm())
 
 
 @pytest.mark.parametrize("names", [None, [FROZEN]])
@@ -296,11 +297,9 @@ def test_gradient_norm_and_clipping_are_global(one_rank, two_ranks, folders, nam
 
     Weights are frozen by leaving them out of the optimizer: their gradients do not shrink those of the others.
     """
-    results = [pool.run(clipped_step, folders["untied"], names) for pool in (one_rank, two_ranks)]
-    expected = results[0][0][0]
-    for norm, norm_of_gradients, moved in itertools.chain(*results):
-        assert norm == pytest.approx(expected, rel=1e-9)
-        assert norm == pytest.approx(norm_of_gradients, rel=1e-9)
+    ((expected, *_),) = one_rank.run(clipped_step, folders["untied"], names)
+    for norm, norm_of_gradients, moved in two_ranks.run(clipped_step, folders["untied"], names):
+        assert [norm, norm_of_gradients] == pytest.approx([expected] * 2, rel=1e-9)
         assert norm > moved == pytest.approx(0.01, rel=1e-6)
 
 

@@ -100,14 +100,14 @@ def test_beside_rewards_the_teachers_part_is_added_to_their_advantages(one_rank,
     assert rewards.abs().max() > 0.1
 
 
-def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher):
+@pytest.mark.parametrize("size", [16, 24])
+def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher, size):
     """Head and embeddings stay one tensor where they are tied; the teacher's logits are over the policy's tokens."""
-    table = load_replica(teacher, dtype=torch.float32).lm_head.weight
-    for size in (16, 24):
-        model = load_replica(teacher, dtype=torch.float32)
-        resize_vocabulary(model, size)
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert torch.equal(model.lm_head.weight, torch.cat([table, torch.zeros(3, table.shape[1])])[:size])
+    model = load_replica(teacher, dtype=torch.float32)
+    table = model.lm_head.weight
+    resize_vocabulary(model, size)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, torch.cat([table, torch.zeros(3, table.shape[1])])[:size])
 
 
 @pytest.mark.parametrize(

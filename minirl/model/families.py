@@ -224,9 +224,13 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    if is_other(raw):
+        from minirl.extras.hf_models.types import read_other
+
+        return read_other(raw)
     prefix = weight_prefix(raw)
     raw = _text_part(raw)
-    family = _own_family(raw.get("model_type"))
+    family = FAMILIES[raw["model_type"]]
     known = _KEYS_OF_ALL.union(family.keys.split())
     _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
@@ -248,7 +252,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "query_multiplier": _query_multiplier(config, head_dim),
         "delta_net": _delta_net(config, kinds),
         "weight_prefix": prefix,
-        "scalar_head": _is_classifier(raw, config.num_labels),
+        "scalar_head": is_classifier(raw, config.num_labels),
     }
     for name in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         fields[name] = getattr(config, name)
@@ -260,15 +264,10 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**fields)
 
 
-def _own_family(model_type: object) -> Family:
-    """Return the family of this type. Raises InputError for the types that minirl has no modules of."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        own = ", ".join((*FAMILIES, *_VISION_MODELS))
-        raise InputError(
-            f"config.json: model_type {model_type!r} is not supported; expected one of {own}; docs/families.md "
-            "shows how to add one"
-        )
-    return FAMILIES[model_type]
+def is_other(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type that has no modules here."""
+    name = str(raw.get("model_type"))
+    return name not in FAMILIES and name not in _VISION_MODELS
 
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
@@ -392,7 +391,7 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
-def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
+def is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
     classes = raw.get("architectures")
     if classes in (None, []):
