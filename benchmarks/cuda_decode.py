@@ -1,6 +1,6 @@
 """Decode, prefill and update of models of real sizes with random weights on one GPU, compared with the device's limits.
 
-    python benchmarks/cuda_decode.py qwen3-0.6b [--bandwidth 3.35e12] [--flops 989e12]
+    python benchmarks/cuda_decode.py qwen3-0.6b [--requests 64 256 1024]
 
 Groups of 8 requests share prompts of 512 tokens. The decode roofline is the memory bandwidth: a step reads the weights
 once, and each request's keys and values once. MFU (model-FLOPs utilisation) counts 2 x parameters x tokens in prefill
@@ -16,22 +16,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from workload import PhaseClock, print_result
+from workload import PhaseClock, make_requests, print_result
 
 from minirl.generation.engine import Engine
-from minirl.generation.sampling import request_key
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks import process_group
-from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.rollouts import Rollout
 from minirl.run.budget import Sizes, Workload, budget, num_parameters
 from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 COMMON: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "head_dim": 128,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "hidden_act": "silu",
@@ -41,34 +43,19 @@ COMMON: dict[str, Any] = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 28,
         "hidden_size": 1024,
         "intermediate_size": 3072,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
-        "head_dim": 128,
     },
     "qwen2.5-1.5b": {
         "model_type": "qwen2",
-        "num_hidden_layers": 28,
         "hidden_size": 1536,
         "intermediate_size": 8960,
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
-        "head_dim": 128,
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 36,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
     },
     "tiny": {
-        "model_type": "qwen3",
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -77,6 +64,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "vocab_size": 512,
     },
+}
+# Of these cards: bytes per second of the memory, and bf16 products per second without sparsity.
+LIMITS = {
+    "H100": (3.35e12, 989e12),
+    "H200": (4.8e12, 989e12),
+    "B200": (8.0e12, 2250e12),
+    "A100": (2.0e12, 312e12),
 }
 GROUP_SIZE = 8
 PROMPT_LENGTH = 512
@@ -127,25 +121,6 @@ def make_policy(shape: str, device: torch.device) -> ShardedModel:
         return ShardedModel(config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True)
 
 
-def make_requests(vocab_size: int, num_requests: int, max_new_tokens: int) -> list[Request]:
-    """Requests without stop ids, in groups of GROUP_SIZE with a random prompt each."""
-    num_prompts = -(-num_requests // GROUP_SIZE)
-    prompts = torch.randint(0, vocab_size, (num_prompts, PROMPT_LENGTH)).tolist()
-    requests = []
-    for i in range(num_requests):
-        ordinal, sample = divmod(i, GROUP_SIZE)
-        request = Request(
-            tuple(prompts[ordinal]),
-            RolloutId(ordinal, sample),
-            request_key(0, purpose="train", prompt_ordinal=ordinal, sample=sample),
-            max_new_tokens=max_new_tokens,
-            temperature=1.0,
-            stop_ids=frozenset(),
-        )
-        requests.append(request)
-    return requests
-
-
 def decode(
     policy: ShardedModel, num_requests: int, steps: int, mode: str, device: torch.device
 ) -> tuple[float, list[Rollout]]:
@@ -154,8 +129,11 @@ def decode(
     Requests have 2 x `steps` new tokens, so that all of them run while `timed` decodes `steps` tokens of each.
     """
     max_new_tokens = 2 * steps
-    requests = make_requests(policy.decoder.config.vocab_size, num_requests, max_new_tokens)
-    num_prompts = requests[-1].rollout_id.prompt_ordinal + 1
+    num_prompts = num_requests // GROUP_SIZE
+    prompts = torch.randint(policy.decoder.config.vocab_size, (num_prompts, PROMPT_LENGTH)).tolist()
+    requests = make_requests(
+        list(map(tuple, prompts)), first=0, samples=GROUP_SIZE, max_new=max_new_tokens, stop_ids=frozenset()
+    )
     own_tokens = -(-max_new_tokens // 256) * 256  # of a request, in whole blocks
     engine = Engine(
         policy.decoder,
@@ -236,9 +214,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--bandwidth", type=float, default=3.35e12, help="bytes per second; default: an H100")
-    parser.add_argument("--flops", type=float, default=989e12, help="bf16, per second; default: an H100")
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="decoded at a time")
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="multiples of 8")
     parser.add_argument("--steps", type=int, default=128)
     return parser.parse_args()
 
@@ -250,6 +226,9 @@ def main() -> None:
     config = policy.decoder.config
     num_parameters = sum(weight.numel() for weight in policy.compute_weights.values())
     figures = {"load_gib": peak_gib(device)}
+    card = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    # An unknown card is compared with an H100.
+    bandwidth, flops = next((limits for name, limits in LIMITS.items() if name in card), LIMITS["H100"])
 
     weight_bytes = 2 * num_parameters
     # Keys and values of one token in bf16, in all layers.
@@ -257,14 +236,14 @@ def main() -> None:
     mean_length = PROMPT_LENGTH + args.steps / 2
     for num_requests in args.requests:
         step_bytes = weight_bytes + num_requests * mean_length * token_bytes
-        roofline = num_requests * args.bandwidth / step_bytes
+        roofline = num_requests * bandwidth / step_bytes
         for mode in MODES:
             speed, rollouts = decode(policy, num_requests, args.steps, mode, device)
             name = f"{mode}_{num_requests}"
             figures[f"{name}_tok_s"] = speed
             figures[f"{name}_of_roofline"] = speed / roofline
             figures[f"{name}_gib"] = peak_gib(device)
-    figures |= measure_update(policy, rollouts, num_parameters, args.flops, device)
+    figures |= measure_update(policy, rollouts, num_parameters, flops, device)
     print_result(what=f"minirl_cuda_{args.shape}", parameters=num_parameters, **figures)
 
 

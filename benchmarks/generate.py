@@ -7,14 +7,13 @@ are the tokens that passed the layers to get them: those of prompts, of decode s
 `steps` are decode steps.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from workload import (
     ComputedTokens,
     PhaseClock,
     encode_prompts,
+    make_engine,
+    make_parser,
     make_requests,
     medians,
     peak_rss_mib,
@@ -23,48 +22,23 @@ from workload import (
 )
 
 from minirl.data.tokenizer import Tokenizer
-from minirl.generation.engine import Engine
 from minirl.model.weights import load_replica
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="requests decoded at a time")
-    parser.add_argument(
-        "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
-    )
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=1, help="runs that do not count")
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="that count, after one that does not")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype)
+    device = torch.device("cpu")
     tokenizer = Tokenizer(args.model)
-    model = load_replica(args.model, dtype=dtype).to(device)
+    model = load_replica(args.model, dtype=getattr(torch, args.dtype))
     prompts = encode_prompts(tokenizer, args.prompts)
-    engine = Engine(
-        model,
-        max_running_requests=args.max_running_requests,
-        cache_tokens=args.cache_tokens,
-        dtype=dtype,
-        device=device,
-    )
+    engine = make_engine(args, model, device)
     computed_tokens = ComputedTokens(model)
     clock = PhaseClock(device)
     runs = []
-    for run in range(args.warmup + args.runs):
+    for run in range(1 + args.runs):
         requests = make_requests(
             prompts,
             first=run * args.prompts,
@@ -91,7 +65,7 @@ def main() -> None:
             "prefill_tokens": stats.prefill_tokens,
             "preemptions": stats.preemptions,
         }
-        if run >= args.warmup:
+        if run > 0:
             print_figures(figures)
             runs.append(figures)
     print_result(

@@ -11,13 +11,14 @@ belong to a prompt that the same microbatch already has.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from workload import (
     ComputedTokens,
     PhaseClock,
     encode_prompts,
+    make_engine,
+    make_parser,
     make_requests,
     medians,
     peak_rss_mib,
@@ -26,9 +27,9 @@ from workload import (
 )
 
 import train_grpo  # found by workload
+from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.step_groups import Groups
-from minirl.generation.engine import Engine
+from minirl.episodes.step_groups import select_step
 from minirl.model.families import read_config
 from minirl.model.weights import load_replica
 from minirl.ranks import process_group
@@ -37,7 +38,7 @@ from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout
 from minirl.training.assignment import plan_updates
-from minirl.training.batch import Batch, exchange, gather_table
+from minirl.training.batch import Batch, exchange
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -62,16 +63,8 @@ class GrpoLoop:
                 score_batch,
                 names=["ref_logprobs"],
                 device=self.device,
-                max_tokens=args.max_tokens_per_microbatch,
-                park=True,
             )
-        self.engine = Engine(
-            self.policy.decoder,
-            max_running_requests=args.max_running_requests,
-            cache_tokens=args.cache_tokens,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        self.engine = make_engine(args, self.policy.decoder, self.device)
         self.metrics = StepMetrics()
 
     def generate(self, step: int) -> list[Rollout]:
@@ -98,8 +91,12 @@ class GrpoLoop:
     def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[list[int]]]:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
-        rewards_column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
-        table = gather_table(rollouts, rewards_column)
+        column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
+        count = len(rollouts)
+        rewarded = RewardedRollouts(list(rollouts), [Row("", {}, "")] * count, [""] * count, column)
+        weight = torch.ones(1, dtype=torch.float64)
+        groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
+        table = groups.table
         plan = plan_updates(
             [range(len(table.num_tokens))],
             table.num_tokens.tolist(),
@@ -108,11 +105,7 @@ class GrpoLoop:
             max_tokens=args.max_tokens_per_microbatch,
         )
         (microbatches,) = plan.of_rank(rank())
-        batch = exchange(rollouts, table, plan.rank_of)
-        grouped = table.rewards.view(args.prompts, args.samples, 1)
-        failed = torch.zeros(len(rollouts), dtype=torch.bool)
-        rewarded = RewardedRollouts(list(rollouts), [], [], rewards_column, failed)
-        groups = Groups(rewarded, table, grouped, grouped[:, :0], torch.ones(1, dtype=torch.float64))
+        batch = exchange(groups.rewarded.rollouts, table, plan.rank_of)
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
@@ -144,20 +137,9 @@ class GrpoLoop:
         return values
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
+def make_step_parser(doc: str | None) -> argparse.ArgumentParser:
     """The options of `GrpoLoop`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of compute")
-    parser.add_argument("--prompts", type=int, default=8, help="per step, over all ranks")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
-    parser.add_argument(
-        "--max-running-requests", type=int, default=64, help="requests that a rank decodes at a time"
-    )
-    parser.add_argument(
-        "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
-    )
+    parser = make_parser(doc)
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=1e-6)
@@ -201,7 +183,7 @@ def measure_step(
 
 
 def main() -> None:
-    args = make_parser(__doc__).parse_args()
+    args = make_step_parser(__doc__).parse_args()
     loop = GrpoLoop(args)
     computed_tokens = ComputedTokens(loop.policy.module)
     clock = PhaseClock(loop.device)

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from grpo_step import GrpoLoop, make_parser, train_grpo
+from grpo_step import GrpoLoop, make_step_parser, train_grpo
 from workload import print_figures, print_result
 
 from minirl.ranks import process_group
@@ -38,7 +38,7 @@ COLUMNS = ("step", "cpu_seconds", "reward", "mean_len")
 
 
 def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__)
+    parser = make_step_parser(__doc__)
     parser.set_defaults(max_new=128, lr=1e-3, steps=30)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
     parser.add_argument("--csv", type=Path, help="write the curve there")

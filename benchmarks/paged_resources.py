@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the decode kernel on GPUs of several generations, compiled without one.
 
-    PYTHONPATH=. python benchmarks/paged_resources.py [--capabilities 80 120] [--dims 128] [--groups 1 8]
+    PYTHONPATH=. python benchmarks/paged_resources.py [--dtypes bfloat16] [--dims 128] [--groups 1 8]
 
 Needs Triton, whose package has an assembler. Exits with 1 if registers are spilled anywhere, or if a program takes more
 shared memory than such a device gives to one.
@@ -19,7 +19,7 @@ from minirl.extras.kernels import paged_attention
 from minirl.model.attention import PAGED_BLOCK
 
 # Compute capability x 10: bytes of shared memory that a program can have.
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NUM_KV = 8
 
@@ -58,9 +58,6 @@ def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tup
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--capabilities", type=int, nargs="+", choices=SHARED_BYTES, default=[80, 90, 100, 120]
-    )
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TRITON_TYPES]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256])
@@ -75,8 +72,7 @@ def main() -> int:
 def show(args: argparse.Namespace) -> int:
     """Print a line for each case, and return the exit code."""
     all_fit = True
-    for capability in args.capabilities:
-        most = SHARED_BYTES[capability]
+    for capability, most in SHARED_BYTES.items():
         for dtype in args.dtypes:
             for dim in args.dims:
                 for groups in args.groups:

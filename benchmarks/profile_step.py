@@ -19,12 +19,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from grpo_step import GrpoLoop, make_parser
+from grpo_step import GrpoLoop, make_step_parser
 from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result
 
-import minirl.generation.decode_step
+import minirl.generation.sampling
 from minirl.generation.sampling import sample
 from minirl.model.transformer import Transformer
 from minirl.ranks import process_group
@@ -134,7 +134,7 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
     marked_sample = record_function(SAMPLE)(sample)
     marked_forward = record_function(MODEL)(Transformer.forward)
     with (
-        patch.object(minirl.generation.decode_step, "sample", marked_sample),
+        patch.object(minirl.generation.sampling, "sample", marked_sample),
         patch.object(Transformer, "forward", marked_forward),
         profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled,
     ):
@@ -179,7 +179,7 @@ def report(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_step_parser(__doc__)
     parser.set_defaults(lr=0.0)  # so that every run does the same
     args = parser.parse_args()
     loop = GrpoLoop(args)

@@ -18,7 +18,7 @@ import statistics
 import time
 
 import torch
-from grpo_step import GrpoLoop, make_parser
+from grpo_step import GrpoLoop, make_step_parser
 from torch import Tensor
 from workload import peak_rss_mib, print_result
 
@@ -98,7 +98,7 @@ def time_refresh(policy: ShardedModel, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_step_parser(__doc__)
     parser.set_defaults(lr=1e-3, max_new=32, steps=3)
     args = parser.parse_args()
     loop = GrpoLoop(args)

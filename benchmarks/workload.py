@@ -5,6 +5,7 @@ weights over a vocabulary of V, the lengths of completions are about geometric w
 times.
 """
 
+import argparse
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from minirl.data.tokenizer import Tokenizer
+from minirl.generation.engine import Engine
 from minirl.generation.sampling import request_key
 from minirl.model.transformer import Transformer
 from minirl.rollouts import Request, RolloutId
@@ -47,14 +49,6 @@ def start_script(
     return subprocess.Popen(command, env=environment, **options)
 
 
-def seconds_by_cause(run: Path) -> list[dict[str, float]]:
-    """The account of time of each step of a run without the first: seconds by cause."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name[5:]: value for name, value in step.items() if name.startswith("time/")} for step in steps[1:]
-    ]
-
-
 def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
     """`count` texts, the same in every run. Their lengths in characters are PROMPT_LENGTHS in turn."""
     rng = random.Random(seed)
@@ -63,6 +57,32 @@ def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
         length = PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)]
         texts.append("".join(rng.choice(LETTERS) for _ in range(length)))
     return texts
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of the workload and of the engine that decodes it."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of compute")
+    parser.add_argument("--prompts", type=int, default=8, help="over all ranks")
+    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
+    parser.add_argument("--max-running-requests", type=int, default=64, help="that a rank decodes at a time")
+    parser.add_argument(
+        "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
+    )
+    return parser
+
+
+def make_engine(args: argparse.Namespace, model: Transformer, device: torch.device) -> Engine:
+    """An engine as the options of `make_parser` say."""
+    return Engine(
+        model,
+        max_running_requests=args.max_running_requests,
+        cache_tokens=args.cache_tokens,
+        dtype=getattr(torch, args.dtype),
+        device=device,
+    )
 
 
 def encode_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
@@ -82,15 +102,8 @@ def make_requests(
     for prompt_ordinal, prompt_ids in enumerate(prompts, start=first):
         for sample in range(samples):
             key = request_key(0, purpose="train", prompt_ordinal=prompt_ordinal, sample=sample)
-            request = Request(
-                prompt_ids,
-                RolloutId(prompt_ordinal, sample),
-                key,
-                max_new_tokens=max_new,
-                temperature=1.0,
-                stop_ids=stop_ids,
-            )
-            requests.append(request)
+            rollout_id = RolloutId(prompt_ordinal, sample)
+            requests.append(Request(prompt_ids, rollout_id, key, max_new, 1.0, stop_ids))
     return requests
 
 
@@ -156,17 +169,6 @@ def print_result(**values: object) -> None:
         shown[name] = float(f"{value:.6g}") if isinstance(value, float) else value
     shown["torch"] = torch.__version__
     print("RESULT " + json.dumps(shown), flush=True)
-
-
-def reset_peak_rss() -> None:
-    """Reset the kernel's count of this process's peak resident memory. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def status_mib(key: str) -> float:
-    """A figure of /proc/self/status in MiB. VmRSS: resident memory now. VmHWM: its peak since `reset_peak_rss`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def peak_rss_mib() -> float:

@@ -3,7 +3,11 @@
 import ast
 import dataclasses
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,7 @@ EXTRAS = sorted(
     for path in (ROOT / "minirl" / "extras").iterdir()
     if path.stem not in ("__init__", "__pycache__")
 )
+TINY = "--num-steps 1 --prompts-per-step 4 --group-size 4 --save-every 1"
 HEAVY = (
     "matplotlib transformers wandb flash_attn fla torch.distributed.fsdp huggingface_hub tokenizers".split()
 )
@@ -86,6 +91,19 @@ def test_no_module_imports_a_higher_folder():
         assert not wrong, f"{name} imports {wrong}"
         roots = {found.split(".")[0] for node in ast.walk(TREES[name]) for found in imported_names(node)}
         assert not roots & outside, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_without_an_extra_the_rest_trains(extra, tmp_path):
+    """The default run of a copy that lacks it."""
+    ignored = shutil.ignore_patterns("__pycache__", extra, f"{extra}.py")
+    shutil.copytree(ROOT / "minirl", tmp_path / "minirl", ignore=ignored)
+    shutil.copy(ROOT / "train_grpo.py", tmp_path)
+    assert not list((tmp_path / "minirl" / "extras").glob(f"{extra}*"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MINIRL_RUNS": str(tmp_path / "runs")}
+    command = [sys.executable, "train_grpo.py", *TINY.split()]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
 
 
 def test_the_logger_needs_little_of_the_library():

@@ -1,7 +1,6 @@
 """The memory budget: chosen sizes fit, more memory never makes a run slower, and its bytes are those that are kept."""
 
 import dataclasses
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ def of_policy(work: Workload, **changes: Any) -> Workload:
     return dataclasses.replace(work, trained=[dataclasses.replace(work.trained[0], **changes)])
 
 
-def given_to(work: Workload) -> dict[str, bool]:
-    """Ranks that decode together shard gradients too."""
-    return {"shard_gradients": True} if work.decode_group > 1 else {}
-
-
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
@@ -63,46 +57,30 @@ WORKLOADS = {
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_chosen_sizes_fit_and_leave_the_margin(name):
-    """On a card of 80 GB: what decodes and what trains, in turns, and together if the cache stays."""
-    work = WORKLOADS[name]
-    sizes = choose_sizes(work, given_to(work))
-    needed = budget(work, sizes)
-    for phase in ("training", "decoding"):
-        assert total(needed, "always", phase) <= USABLE * 80e9
-    if needed.fits(keeps_cache=True):
-        assert total(needed, "always", "training", "decoding") <= USABLE * 80e9
-    assert sizes.max_tokens_per_microbatch == 8192
-    assert sizes.cache_tokens >= 32 * work.longest
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_larger_size_never_needs_less(name):
-    """In no phase, and switches save memory."""
-    work = WORKLOADS[name]
-    sizes = Sizes(64, 100_000, 8192, recompute_layers=False, shard_gradients=False)
-    needed = budget(work, sizes)
-    for size in ("max_running_requests", "cache_tokens", "max_tokens_per_microbatch"):
-        larger = budget(work, dataclasses.replace(sizes, **{size: 2 * getattr(sizes, size)}))
-        for phase in ("always", "training", "decoding"):
-            assert total(larger, phase) >= total(needed, phase)
-    for switch in ("recompute_layers", "shard_gradients"):
-        saving = budget(work, dataclasses.replace(sizes, **{switch: True}))
-        assert total(saving, "training") <= total(needed, "training")
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_with_more_memory_a_run_that_fits_still_fits_and_recomputes_no_more(name):
-    """From a card that is too small for any."""
-    works = [dataclasses.replace(WORKLOADS[name], free=free * 1e9) for free in (1, 10, 20, 40, 60, 80, 160)]
-    chosen = [choose_sizes(work, given_to(work)) for work in works]
-    fitting = [budget(work, sizes).fits() for work, sizes in zip(works, chosen, strict=True)]
-    assert not fitting[0]
-    assert fitting == sorted(fitting)
-    of_fitting = [sizes for sizes, fits in zip(chosen, fitting, strict=True) if fits]
-    for less, more in itertools.pairwise(of_fitting):
-        assert less.recompute_layers >= more.recompute_layers
-        assert less.max_tokens_per_microbatch <= more.max_tokens_per_microbatch
+def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name):
+    """What decodes and what trains, in turns, and together if the cache stays; on cards from one too small for any."""
+    slower = Sizes(0, 0, 0, recompute_layers=True, shard_gradients=True)
+    fitted = []
+    for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
+        work = dataclasses.replace(WORKLOADS[name], free=free)
+        # Ranks that decode together shard gradients too.
+        sizes = choose_sizes(work, {"shard_gradients": True} if work.decode_group > 1 else {})
+        needed = budget(work, sizes)
+        fitted.append(needed.fits())
+        if not fitted[-1]:
+            continue
+        for phase in ("training", "decoding"):
+            assert total(needed, "always", phase) <= USABLE * free
+        if needed.fits(keeps_cache=True):
+            assert total(needed, "always", "training", "decoding") <= USABLE * free
+        assert sizes.recompute_layers <= slower.recompute_layers
+        assert sizes.max_tokens_per_microbatch >= slower.max_tokens_per_microbatch
+        slower = sizes
+        if free >= 80e9:
+            assert sizes.max_tokens_per_microbatch == 8192
+            assert sizes.cache_tokens >= 32 * work.longest
+    assert fitted == sorted(fitted)
+    assert fitted[0] < fitted[-2]
 
 
 def test_seven_billion_parameters_by_hand():
@@ -134,39 +112,6 @@ def test_seven_billion_parameters_by_hand():
     }
 
 
-def test_a_frozen_model_counts_while_it_is_on_the_card():
-    """Parked it comes when there are no gradients; else it stays. Ranks that decode together hold its shards."""
-    work = of_policy(make_workload(QWEN_7B, frozen={"teacher": QWEN_32B}), adapters=LORA)
-    sizes = Sizes(1, 812, 812, recompute_layers=True, shard_gradients=False)
-    whole = 2 * num_parameters(QWEN_32B)
-    assert budget(work, sizes).training == {"a parked model": whole}
-    held = budget(dataclasses.replace(work, parks_frozen=False), sizes)
-    assert held.always["teacher"] == whole
-    shards = budget(make_workload(QWEN_32B, 8, frozen={"teacher": QWEN_32B}, decode_group=8), sizes)
-    embeddings = 2 * 2 * QWEN_32B.vocab_size * QWEN_32B.hidden_size
-    assert shards.always["teacher"] == shards.always["weights"] == embeddings + (whole - embeddings) / 8
-
-
-def test_value_models_share_the_policys_base_if_it_is_theirs():
-    """And ranks that decode together hold only embeddings and masters of a fully trained one."""
-    value = dataclasses.replace(QWEN_7B, scalar_head=True)
-    adapted = [dataclasses.replace(model, adapters=LORA) for model in (QWEN_7B, value)]
-    own, trained = map(num_parameters, adapted), [num_parameters(model, trained=True) for model in adapted]
-    policy, value_total = own
-
-    def held(models, **changes):
-        sizes = Sizes(1, 812, 812, recompute_layers=True, shard_gradients=True)
-        return budget(make_workload(QWEN_7B, 4, trained=models, **changes), sizes).always["weights"]
-
-    assert held(adapted) == 2 * (policy + value_total)
-    assert held(adapted, shares_base=True) == 2 * (policy + trained[1])
-    embeddings = 2 * QWEN_7B.vocab_size * QWEN_7B.hidden_size
-    rows = (policy - embeddings) + (value_total - trained[1])
-    assert held(adapted, decode_group=4) == 2 * (2 * embeddings + rows / 4)
-    rows = num_parameters(QWEN_7B) - embeddings
-    assert held([QWEN_7B, value], decode_group=4) == 2 * (2 * embeddings + rows / 4)
-
-
 @pytest.mark.parametrize(
     ("work", "switches"),
     [
@@ -193,34 +138,6 @@ def test_gradients_are_sharded_before_layers_are_recomputed_unless_the_host_adds
     } == switches
 
 
-def test_a_size_that_is_given_wins():
-    """Also one that does not fit."""
-    given = {"cache_tokens": 90_000_000, "max_tokens_per_microbatch": 100_000, "recompute_layers": False}
-    for name, value in given.items():
-        assert getattr(choose_sizes(make_workload(QWEN_7B), {name: value}), name) == value
-
-
-def test_a_step_that_fits_whole_takes_the_full_microbatch_with_any_memory():
-    """So the numbers of a small run do not depend on what else the machine does."""
-    small = make_workload(QWEN_1_5B, step_tokens=900)
-    for free in (40e9, 200e9):
-        sizes = choose_sizes(dataclasses.replace(small, free=free), {})
-        assert (sizes.max_tokens_per_microbatch, sizes.recompute_layers) == (8192, False)
-
-
-@pytest.mark.slow
-def test_published_models_get_sizes_with_which_they_train():
-    """Each on eight cards of 80 GB, those beyond 9B with adapters on cards of 141 GB."""
-    for name, (raw, billions) in PUBLISHED.items():
-        work = make_workload(config_from_dict(raw), 8)
-        if billions > 9:
-            work = dataclasses.replace(of_policy(work, adapters=LORA), free=141e9)
-        sizes = choose_sizes(work, {})
-        assert budget(work, sizes).fits(), name
-        assert sizes.max_tokens_per_microbatch >= 4096, name
-        assert sizes.cache_tokens >= 32 * work.longest, name
-
-
 class FusedNorm(torch.autograd.Function):
     """Saves the same tensors as CUDA's fused norm; torch has no such kernel for meta tensors."""
 
@@ -241,7 +158,7 @@ def make_batch(num_tokens: int) -> Batch:
 
 
 def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
-    """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm. An MLP without a gate keeps less."""
+    """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm."""
     monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
@@ -249,8 +166,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
         rope = torch.empty(64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
-        scale = rope[..., :1] if config.query_multiplier != 1 else None
-        rotation = Rotation(rope, rope, config.ropes[0].is_interleaved, scale)
+        rotation = Rotation(rope, rope)
 
         def bytes_of(number, config=config, rotation=rotation):
             with torch.device("meta"):
@@ -262,7 +178,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
         saved = len(config.attention_windows) * bytes_of(min(config.attention_windows))
         saved += len(delta_nets) * bytes_of(min(delta_nets)) if delta_nets else 0
         counted = 64 * config.num_hidden_layers * module._layer_bytes(make_workload(config), config)
-        assert 0.85 * saved <= counted <= (1.15 if config.gated_mlp else 1.7) * saved, name
+        assert 0.85 * saved <= counted <= 1.15 * saved, name
 
 
 def bytes_of_phases(rank: int, folder: Path, num_tokens: int) -> dict[str, float]:
@@ -323,11 +239,8 @@ def test_the_cache_takes_what_the_budget_says():
     [
         (0, {}, [1, 8]),
         (0, {"decode_group": 8}, [8]),
-        (0, {"decode_group": 1}, [1]),
         (0, {"decode_group": 4}, [1, 8]),  # the run began on other nodes
-        (8, {"decode_group": 1}, [8]),
-        (2, {}, [2]),
-        (1, {"decode_group": 8}, [1]),
+        (2, {"decode_group": 8}, [2]),
     ],
 )
 def test_ranks_decode_together_if_the_flag_and_the_runs_beginning_allow_it(group, recorded, groups):

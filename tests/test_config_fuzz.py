@@ -31,7 +31,6 @@ THETA = {"rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 90.0}
-LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 2.5, 3.0]}
 FULL, SLIDING = "full_attention", "sliding_attention"
 NAMES = [
     *CASES,
@@ -60,7 +59,6 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 9.0},
     YARN,
     LINEAR | THETA,
-    LONGROPE,
 ]
 ROPES_OF_KINDS = [{SLIDING: DEFAULT}, {SLIDING: DEFAULT, FULL: YARN}, {SLIDING: DEFAULT, FULL: None}]
 VALUES = [DROP, None, False, True, "", "1", *NUMBERS, *LISTS, *OBJECTS, *ROPES, *ROPES_OF_KINDS, *ACTIVATIONS]

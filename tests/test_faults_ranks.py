@@ -3,14 +3,12 @@
 Most cases are a script of a few lines on processes with torchrun's variables; two are whole runs.
 """
 
-import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from safetensors.torch import load_file
 from minirl.errors import GuardError, InputError
 from minirl.ranks import launch, process_group
 from minirl.report.metrics import StepMetrics
-from support.jobs import ROOT, Job, started, torchrun, wait_for
+from support.jobs import ROOT, started, torchrun, wait_for
 from support.processes import is_alive
 from support.scripts import extended_fork, read_rollouts
 
@@ -71,14 +69,6 @@ def children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-@contextlib.contextmanager
-def two_joined(folder: Path, body: str) -> Iterator[Job]:
-    """A script on two ranks, both of which have joined."""
-    with started(folder, [python(folder, body)] * 2) as job:
-        job.until("joined", 0, 1)
-        yield job
-
-
 def outputs_of(
     folder: Path, body: str, codes: list[int], *, within: float, before: str = "", **variables: str
 ) -> list[str]:
@@ -88,15 +78,23 @@ def outputs_of(
         return [job.output(rank).removeprefix("joined\n") for rank in range(len(codes))]
 
 
-DIE = "if rank == 1:\n    time.sleep(0.6)\n    os.kill(os.getpid(), 9)\n"
-
-
-def test_row_01_when_a_rank_is_killed_one_line_says_which(tmp_path):
-    """The survivors leave, and neither prints the traceback of its broken connection."""
-    body = f"joined()\n{DIE}process_group.barrier()"
-    first, _, third = outputs_of(tmp_path, body, [1, -signal.SIGKILL, 1], within=15)
-    (said,) = (first + third).splitlines()
-    assert said.startswith("error: rank 1 (step 3, phase reward) has ended, hangs or")
+@pytest.mark.parametrize("number", [0, signal.SIGSTOP, signal.SIGKILL])
+def test_rows_01_and_37_a_hang_names_the_rank_and_its_phase_and_so_does_a_kill(tmp_path, number):
+    """Not the ranks that wait for it, and without the tracebacks of their connections. Fault 42: a stopped process."""
+    body = f"""joined(1.5)
+if rank == 1:
+    os.kill(os.getpid(), {number:d})
+    time.sleep(300)
+launch.begin_phase("step 3, phase update")
+process_group.barrier()"""
+    start = time.monotonic()
+    with started(tmp_path, [python(tmp_path, body)] * 3) as job:
+        assert [job.processes[rank].wait(20) for rank in (0, 2)] == [1, 1]
+        assert number == signal.SIGKILL or time.monotonic() - start > 1.5
+        (said,) = (job.output(0) + job.output(2)).replace("joined\n", "").splitlines()
+    assert said.startswith(
+        "error: rank 1 (step 3, phase reward) has ended, hangs or is slower than --hang-timeout [rank"
+    )
 
 
 @pytest.mark.slow
@@ -145,10 +143,11 @@ return 128 + stop
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", launch.STOP_SIGNALS)
 def test_rows_04_and_05_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, number):
     """All leave with its code, after they have saved."""
-    with two_joined(tmp_path, LOOP) as job:
+    with started(tmp_path, [python(tmp_path, LOOP)] * 2) as job:
+        job.until("joined", 0, 1)
         job.processes[1].send_signal(number)
         assert job.codes(within=5) == [128 + number] * 2
         assert [job.output(rank).count("saved") for rank in (0, 1)] == [1, 1]
@@ -199,16 +198,8 @@ def test_row_05_ctrl_c_before_the_first_step_leaves_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (
-            "RewardError('reward few raised')",
-            4,
-            r"error: reward few raised \[rank 1, step 3, phase reward\]$",
-        ),
-        (
-            "KeyError('answer')",
-            1,
-            r"rank 1, step 3, phase reward raised:\nTraceback(.|\n)*KeyError: 'answer'$",
-        ),
+        ("RewardError('few')", 4, r"error: few \[rank 1, step 3, phase reward\]$"),
+        ("KeyError('a')", 1, r"rank 1, step 3, phase reward raised:\nTraceback(.|\n)*KeyError: 'a'$"),
     ],
     ids=["RewardError", "bug"],
 )
@@ -218,7 +209,6 @@ def test_row_23_an_error_on_one_rank_is_printed_once_and_ends_all(tmp_path, erro
     others, said = outputs_of(tmp_path, body, [1, code], within=8)
     assert others == ""
     assert re.match(message, said.strip())
-    assert code == 1 or "Traceback" not in said
 
 
 @pytest.mark.parametrize("body", ["raise InputError('no')", "joined()\nraise InputError('no')"])
@@ -260,20 +250,6 @@ def test_row_31_the_metric_that_is_not_finite_is_named():
         metrics.refuse_nonfinite(update=7)
 
 
-@pytest.mark.parametrize("how", ["time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_row_37_and_row_42_a_hang_names_the_rank_and_its_phase_after_the_timeout(tmp_path, how):
-    """Not the ranks that wait for it."""
-    body = f"joined(1.5)\nif rank == 1:\n    {how}\nlaunch.begin_phase('step 3, phase update')\nprocess_group.barrier()"
-    start = time.monotonic()
-    with started(tmp_path, [python(tmp_path, body)] * 3) as job:
-        assert [job.processes[rank].wait(20) for rank in (0, 2)] == [1, 1]
-        assert time.monotonic() - start > 1.5
-        (said,) = (job.output(0) + job.output(2)).replace("joined\n", "").splitlines()
-    assert said.startswith(
-        "error: rank 1 (step 3, phase reward) has ended, hangs or is slower than --hang-timeout [rank"
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("into", ["| head -n 1", "> /dev/full 2>&1"])
 def test_row_41_no_output_stops_a_run(tmp_path, into):
@@ -296,18 +272,17 @@ def test_row_06_a_file_that_cannot_be_written_at_the_start_is_no_bug(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "ranks", "fault"),
+    ("capability", "ranks", "fault"),
     [
-        ([(8, 6)], 2, "2 ranks on this node, and torch sees 1 CUDA device(s): use --nproc-per-node 1"),
-        ([(7, 5)], 1, "CUDA device 0 has compute capability (7, 5), and at least (8, 0)"),
+        ((8, 6), 2, "2 ranks on this node, and torch sees 1 CUDA device(s): use --nproc-per-node 1"),
+        ((7, 5), 1, "CUDA device 0 has compute capability (7, 5), and at least (8, 0)"),
     ],
-    ids=["fewer than ranks", "an old one"],
 )
-def test_row_44_devices_that_cannot_serve_all_ranks_are_refused(capabilities, ranks, fault, monkeypatch):
+def test_row_44_devices_that_cannot_serve_all_ranks_are_refused(capability, ranks, fault, monkeypatch):
     """Where torch sees none, ranks take the CPU."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     with pytest.raises(InputError, match=re.escape(fault)):
         process_group.device_type()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -254,12 +254,12 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
 
 def test_no_process_and_no_thread_is_left_after_stop(tmp_path):
     """Neither a worker nor what its code forked or started, also while a call hangs. The file is loaded there alone."""
-    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "acting.py").write_text(SOURCE)
     num_threads = threading.active_count()
-    function = RewardWorkers(f"{tmp_path}/mine.py:acts", num_workers=2)
-    assert "user_file_mine" not in sys.modules
+    function = RewardWorkers(f"{tmp_path}/acting.py:acts", num_workers=2)
+    assert "user_file_acting" not in sys.modules
     assert rewards_of(function, ["starts"]) == [1.0]
-    pids = [*map(int, (tmp_path / "mine.py.pids").read_text().split())]
+    pids = [*map(int, (tmp_path / "acting.py.pids").read_text().split())]
     pids += [process._process.pid for process in function._processes]
     assert all(map(is_alive, pids))
     call = submit(function, 1, "hangs_in_c")

@@ -1,7 +1,6 @@
 """The program that measures a GPU works before there is one, and hides no failure."""
 
 import importlib
-import json
 import subprocess
 import sys
 
@@ -9,12 +8,12 @@ import pytest
 
 from support.jobs import ROOT
 from support.marks import slow
+from support.models import RAW_CONFIG, make_folder
 from support.scripts import start_script
+from support.texts import TOKENS, save_tokenizer
 
 # One check of each function; the others run the same ones with the other script.
-CHECKS_OF_THE_CPU = (
-    "environment empty_microbatch gpu_tests first_command ppo grpo_1_5b kill_and_resume waits compiled speed"
-)
+CHECKS_OF_THE_CPU = "environment gpu_tests first_command ppo grpo_1_5b kill_and_resume waits compiled speed"
 
 
 @pytest.fixture
@@ -25,24 +24,18 @@ def gpu_check(monkeypatch):
 
 @pytest.mark.parametrize(
     ("figures", "is_good"),
-    [
-        ({"parameters_without_gradient": 0, "largest_gradient": 0}, True),
-        ({"parameters_without_gradient": 0, "largest_gradient": 2}, False),
-        ({"largest_gradient": 0}, False),
-    ],
+    [({"of_microbatch": 2, "x": 0}, True), ({"of_microbatch": 3, "x": 0}, False), ({"x": 0}, False)],
     ids=["good", "outside", "missing"],
 )
-def test_only_figures_as_expected_are_a_success(gpu_check, figures, is_good, monkeypatch, tmp_path, capsys):
-    """The exit code says so, a figure outside is marked, and all of them are written."""
-    outcome = gpu_check.Outcome("empty_microbatch", "ok", 1.0, figures)
-    out = tmp_path / "out.json"
+def test_only_figures_as_expected_are_a_success(gpu_check, figures, is_good, monkeypatch, capsys):
+    """The exit code says so, and a figure outside is marked."""
+    outcome = gpu_check.Outcome("waits", "ok", 1.0, figures)
     monkeypatch.setattr(gpu_check, "run_alone", lambda *_: outcome)
-    flags = ["--device", "cpu", "--only", "empty_microbatch", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["gpu_check", *flags])
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--only", "waits"])
     assert gpu_check.main() == (0 if is_good else 1)
-    mark = " !" if figures["largest_gradient"] else ""
-    assert f"| largest_gradient | {figures['largest_gradient']}{mark} |" in capsys.readouterr().out
-    assert json.loads(out.read_text())[0]["figures"] == figures
+    printed = capsys.readouterr().out
+    assert "| x | 0 |" in printed
+    assert (" !" in printed) == (figures.get("of_microbatch") == 3)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +69,7 @@ def test_a_check_passes_on_the_cpu(gpu_check, name, runs, monkeypatch):
 
 @pytest.mark.slow
 def test_a_check_is_run_in_a_process_of_its_own(gpu_check, tmp_path):
-    outcome = gpu_check.run_alone("empty_microbatch", "cpu", tmp_path)
+    outcome = gpu_check.run_alone("waits", "cpu", tmp_path)
     assert gpu_check.is_good(outcome, "cpu"), outcome
 
 
@@ -94,3 +87,25 @@ def test_a_run_is_started_with_its_flags_on_each_rank(gpu_check, ranks, tmp_path
     printed = job.communicate()[0].decode().splitlines()
     assert job.returncode == 0
     assert sorted(printed) == [f"{rank} ['--seed', '1'] {tmp_path}" for rank in range(ranks)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate.py",
+        "grpo_step.py --kl-coef 0.04",
+        "learn.py --steps 10",
+        "profile_step.py",
+        "weight_sharing.py",
+    ],
+)
+def test_a_benchmark_runs_on_a_small_model(command, tmp_path):
+    """They call the library by hand, so that what changed there would be noticed late."""
+    folder = make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)})
+    save_tokenizer(folder, None)
+    script, *flags = command.split()
+    program = [sys.executable, str(ROOT / "benchmarks" / script), str(folder), *flags]
+    options = "--prompts 4 --samples 4 --max-new 16".split()
+    done = subprocess.run([*program, *options], capture_output=True, text=True, check=False)
+    assert "RESULT {" in done.stdout, done.stderr

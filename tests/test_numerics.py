@@ -13,7 +13,6 @@ from minirl.model.layers import ACTIVATIONS, Gate
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
-SHAPES = [(1, 8), (3, 64), (4, 64), (5, 11), (8, 24), (51, 2), (64, 131), (172, 64), (515, 48), (768, 96)]
 ROWS = (1, 2, 6, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
 
 
@@ -61,41 +60,13 @@ def test_linear_has_the_gradients_of_torch_linear(num_in, dtype, tolerance):
         assert (got - expected).norm() <= tolerance * expected.norm()
 
 
-def padded_linear(x, weight):
-    bias = randn(len(weight), dtype=x.dtype, seed=2)
-    return batch_invariance.linear(padding.pad_rows(x), weight, bias)[: len(x)]
-
-
-@pytest.mark.parametrize(
-    ("product", "shape"),
-    [
-        *((padded_linear, shape) for shape in SHAPES),
-        *((batch_invariance.head_logits, shape) for shape in ((64, 301), (515, 701), (768, 2048))),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_products_do_not_depend_on_their_batch(product, shape, dtype):
-    """Where the probe says so, a row has the same bits in any batch: a token's logits sampled alone, or when scored."""
-    is_head = product is batch_invariance.head_logits
-    if not batch_invariance.is_batch_invariant([shape], dtype, CPU, is_head=is_head):
-        pytest.skip("this machine's matrix library gives rows other bits in other batches")
-    x, weight = randn(200, shape[0], dtype=dtype), randn(*shape[::-1], dtype=dtype, seed=1)
-    expected = product(x, weight)
-    for rows in ROWS:
-        assert torch.equal(product(x[3 : 3 + rows], weight), expected[3 : 3 + rows]), f"{rows} rows"
-
-
 @pytest.mark.parametrize("width", [1, 31, 32, 131, 172, 384])
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-def test_silu_and_its_gradient_equal_torch_and_rows_do_not_depend_on_their_batch(width, dtype):
+def test_silu_equals_torch_and_rows_do_not_depend_on_their_batch(width, dtype):
     """At odd widths too: no element passes the scalar tail of the vectorised kernel, which rounds differently."""
-    x = (4 * randn(200, width, dtype=dtype)).requires_grad_()
-    twin = x.detach().clone().requires_grad_()
-    got, expected = batch_invariance.activate(x), F.silu(twin)
-    upstream = randn(200, width, dtype=dtype, seed=1)
-    got.backward(upstream)
-    expected.backward(upstream)
-    torch.testing.assert_close((got, x.grad), (expected, twin.grad))
+    x = 4 * randn(200, width, dtype=dtype)
+    got = batch_invariance.activate(x)
+    torch.testing.assert_close(got, F.silu(x))
     for start, rows in itertools.product(range(9), ROWS):
         part = slice(start, start + rows)
         assert torch.equal(batch_invariance.activate(x[part]), got[part])
@@ -113,42 +84,6 @@ def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
         out = gated(*x.chunk(2, 1))
         results.append((out, *torch.autograd.grad(out, x, randn(9, width, dtype=dtype, seed=1))))
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
-def test_wide_mm_leaves_the_precision_of_other_products_alone(before):
-    """The process's switch is back where it was, after an error too: no other fp32 product is rounded."""
-    matmul = torch.backends.mkldnn.matmul
-    default, matmul.fp32_precision = matmul.fp32_precision, before
-    try:
-        a, b = randn(40, 64, dtype=torch.bfloat16), randn(64, 700, dtype=torch.bfloat16)
-        batch_invariance.wide_mm(a, b, torch.bfloat16)
-        assert matmul.fp32_precision == before
-        with pytest.raises(RuntimeError):
-            batch_invariance.wide_mm(a[:, :5], b, torch.bfloat16)
-        assert matmul.fp32_precision == before
-    finally:
-        matmul.fp32_precision = default
-
-
-@pytest.mark.parametrize(
-    ("rows", "multiple", "padded"),
-    [(0, 1, 16), (15, 1, 16), (16, 1, 16), (17, 1, 17), (64, 64, 64), (65, 64, 128), (17, 4, 20)],
-)
-@pytest.mark.parametrize("trailing", [(), (2, 3)], ids=str)
-def test_pad_rows_appends_zero_rows_up_to_the_minimum_and_multiple(rows, multiple, padded, trailing):
-    """The given rows stay in front, bit for bit; only zeros follow."""
-    x = randn(rows, *trailing, dtype=torch.bfloat16)
-    got = padding.pad_rows(x, multiple)
-    assert got.shape == (padded, *trailing)
-    assert torch.equal(got[:rows], x)
-    assert not got[rows:].any()
-
-
-@pytest.mark.parametrize(("rows", "padded"), [(0, 1), (1, 1), (2, 2), (17, 17)])
-def test_off_the_cpu_only_what_has_no_rows_is_padded(rows, padded):
-    """A rank without tokens has one row for nothing, which its layers can tell heads of."""
-    assert padding.pad_rows(torch.empty(rows, 6, device="meta")).shape == (padded, 6)
 
 
 @pytest.fixture
@@ -185,6 +120,7 @@ def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(
     library(lambda x, weight: exact_product(x, weight).float() + error(x))
     assert batch_invariance.tile_rows(12, 6, torch.float32) == form
     assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU) == (form is not None)
+    assert not batch_invariance.is_batch_invariant([(12, 6)], torch.float32, torch.device("cuda"))
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
@@ -202,20 +138,6 @@ def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, mo
     assert torch.equal(linear(x[:129], weight), linear(x, weight)[:129])
     library(linear)
     assert batch_invariance.tile_rows(4, 4, torch.bfloat16) == 64
-
-
-def test_the_probe_tries_every_shape(library):
-    """One shape that varies is enough for a False, wherever it stands in the list."""
-
-    def linear(x, weight):
-        """Only products of 9 inputs depend on the place of a row."""
-        rows = torch.arange(len(x))[:, None] * (x.shape[1] == 9)
-        return rows.float().expand(-1, len(weight))
-
-    library(linear)
-    assert batch_invariance.is_batch_invariant([(8, 4), (12, 4)], torch.float32, CPU)
-    for shapes in itertools.permutations([(8, 4), (9, 4), (12, 4)]):
-        assert not batch_invariance.is_batch_invariant(shapes, torch.float32, CPU)
 
 
 def rows_that_differ(product, x, weight, rng):
@@ -274,8 +196,3 @@ def test_without_bf16_instructions_products_are_those_of_fp32_rounded(num_in, mo
         assert torch.equal(leaf.grad, wide.grad.bfloat16())
     a, b = randn(3, 16, num_in, dtype=torch.bfloat16), randn(3, num_in, 24, dtype=torch.bfloat16)
     assert torch.equal(batch_invariance.bmm(a, b), torch.bmm(a.float(), b.float()).bfloat16())
-
-
-def test_probe_promises_nothing_off_the_cpu():
-    """On CUDA the answer is False, without a device to ask."""
-    assert not batch_invariance.is_batch_invariant([(8, 8)], torch.float32, torch.device("cuda"))

@@ -28,7 +28,7 @@ PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
 OF_A_STEP = ("Clip-cov", "KL-cov", "80/20", "Adaptive entropy")
 """These measure all tokens of a step."""
 FLAGS = "--num-steps 2 --save-every 1 --keep-checkpoints 0 --prompts-per-step 4 --group-size 4"
-FLAGS += " --lr 1e-3"
+FLAGS += " --lr 1e-3 --seed 1"  # samples whose rewards differ in groups
 
 
 @pytest.mark.slow
@@ -36,9 +36,7 @@ FLAGS += " --lr 1e-3"
 def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, tmp_path, name):
     """Killed after its first step, it ends like the undisturbed run; a statistic of the step ignores the split."""
     fork, run_name = objective_fork(tmp_path, name), re.sub(r"\W", "_", name)
-    # Samples whose rewards differ in groups; an entropy that the adaptive coefficient acts on.
-    samples = "--seed 3 --temperature 0.5" if name == "Adaptive entropy" else "--seed 1"
-    flags = (FLAGS, samples, *re.findall("`(--[^`]*)`", ROWS[name])[:1])
+    flags = (FLAGS, *re.findall("`(--[^`]*)`", ROWS[name])[:1])
     folder = trained(one_rank, runs / run_name, fork, *flags)
     resume(one_rank, fork, folder, *flags)
     metrics = read_metrics(folder)
@@ -48,11 +46,6 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
         lines = zip(metrics, read_metrics(split), strict=True)
         for (expected, found), metric in itertools.product(lines, ("optim/grad_norm", "policy/loss")):
             assert found[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
-    if name == "Adaptive entropy":  # the coefficient is 0 in the first step, and acts in the second
-        original = trained(one_rank, runs / "original", "train_grpo.py", *flags)
-        norms = [line["optim/grad_norm"] for line in read_metrics(original)]
-        assert norms[0] == pytest.approx(metrics[0]["optim/grad_norm"], rel=1e-5)
-        assert norms[1] != pytest.approx(metrics[1]["optim/grad_norm"], rel=1e-4)
 
 
 def make_batch(lengths, sampled, **streams):
@@ -170,15 +163,10 @@ def test_an_objective_gives_the_worked_numbers_of_its_row(one_rank, tmp_path, na
     assert [", ".join(numbers) for numbers in examples] == re.findall(r"`(-?\d[^`]*)`", ROWS[name])
 
 
-def test_the_page_lists_every_objective_and_coding_agents_are_shown_it():
-    listed = re.findall(r"\((objectives/\w+\.diff)\)", "".join(ROWS.values()))
-    assert sorted(listed) == sorted(f"objectives/{path.name}" for path in PATCHES)
-    assert ROWS.keys() == WORKED.keys()
-    assert "(docs/objectives.md)" in (ROOT / "AGENTS.md").read_text()
-
-
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_an_objective_is_a_patch_that_git_applies(tmp_path, patch):
+def test_an_objective_is_a_patch_that_git_applies_and_a_row_of_the_page(tmp_path, patch):
     """After a change of the script: `patch train_grpo.py` with it, and `git diff train_grpo.py` is the new one."""
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
     subprocess.run(["git", "apply", "--check", patch], cwd=tmp_path, check=True)
+    assert f"(objectives/{patch.name})" in "".join(ROWS.values())
+    assert ROWS.keys() == WORKED.keys()

@@ -174,7 +174,7 @@ def check_policy(folder, branches, advantages, weight, recorded, metrics, gradie
         assert_close(first.told_advantage, torch.cat(of_both).mean())
     total.backward()
     assert_close(metrics["policy/loss"], total.detach())
-    assert_gradients(model, gradients)
+    assert_gradients(model, gradients, metrics["optim/grad_norm"])
 
 
 def assert_close(got, expected):
@@ -182,10 +182,12 @@ def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def assert_gradients(model, got):
-    for name, parameter in model.named_parameters():
-        error = (got[name] - parameter.grad).norm() / parameter.grad.norm()
+def assert_gradients(model, got, norm):
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in expected.items():
+        error = (got[name] - gradient).norm() / gradient.norm()
         assert error < TOLERANCE, f"{name}: relative L2 error {error:.1e}"
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(expected.values())), rel=TOLERANCE)
 
 
 @pytest.fixture
@@ -194,7 +196,8 @@ def folders(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=1)).save_pretrained(tmp_path / "policy")
+    tied = LlamaConfig(**SIZES, eos_token_id=1, tie_word_embeddings=True)
+    LlamaForCausalLM(tied).save_pretrained(tmp_path / "policy")
     classifier = LlamaConfig(**SIZES, eos_token_id=1, num_labels=1)
     LlamaForSequenceClassification(classifier).save_pretrained(tmp_path / "value")
     for name in ("policy", "value"):
@@ -205,13 +208,14 @@ def folders(tmp_path):
 
 
 @pytest.fixture
-def step_of(one_rank, folders):
+def step_of(two_ranks, folders):
     """`step_of(script)`: a step's records, the branches in its file, a token's weight, and its metrics."""
     from transformers import AutoTokenizer
 
     def step(script):
         flags = f"{FLAGS} {SCRIPTS[script][1]}".format(folder=folders)
-        (recorded,) = one_rank.run(recorded_step, script, flags.split(), folders / "runs")
+        of_ranks = two_ranks.run(recorded_step, script, flags.split(), folders / "runs")
+        sequences, gradients = {**of_ranks[0][0], **of_ranks[1][0]}, of_ranks[0][1]
         lines = (folders / "runs" / "oracle" / "rollouts" / "000001.jsonl").read_text().splitlines()
         tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
         branches = [Branch(json.loads(line), number, tokenizer) for line in lines for number in (0, 1)]
@@ -220,20 +224,26 @@ def step_of(one_rank, folders):
             assert {getattr(branch, kinds) for branch in branches} == {True, False}
         weight = 1 / sum(len(branch.sampled) for branch in branches if branch.has_score)
         (metrics,) = read_metrics(folders / "runs" / "oracle")
-        return *recorded, branches, weight, metrics
+        return sequences, gradients, branches, weight, metrics
 
     return step
 
 
 def test_a_grpo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
-    """Both branches of a rollout have its advantage; some rewards do not apply."""
+    """Both branches of a rollout have its advantage; some rewards do not apply.
+
+    The first sampled token and the stop token have logprobs, an advantage and a loss. Pitfalls 1 and 13.
+    """
     recorded, (gradients,), branches, weight, metrics = step_of("grpo")
     advantages = group_relative(branches)
     check_policy(folders / "policy", branches, advantages, weight, recorded, metrics, gradients)
 
 
 def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(folders, step_of):
-    """Branches are paid where they end; those that were cut off are bootstrapped, and the others of the episode not."""
+    """Branches are paid where they end; those that were cut off are bootstrapped, and the others of the episode not.
+
+    Each model has its own gradient norm. Pitfall 49. The value model is saved as a classifier of transformers.
+    """
     from transformers import LlamaForSequenceClassification
 
     recorded, (of_value, of_policy), branches, weight, metrics = step_of("ppo")
@@ -250,8 +260,12 @@ def test_a_ppo_step_is_what_transformers_computes_from_the_file_of_its_rollouts(
             assert_close(recorded[tuple(branch.ids)][2], returns[-1])
     value_loss.backward()
     assert_close(metrics["value/loss"], value_loss.detach())
-    assert_gradients(critic, of_value)
+    assert_gradients(critic, of_value, metrics["value/grad_norm"])
     old, expected = torch.cat(olds), torch.cat(returns)
     assert_close(metrics["value/explained_var"], 1 - (expected - old).var() / expected.var())
     advantages = whitened(branches, estimates)
     check_policy(folders / "policy", branches, advantages, weight, recorded, metrics, of_policy)
+    saved = folders / "runs" / "oracle" / "checkpoints" / "000001" / "value"
+    trained, info = LlamaForSequenceClassification.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values()), info
+    assert not torch.equal(trained.score.weight.double(), critic.score.weight)

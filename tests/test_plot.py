@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from minirl.errors import InputError
 from minirl.extras.plot import CAUSES, draw, main, read_run, series
 
 LINES = [
@@ -33,65 +32,33 @@ def run(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_run_is_found_by_folder_and_by_name_and_a_cut_line_is_left_out(run):
+def test_a_run_is_found_by_folder_and_by_name_with_the_points_of_whole_lines(run):
+    """None (a number that was not finite) and steps without the metric give no points."""
     for name in (str(run), "mine"):
         found, lines = read_run(name)
         assert found == "mine"
         assert [line["step"] for line in lines] == list(range(1, 16))
-
-
-def test_a_series_has_the_steps_that_have_a_number(run):
-    """None (a number that was not finite) and steps without the metric give no points."""
-    _, lines = read_run("mine")
     assert series(lines, "eval/reward") == ([15], [0.9])
     assert series(lines, "policy/entropy")[0] == list(range(1, 15))
-    assert series(lines, "nothing") == ([], [])
-
-
-def test_runs_without_steps_are_refused_by_name(run, tmp_path):
-    """A folder that is not a run's, an unknown name, a run without steps."""
-    with pytest.raises(InputError, match=r"nowhere: no metrics\.jsonl"):
-        read_run("nowhere")
-    (run / "metrics.jsonl").write_text("")
-    with pytest.raises(InputError, match="has no steps yet"):
-        read_run("mine")
 
 
 @pytest.mark.slow
-def test_runs_are_drawn_also_with_hardly_any_metrics(run, tmp_path, monkeypatch):
-    """One of them given twice by another name, and four of one step without times."""
+def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(run, tmp_path, monkeypatch):
+    """The causes are stacked to the step, from the ground up in one order; a fork's causes come last.
+
+    Also a run with hardly any metrics. A run without steps is refused by name.
+    """
     pytest.importorskip("matplotlib")
+    lines = [{"step": step, "policy/logp_gap_max": 0.0, "eval/reward": 0.5} for step in (1, 2)]
+    lines[0] |= {"eval/before": 0.25, **{f"time/{cause}": 1.0 for cause in (*CAUSES, "a")}}
+    figure = draw([("a-fork", lines), ("short", [{"step": 1}])])
+    assert [*map(list, figure.axes[0].lines[2].get_data())] == [[0, 1, 2], [0.25, 0.5, 0.5]]
+    areas = figure.axes[-2].collections
+    assert [area.get_label() for area in areas] == [*CAUSES, "a"]
+    assert areas[-1].get_paths()[0].vertices[:, 1].max() == len(CAUSES) + 1
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(run), "--output", str(picture)])
     assert main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    draw([("short", [{"step": 1, "reward/mean": 0.5}])] * 4).savefig(tmp_path / "short.png")
-
-
-@pytest.mark.slow
-def test_a_picture_has_the_gap_the_score_before_training_and_a_color_for_each_cause():
-    """The causes are stacked to the step, from the ground up in one order; a fork's causes come last."""
-    pytest.importorskip("matplotlib")
-    lines = [{"step": step, "policy/logp_gap_max": 0.0, "eval/reward": 0.5} for step in (1, 2)]
-    lines[0] |= {"eval/before": 0.25, **{f"time/{cause}": 1.0 for cause in (*CAUSES, "a")}}
-    figure = draw([("a-fork-with-a-name-20261124-103148-ab12", lines)])
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        title = axes._left_title
-        assert title.get_window_extent().x1 <= axes.bbox.x1
-    (gap,) = (axes for axes in figure.axes if "gap" in axes.get_title(loc="left"))
-    assert len(gap.lines) == 2
-    assert [*map(list, figure.axes[0].lines[-1].get_data())] == [[0, 1, 2], [0.25, 0.5, 0.5]]
-    areas = figure.axes[-1].collections
-    assert [area.get_label() for area in areas] == [*CAUSES, "a"]
-    assert areas[-1].get_paths()[0].vertices[:, 1].max() == len(CAUSES) + 1
-    assert len({tuple(area.get_facecolor()[0]) for area in areas}) == len(areas)
-
-
-def test_without_matplotlib_the_command_says_how_to_get_it(run, monkeypatch, capsys):
-    """Exit code 2 and one line."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(sys, "argv", ["plot", "mine"])
+    (run / "metrics.jsonl").write_text("")
     assert main() == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == "error: matplotlib is not installed: pip install -e '.[plot]'"

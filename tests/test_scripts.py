@@ -1,39 +1,27 @@
 """The scripts as users run them: torchrun on two ranks, forks, real input, and a run's files."""
 
 import json
-import random
 import re
-import shutil
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 import train_grpo
-from minirl.run.embedded_model import RECIPE, VOCABULARY, save_tokenizer
 from support.cuda_rules import pad_as_on_cuda
 from support.marks import slow
-from support.models import make_folder
-from support.rank_pool import RankPool
 from support.scripts import (
     FAST_LEARNING,
-    ROOT,
     SCRIPTS,
     all_held_out,
     branching_fork,
-    extended_fork,
     read_metrics,
     read_rollouts,
     reward_of,
-    run_beside_a_clock,
     run_in_pool,
     scored_before_the_update,
     trained,
     untimed,
-    write_rows,
 )
-from support.texts import HERMES
 
 ALGORITHMS = train_grpo.ALGORITHMS
 
@@ -47,14 +35,13 @@ def test_default_run_learns_and_leaves_what_the_readme_says(two_ranks, runs):
     rewards = [line["reward/mean"] for line in metrics]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
     (scores,) = re.findall(r"held-out eval/reward: ([\d.]+) before, ([\d.]+) after", output)
-    assert float(scores[0]) < 0.5
+    assert 0.4 < float(scores[0]) < 0.5
     assert float(scores[1]) > float(scores[0]) + 0.1
     assert len(re.findall(r"^step ", output, re.MULTILINE)) == 30
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
     assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000020", "000030"]
     rollouts = read_rollouts(runs / "a", 20)
-    assert [r["id"] for r in rollouts] == sorted(r["id"] for r in rollouts)
-    assert len(rollouts) == json.loads((runs / "a" / "args.json").read_text())["prompts_per_step"] * 8
+    assert [r["id"] for r in rollouts] == [[19 * 32 + i // 8, i % 8] for i in range(32 * 8)]
 
 
 @pytest.mark.slow
@@ -140,44 +127,14 @@ def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
 
 
 def assert_all_time_has_a_cause(line: dict) -> None:
+    always = {"wait_ranks", "score", "update", "update_comm", "report", "host", "prefill", "decode"}
+    assert {f"time/{cause}" for cause in always} <= line.keys()
     causes = {name: value for name, value in line.items() if name.startswith("time/") and name != "time/step"}
     assert sum(causes.values()) == pytest.approx(line["time/step"], rel=0.01)
     for name, seconds in causes.items():
         largest = line[name.replace("time/", "time_max/")]
         assert 0 <= seconds <= largest * 1.001 <= line["time_max/step"] * 1.01
     assert 0 <= line["perf/idle_frac"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("pool", "script", "more"),
-    [
-        slow("two_ranks", "train_ppo.py", ""),
-        slow("one_rank", "train_grpo.py", "--max-staleness 2"),
-        slow("one_rank", "train_grpo.py", ""),
-        slow("one_rank", "train_ppo.py", ""),
-        slow("two_ranks", "train_grpo.py", ""),
-        slow("two_ranks", "train_grpo.py", "--max-staleness 2"),
-    ],
-)
-def test_the_account_of_time_adds_up_to_the_wall_clock(request, runs, pool, script, more):
-    """Every second of a rank is under one cause, between two clock readings of the test; also saves and evaluations."""
-    flags = "--num-steps 3 --prompts-per-step 8 --eval-every 2"
-    name = f"account-{script}-{len(more)}-{pool}"
-    flags += f" --save-every 1 --run-name {name}"
-    moments = run_beside_a_clock(request.getfixturevalue(pool), script, f"{flags} {more}", runs=runs)
-    lines = read_metrics(runs / name)
-    assert [len(of_rank) for of_rank in moments] == [len(lines) + 1] * len(moments)
-    for i, line in enumerate(lines):
-        assert_all_time_has_a_cause(line)
-        at_least = [of_rank[i + 1][0] - of_rank[i][1] for of_rank in moments]
-        at_most = [of_rank[i + 1][1] - of_rank[i][0] for of_rank in moments]
-        assert sum(at_least) - 1e-3 <= line["time/step"] * len(moments) <= sum(at_most) + 1e-3
-        always = {"wait_rewards", "wait_ranks", "score", "update", "update_comm", "report", "host"}
-        # A step with a bound of staleness may find all its rollouts complete.
-        decodes = set() if more else {"prefill", "decode"}
-        assert {f"time/{cause}" for cause in always | decodes} <= line.keys()
-        # Evaluation: before training it is in no step. A save keeps the next step waiting.
-        assert [f"time/{cause}" in line for cause in ("eval", "save")] == [i >= 1] * 2
 
 
 SLOW = """
@@ -236,94 +193,7 @@ def test_every_preset_runs_and_sets_what_it_says(request, runs, name, pool):
         assert ("policy/kl_ref_k3" in line) == bool(args["kl_coef"] or args["kl_reward_coef"])
 
 
-@pytest.mark.slow
-def test_dynamic_sampling_fills_the_step_with_groups_that_differ(two_ranks, runs):
-    """No group of equal rewards is left, and more prompts were served than are trained on; without it some are."""
-    flags = "--num-steps 2 --prompts-per-step 6 --group-size 4"
-    full, last = (
-        read_metrics(trained(two_ranks, runs / f"refills{flag}", "train_grpo.py", flags, flag))
-        for flag in ("--dynamic-sampling", "")
-    )
-    assert full[-1]["reward/frac_equal_groups"] == 0 < last[-1]["reward/frac_equal_groups"]
-    assert full[-1]["count/epoch"] > last[-1]["count/epoch"]
-    assert full[-1]["count/rollouts"] == last[-1]["count/rollouts"] == 24
-
-
-@pytest.mark.slow
-def test_several_rewards_count_by_their_weights_and_filtered_rollouts_stay_in_the_baseline(
-    two_ranks, runs, tmp_path
-):
-    """Logged by name; pitfall 27: completions that were cut off have no loss but are in their group's mean."""
-    functions = "def few(completion_ids):\n    return [-float(len(ids)) for ids in completion_ids]\n"
-    functions += (
-        "def right(completions, answer):\n    return [float(c == a) for c, a in zip(completions, answer)]\n"
-    )
-    (tmp_path / "two.py").write_text(functions)
-    flags = f"--reward {tmp_path}/two.py:right {tmp_path}/two.py:few --reward-weights 1 0.1"
-    flags += " --num-steps 1 --prompts-per-step 4 --max-new-tokens 6 --drop-truncated"
-    (line,) = read_metrics(trained(two_ranks, runs / "sum", "train_grpo.py", flags, "--advantage-norm none"))
-    assert line["reward/mean"] == pytest.approx(line["reward/right"] + 0.1 * line["reward/few"])
-    assert line["reward/exact"] == line["reward/right"]  # the task's own reward is still logged
-    rollouts = read_rollouts(runs / "sum", 1)
-    assert {r["finish_reason"] for r in rollouts} == {"stop", "length"}
-    for prompt in {r["id"][0] for r in rollouts}:
-        group = [r for r in rollouts if r["id"][0] == prompt]
-        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-6)
-        assert group[0]["reward"] == pytest.approx(
-            group[0]["rewards"]["right"] + 0.1 * group[0]["rewards"]["few"]
-        )
-
-
 THREES = "float(c.count('3'))"
-CHAT_FORK = '''
-import functools
-
-
-def one(digit: str) -> str:
-    """One.
-
-    Args:
-        digit: Any.
-    """
-
-
-async def rollout(episode):
-    """Two turns, between which is the result of a tool."""
-    assert episode.tools[0]["function"]["name"] == "one"
-    turn = await episode.generate(max_tokens=3)
-    assert turn.message["content"] == turn.text.strip()
-    await episode.generate(after={"role": "tool", "content": "1"}, max_tokens=5)
-    roles = [message["role"] for message in episode.messages]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-
-
-Setup = functools.partial(Setup, tools=[one])
-dry_run = functools.partial(dry_run, tools=[one])
-'''
-CHAT_TEMPLATE = HERMES + (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for m in messages %}={{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}={% endif %}"
-)
-
-
-def test_a_fork_trains_on_turns_with_messages_and_tools_and_its_dry_run_counts_them(
-    one_rank, runs, embedded_model, tmp_path
-):
-    model = tmp_path / "model"
-    shutil.copytree(embedded_model, model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(model)
-    data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}21"} for i in range(4)])
-    fork = extended_fork(tmp_path, "train_grpo.py", CHAT_FORK, name="chat")
-    flags = f"--model {model} --data {data} {reward_of(tmp_path, THREES)}"
-    flags += " --chat --max-new-tokens 16 --num-steps 2 --prompts-per-step 4 --group-size 4"
-    told = run_in_pool(one_rank, str(fork), f"{flags} --dry-run", runs=runs)
-    untold = run_in_pool(one_rank, "train_grpo.py", f"{flags} --dry-run", runs=runs)
-    longest = [int(re.search(r"the longest (\d+) tokens", printed)[1]) for printed in (untold, told)]
-    assert longest == [6, 6 + len("one ")]
-    for line in read_metrics(trained(one_rank, runs / "chat", str(fork), flags)):
-        assert line["policy/logp_gap_max"] == 0
 
 
 @pytest.mark.slow
@@ -353,57 +223,19 @@ def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, r
     assert parts == whole
 
 
-def train_reward_model(pool: RankPool, folder: Path) -> Path:
-    """A tiny reward model that prefers completions with more threes, with its own vocabulary; its checkpoint."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    model = make_folder(folder / "small", RECIPE["config"] | sizes)
-    save_tokenizer(model)
-    tokens = list(VOCABULARY)
-    backend = json.loads((model / "tokenizer.json").read_text())
-    backend["model"]["vocab"] = {t: i for i, t in enumerate([*tokens[:2], *reversed(tokens[2:])])}
-    (model / "tokenizer.json").write_text(json.dumps(backend))
-    rng, pairs = random.Random(0), []
-    for _ in range(1000):
-        prompt, text = ("".join(rng.choices("0123456789", k=k)) for k in (5, rng.randint(2, 9)))
-        better = text.replace(rng.choice(text), "3", 1)
-        pairs.append({"prompt": f"{prompt}=", "chosen": better, "rejected": text})
-    data = write_rows(folder / "pairs.jsonl", pairs)
-    flags = f"--model {model} --data {data} --eval-data {data} --num-steps 100 --lr 5e-3"
-    run = trained(pool, folder / "rm", str(ROOT / "docs" / "examples" / "reward_model.py"), flags)
-    return run / "checkpoints" / "000100"
-
-
 @pytest.mark.slow
-def test_ppo_raises_a_reward_models_score_and_the_kl_term_holds_it_back(two_ranks, runs, tmp_path):
-    """Reward model with another tokenizer, also the initial value model; with the term less moves."""
-    flags = f"--reward-model {train_reward_model(two_ranks, tmp_path)} --num-steps 8 --prompts-per-step 64"
-    flags += ""
+def test_ppo_raises_a_reward_and_the_kl_term_holds_it_back(two_ranks, runs, tmp_path):
+    """With the term less moves."""
+    flags = f"{reward_of(tmp_path, THREES)} --num-steps 8 --prompts-per-step 64"
     flags += " --lr-schedule constant --warmup-updates 1"
     gains, divergences = [], []
     for kl_coef in ("1e-9", "1"):  # without a term there would be no reference to measure
-        name = f"rm-{kl_coef}"
-        named = f"--run-name {name} --kl-reward-coef {kl_coef}"
-        printed = run_in_pool(two_ranks, "train_ppo.py", named, flags, runs=runs, under=all_held_out)
-        (scores,) = re.findall(r"held-out eval/reward_model: (-?[\d.]+) before, (-?[\d.]+) after", printed)
-        gains.append(float(scores[1]) - float(scores[0]))
-        divergences.append(read_metrics(runs / name)[-1]["policy/kl_ref_k3"])
+        folder = trained(
+            two_ranks, runs / f"threes-{kl_coef}", "train_ppo.py", flags, f"--kl-reward-coef {kl_coef}"
+        )
+        lines = read_metrics(folder)
+        gains.append(lines[-1]["eval/reward"] - lines[0]["eval/before"])
+        divergences.append(lines[-1]["policy/kl_ref_k3"])
     assert gains[0] > 1.5
     assert gains[0] > gains[1] + 0.6
     assert divergences[0] > 2 * divergences[1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--group-size 1", "--group-size 1"),
-        ("--model /no/such/folder --data {}/none.jsonl --task gsm8k", "none.jsonl"),
-        ("--model /no/such/folder --data {}/one.jsonl --task gsm8k", "--model /no/such/folder"),
-        ("--task jsonl", "--data"),
-    ],
-)
-def test_bad_flags_are_refused_at_once_by_name(one_rank, tmp_path, flags, message):
-    """No model is made or loaded, and no folder; the message names the flag or the file. Fault 43."""
-    write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
-    with pytest.raises(AssertionError, match=rf"InputError: .*{re.escape(message)}"):
-        run_in_pool(one_rank, "train_grpo.py", flags.format(tmp_path), runs=tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()

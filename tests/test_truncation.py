@@ -9,34 +9,13 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 import train_grpo
 import train_ppo
-from minirl import evaluate
 from minirl.errors import InputError
+from minirl.extras import evaluate
 from minirl.generation.sampling import truncate
 from minirl.rollouts import Truncation
 from minirl.run.checks import check_grpo, check_ppo, check_shared
 from support.engines import cached_model, make_engine, mixed_requests, run
-from support.marks import slow
 from support.sampling import GRID, columns
-
-WORKED = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log()
-
-
-def truncated(logits, truncations):
-    """The logprobs of the truncated distributions."""
-    masked = logits.clone()
-    truncate(masked, torch.ones(len(logits)), *columns(truncations))
-    return masked.log_softmax(-1)
-
-
-@pytest.mark.parametrize(
-    ("truncation", "kept", "logprob"),
-    [(Truncation(4, 0.8), [1, 3], -0.470004), (Truncation(3), [1, 2, 3], -0.641854)],
-)
-def test_truncated_distributions_have_the_worked_numbers(truncation, kept, logprob):
-    """p = (0.5, 0.3, 0.15, 0.05): the smallest set with 0.8 of it, and the three likeliest."""
-    (logprobs,) = truncated(WORKED, [truncation])
-    assert logprobs.isfinite().nonzero()[:, 0].tolist() == kept
-    assert logprobs[1].item() == pytest.approx(logprob, abs=1e-6)
 
 
 @pytest.mark.parametrize("vocab", [30, 3000])
@@ -45,37 +24,27 @@ def test_the_kept_tokens_are_those_of_transformers(vocab):
     generator = torch.Generator().manual_seed(vocab)
     scale = torch.tensor([0.5, 3.0] * (len(GRID) // 2))[:, None]
     logits = torch.randn(len(GRID), vocab, generator=generator) * scale
-    logprobs = truncated(logits, GRID)
+    masked = logits.clone()
+    truncate(masked, torch.ones(len(GRID)), *columns(GRID))
     for row, (top_k, top_p) in enumerate(GRID):
         expected = TopKLogitsWarper(top_k)(None, logits[row, None])
         if top_p < 1:
             expected = TopPLogitsWarper(top_p)(None, expected)
-        torch.testing.assert_close(logprobs[row], expected[0].log_softmax(-1), atol=1e-6, rtol=0)
+        found = masked[row].log_softmax(-1)
+        torch.testing.assert_close(found, expected[0].log_softmax(-1), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        slow({"max_running_requests": 3}),
-        {"cache_tokens": 600},
-        {"async_decoding": True, "cuda_graphs": True, "max_running_requests": 5},
-    ],
-    ids=str,
-)
-def test_truncated_rollouts_do_not_depend_on_the_schedule(options):
-    """All together, preempted, read late or padded for graphs, beside others: the same tokens and logprobs."""
+def test_truncated_rollouts_do_not_depend_on_the_schedule():
+    """Preempted, or read late and padded for graphs, beside others: the same tokens and logprobs."""
     model, rules = cached_model("full", torch.float32), (Truncation(20, 0.9), Truncation(), Truncation(5))
     requests = [
-        dataclasses.replace(request, truncation=rules[i % 3], stop_ids=frozenset({3}))
-        for i, request in enumerate(mixed_requests())
+        dataclasses.replace(request, truncation=rules[i % 3]) for i, request in enumerate(mixed_requests())
     ]
-
-    def sampled(engine):
-        return {r.rollout_id: (r.tokens.tolist(), r.sample_logprobs.tolist()) for r in run(engine, requests)}
-
-    engine = make_engine(model, **options)
-    assert sampled(engine) == sampled(make_engine(model))
-    assert engine.stats.preemptions > 0 or "cache_tokens" not in options
+    found = []
+    for options in ({}, {"cache_tokens": 600}, {"async_decoding": True, "cuda_graphs": True}):
+        rollouts = run(make_engine(model, **options), requests)
+        found.append({r.rollout_id: (r.tokens.tolist(), r.sample_logprobs.tolist()) for r in rollouts})
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +53,6 @@ def test_truncated_rollouts_do_not_depend_on_the_schedule(options):
         ({"top_p": 0.9}, r"--top-p 0.9: needs --top-k, .* add --top-k 256"),
         ({"top_k": 257}, "--top-k 257: must be a number from 0 to 256"),
         ({"top_k": 5, "top_p": 0.0}, "--top-p 0.0: must be greater than 0"),
-        ({"top_k": 5, "top_p": 1.5}, "--top-p 1.5: must be a number from 0 to 1"),
         ({"top_k": 5, "top_p": math.nan}, "--top-p nan: must be finite"),
     ],
 )

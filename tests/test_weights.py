@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -47,16 +46,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_EVERYWHERE = ["num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "head_dim", "rope_theta"]
-OPTIONAL_KEYS = {
-    "llama": [*_EVERYWHERE, "attention_bias", "mlp_bias"],
-    "mistral": [*_EVERYWHERE, "sliding_window"],
-    "qwen2": [*_EVERYWHERE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"],
-    "qwen3": [*_EVERYWHERE, "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"],
-}
 QWEN = {"model_type": "qwen2", "num_hidden_layers": 3}
 SLIDING = QWEN | {"sliding_window": 5, "use_sliding_window": True}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -99,43 +90,22 @@ def edit_tensors(folder, edit):
 
 
 @pytest.mark.parametrize(
-    ("keys", "is_scaled"),
+    "keys",
     [
-        ({"rope_theta": 500.0, "rope_scaling": None}, False),
-        ({"rope_theta": 500.0, "rope_scaling": {"type": "default"}}, False),
-        ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, True),
-        ({"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | LLAMA3}, True),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, False),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3}, True),
-        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0}, True),
+        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "llama3"} | LLAMA3},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3},
+        {"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0},
     ],
     ids=str,
 )
-def test_rope_is_read_from_both_places(keys, is_scaled):
+def test_rope_is_read_from_both_places(keys):
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), with both names of the type."""
     raw = TINY | copy.deepcopy(keys)
-    config = config_from_dict(raw)
+    (rope,) = config_from_dict(raw).ropes
     assert raw == TINY | keys, "what is saved later is what was read"
     # Of the two frequencies only the second one turns less than once in the original context.
-    (rope,) = config.ropes
-    assert rope.frequencies == pytest.approx((1.0, 500**-0.5 / (8 if is_scaled else 1)))
-    assert config.layer_ropes == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("keys", "windows"),
-    [
-        ({"model_type": "llama", "sliding_window": None, "layer_types": None}, (None, None)),
-        ({"model_type": "mistral", "sliding_window": 5, "use_sliding_window": False}, (5, 5)),
-        (QWEN | {"sliding_window": 5, "max_window_layers": 0}, (None, None, None)),
-        (SLIDING | {"max_window_layers": 3}, (None, None, None)),
-        (SLIDING | {"max_window_layers": 1, "layer_types": MIXED}, (5, None, 5)),
-    ],
-    ids=str,
-)
-def test_windows_follow_the_family_rules(keys, windows):
-    """A window that is named but not used does not count; `layer_types` takes precedence over `max_window_layers`."""
-    assert config_from_dict(TINY | keys).layer_windows == windows
+    assert rope.frequencies == pytest.approx((1.0, 500**-0.5 / 8))
 
 
 @pytest.mark.parametrize(
@@ -143,57 +113,30 @@ def test_windows_follow_the_family_rules(keys, windows):
     [
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
+        ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"logit_softcap": 30.0}, "logit_softcap=30.0"),
+        # Off is not neutral: another model may be the default.
+        *(({key: value}, f"{key}={value!r}") for key in ("is_causal", "qkv_bias") for value in (None, False)),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "factor=0"),
         (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 0.5}},
+            "partial",
         ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "'factor': 0"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
-        ({"rope_parameters": {"rope_type": "llama3", "attention_factor": 2.0} | LLAMA3}, "attention_factor"),
         ({"rope_theta": None}, "rope_theta=None"),
-        ({"rope_theta": 500.0, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta of rope is both"),
-        ({"rope_scaling": {"type": "llama3", "rope_type": "default"}}, "type of rope is both"),
-        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 9.0}}, "differ; remove one"),
         ({"rope_scaling": [1]}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"factor": "8"}}, "factor='8'"),
-        (
-            {"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}},
-            "high_freq_factor",
-        ),
-        # Keys of other families: transformers does not look at them, or they are another model's.
+        # A key of another family.
         ({"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
-        (
-            {"model_type": "mistral", "attention_bias": True},
-            "attention_bias=True is not supported for mistral",
-        ),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 2}, "layer_types"),
-        (QWEN | {"sliding_window": 0}, "sliding_window=0"),
-        (QWEN | {"use_sliding_window": True, "max_window_layers": None}, "max_window_layers.*None"),
-        ({"is_causal": None}, "is_causal=None"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures.*'LlamaForCausalLM'"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=.*Eagle3"),
-        ({"architectures": ["LlamaForCausalLM", "LlamaForSequenceClassification"]}, "expected one name"),
-        ({"hidden_size": None}, "'hidden_size' expected int, got NoneType"),
-        ({"vocab_size": "33"}, "vocab_size='33'; expected a positive integer"),
-        ({"num_hidden_layers": 2.0}, "num_hidden_layers=2.0; expected a positive integer"),
-        ({"head_dim": True}, "head_dim=True; expected a positive integer"),
-        ({"max_position_embeddings": None}, "'max_position_embeddings' expected int, got NoneType"),
-        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        ({"head_dim": 5}, "head_dim`?=5"),
         (QWEN | {"hidden_size": 20}, "head_dim=5; rope needs an even number"),
-        ({"hidden_size": 18}, r"hidden size \(18\) is not a multiple of the number of attention heads \(4\)"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0; expected a positive number"),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000; expected a positive integer, 1048576 at most"),
-        (QWEN | {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-        (SLIDING | {"layer_types": ["full_attention"]}, "layer_types"),
-        (SLIDING | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        (QWEN | {"layer_types": ["sliding_attention"] * 3}, "no sliding window is in use"),
+        (QWEN | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     ],
     ids=str,
 )
@@ -206,21 +149,10 @@ def test_what_changes_the_numbers_and_is_not_supported_is_refused_by_name(keys, 
         config_from_dict(TINY | keys)
 
 
-@pytest.mark.parametrize(
-    "key", ["vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"]
-)
-def test_row_33_a_missing_size_is_named(key):
-    """Each that has no default."""
-    with pytest.raises(InputError, match=f"config.json: has no {key}"):
-        config_from_dict({k: v for k, v in TINY.items() if k != key})
-
-
-@pytest.mark.parametrize("value", [None, False, {}])
-def test_a_key_that_is_not_known_is_refused_whatever_its_value(value):
-    """Off is not neutral: `is_causal: false` makes another model. Fault 33."""
-    for key in ("some_new_feature", "qkv_bias"):
-        with pytest.raises(InputError, match=f"{key}={value!r} is not supported; if it changes no numbers"):
-            config_from_dict(TINY | {key: value})
+def test_row_33_a_missing_size_is_named():
+    """transformers would take that of some model."""
+    with pytest.raises(InputError, match="has no num_hidden_layers"):
+        config_from_dict({key: value for key, value in TINY.items() if key != "num_hidden_layers"})
 
 
 # What published config.json have beside `TINY`'s keys, of families that `support.families` has no published model of.
@@ -294,58 +226,12 @@ def test_published_configs_are_read_with_all_of_their_keys(name):
     assert config_from_dict(CONFIG_MAPPING[raw["model_type"]].from_dict(raw).to_dict()) == config
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"],
-)
-def test_optional_keys_may_be_null(key):
-    """`null` means the default, as it does in transformers."""
-    base = {k: v for k, v in TINY.items() if k != key}
-    assert config_from_dict(base | {key: None}) == config_from_dict(base)
-
-
-@pytest.mark.parametrize(
-    ("family", "key"),
-    [(family, key) for family, keys in OPTIONAL_KEYS.items() for key in keys],
-)
-def test_a_key_left_out_means_what_transformers_fills_in_or_is_refused(tmp_path, family, key):
-    """A config.json that leaves a key to its class is the same model here as there, or an error that names the key."""
-    window = {} if family == "llama" else {"sliding_window": 5}
-    layers = {"use_sliding_window": True, "max_window_layers": 1} if family.startswith("qwen") else {}
-    raw = TINY | {"model_type": family, "head_dim": 8} | window | layers
-    raw.pop(key, None)
-    CONFIG_MAPPING[family].from_dict(raw).save_pretrained(tmp_path)
-    try:
-        got = config_from_dict(raw)
-    except ValueError as error:
-        assert key in str(error)  # noqa: PT017 - refusing is one of two right answers
-    else:
-        assert got == read_config(tmp_path)
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_scalar_config_asks_for_the_same_trunk_with_a_head_of_one_label(tmp_path, family):
-    """In transformers and here it is the family's classifier, also where config.json does not name its class."""
-    raw = TINY | {"architectures": [], "model_type": family}
-    config = scalar_config(raw)
-    assert config_from_dict(config) == dataclasses.replace(config_from_dict(raw), scalar_head=True)
-    assert scalar_config(config) == config
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    assert (theirs.num_labels, theirs.architectures) == (1, [f"{CLASSES[family]}ForSequenceClassification"])
-    assert raw["architectures"] == [], "the source's own config was changed"
-
-
-@pytest.mark.parametrize("num_labels", [2, 3])
-@pytest.mark.parametrize("scalar_head", [None, True])
-def test_a_classifier_of_several_labels_is_refused(tmp_path, num_labels, scalar_head):
+def test_a_classifier_of_several_labels_is_refused(tmp_path):
     """Two labels are transformers' default and not in config.json: such a model is not a reward model either."""
     classes = ["LlamaForSequenceClassification"]
-    LlamaConfig.from_dict(TINY | {"num_labels": num_labels, "architectures": classes}).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(ValueError, match=r"config\.json.*one label"):
-        read_config(tmp_path, scalar_head=scalar_head)
+    LlamaConfig.from_dict(TINY | {"num_labels": 2, "architectures": classes}).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"config\.json.*one label"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("scalar_head", [False, True])
@@ -359,11 +245,10 @@ def test_the_other_kind_of_model_is_refused_with_its_folder(tmp_path, scalar_hea
     assert read_config(folder) == read_config(folder, scalar_head=not scalar_head)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_value_model_from_a_language_model_starts_at_zero_everywhere(tmp_path, tied):
+def test_a_value_model_from_a_language_model_starts_at_zero_everywhere(tmp_path):
     """Its trunk is the policy's, bit for bit; its head is 0, whatever was in memory, and can learn. Pitfall 32."""
-    source = random_model(tie_word_embeddings=tied)
-    model = load_value_model(save(source, tmp_path / "saved", tie_word_embeddings=tied))
+    source = random_model()
+    model = load_value_model(save(source, tmp_path / "saved"))
     trunk = {name: param for name, param in named_parameters(source).items() if name != "lm_head.weight"}
     assert_equal_parameters(model, trunk | {"score.weight": torch.zeros(1, 16)})
     assert model.score.weight.requires_grad
@@ -387,15 +272,10 @@ Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
     ("load", "is_classifier", "name", "shape", "said"),
     [
         (load_value_model, True, "score.weight", None, "missing.*score.weight"),
-        (load_value_model, True, "score.weight", [2, 16], r"score.weight.*\[2, 16\].*\[1, 16\]"),
-        (load_value_model, True, "score.bias", [1], "unexpected.*score.bias"),
-        (load_value_model, True, "model.norm.weight", None, "missing.*model.norm.weight"),
-        (load_value_model, False, "model.norm.weight", None, "missing.*model.norm.weight"),
         (load_value_model, False, "score.weight", [1, 16], "unexpected.*score.weight"),
         (load_policy, False, "lm_head.weight", None, "missing.*lm_head.weight"),
         (load_policy, False, Q_BIAS, [16], f"unexpected.*{Q_BIAS}"),
         (load_policy, False, UP_PROJ, [16, 20], rf"{UP_PROJ}.*\[16, 20\].*\[20, 16\]"),
-        (load_policy, False, UP_PROJ, [20, 1], rf"{UP_PROJ}.*\[20, 1\].*\[20, 16\]"),
     ],
 )
 def test_tensors_that_do_not_fit_the_config_are_refused_by_name(
@@ -422,8 +302,9 @@ def test_files_of_transformers_load_equal_whole_and_sharded(tmp_path, tied, max_
     assert ("lm_head.weight" in named_parameters(model)) != tied
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [(torch.float64, torch.float32), (torch.float16, torch.bfloat16)], ids=str
+)
 def test_a_replica_is_frozen_and_has_the_weights_that_transformers_reads(tmp_path, stored, dtype):
     """Converted to the dtype asked for, whatever the file has."""
     folder = save(random_model(), tmp_path / "saved")
@@ -434,16 +315,11 @@ def test_a_replica_is_frozen_and_has_the_weights_that_transformers_reads(tmp_pat
     assert not any(param.requires_grad for param in replica.parameters())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")]
-)
-def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path, dtype, name):
+def test_numbers_that_need_decoding_are_refused_by_tensor_and_dtype(tmp_path):
     """Quantized weights have their scales elsewhere: as they are they would be another model's. Fault 33."""
     folder = save(random_model(), tmp_path / "saved")
-    key = "model.layers.1.mlp.up_proj.weight"
-    edit_tensors(folder, lambda tensors: tensors.update({key: tensors[key].to(dtype)}))
-    said = rf"{key} has dtype {name}; expected one of F32, BF16, F16, F64; convert quantized"
-    with pytest.raises(InputError, match=said):
+    edit_tensors(folder, lambda tensors: tensors.update({UP_PROJ: tensors[UP_PROJ].to(torch.float8_e4m3fn)}))
+    with pytest.raises(InputError, match=f"{UP_PROJ} has dtype F8_E4M3; expected one of F32, BF16, F16, F64"):
         load_replica(folder, dtype=torch.float32)
 
 
@@ -470,23 +346,21 @@ def test_tensors_that_hold_nothing_new_are_ignored(tmp_path):
     assert_equal_parameters(model, source)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("family", "tied", "scalar_head"),
+    ("family", "tied", "scalar_head", "dtype"),
     [
-        ("llama", True, False),
-        ("llama", False, False),
-        ("llama", True, True),
-        ("mistral", False, True),
-        ("qwen2", True, True),
-        ("qwen3", False, True),
+        ("llama", True, False, torch.bfloat16),
+        ("llama", True, True, torch.float32),
+        ("mistral", False, True, torch.bfloat16),
+        ("qwen2", True, True, torch.float32),
+        ("qwen3", False, True, torch.float32),
     ],
 )
 def test_a_saved_folder_loads_bit_equal_in_transformers_and_here(tmp_path, family, tied, scalar_head, dtype):
     """The folder is a checkpoint of its family in the weights' dtype, whatever dtype the source's config.json had: a
-    language model, or with a scalar head a classifier. Fault 33."""
+    language model, or with a scalar head a classifier, also where config.json named no class. Fault 33."""
     keys = {"model_type": family, "tie_word_embeddings": tied, "torch_dtype": "float16"}
-    keys["architectures"] = [f"{CLASSES[family]}ForCausalLM"]
+    keys["architectures"] = [] if family == "qwen2" else [f"{CLASSES[family]}ForCausalLM"]
     source = random_model(dtype, scalar_head=scalar_head, **keys)
     folder = save(source, tmp_path / "deep" / "saved", **keys)
     assert "torch_dtype" not in json.loads((folder / "config.json").read_text())
@@ -547,67 +421,45 @@ def test_a_folder_without_generation_config_gets_one_with_the_configs_ids(tmp_pa
     assert not (folder / "generation_config.json").exists()
 
 
-def test_a_failure_while_writing_leaves_no_folder_under_the_final_name(tmp_path):
-    """A folder appears whole or not at all; a failure leaves nothing, and files that a kill left are in nobody's way.
-
-    Fault 49.
-    """
+def test_a_saved_folder_appears_whole_or_not_at_all(tmp_path):
+    """A failure leaves nothing, files that a kill left are in nobody's way, and what has the name stays. Fault 49."""
     source = random_model()
     broken = dict(named_parameters(source))
-    broken["model.norm.weight"] = torch.empty(
-        16, device="meta"
-    )  # has a shape for the header, but no data to write
+    # It has a shape for the header, but no data to write.
+    broken["model.norm.weight"] = torch.empty(16, device="meta")
     with pytest.raises(NotImplementedError):
         save_folder(tmp_path / "saved", broken, config=TINY, tokenizer_from=None)
     assert not list(tmp_path.iterdir())
-    half_made = tmp_path / ".half-saved-00000000"
-    half_made.mkdir()
-    (half_made / "left_behind").touch()
-    save(source, tmp_path / "saved")
-    assert_equal_parameters(load_replica(tmp_path / "saved", dtype=torch.float32), source)
-    assert not (tmp_path / "saved" / "left_behind").exists()
-
-
-def test_an_existing_folder_is_never_overwritten(tmp_path):
-    """Saving under a name that is taken is an error, and the old weights stay."""
-    first, second = random_model(), random_model()
-    second.model.norm.weight.data.zero_()
-    folder = save(first, tmp_path / "saved")
+    (tmp_path / ".half-saved-00000000").mkdir()
+    folder = save(source, tmp_path / "saved")
     with pytest.raises(OSError, match="saved"):
-        save(second, folder)
-    assert_equal_parameters(load_replica(folder, dtype=torch.float32), first)
+        save(random_model(torch.bfloat16), folder)
+    assert_equal_parameters(load_replica(folder, dtype=torch.float32), source)
 
 
-@pytest.mark.parametrize("name", [".", "./nowhere", "{tmp}", "{tmp}/nowhere"])
+@pytest.mark.parametrize("name", ["./nowhere", "{tmp}"])
 def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypatch, name):
     """What looks like a path never becomes a request to the hub; the error names it and the flag."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     name = name.format(tmp=tmp_path)
-    with pytest.raises(InputError, match=r"--model .*config\.json") as raised:
+    with pytest.raises(InputError, match=rf"--model {name}.*config\.json"):
         resolve_folder(name)
-    assert name in str(raised.value)
 
 
 def test_other_names_are_hub_ids(tmp_path, monkeypatch):
-    """An id is fetched without pickles, unless a folder has its name; a failure names the id and the hub's reason."""
+    """An id is fetched without pickles and code, unless a folder has its name."""
     patterns = []
 
     def download(name, allow_patterns):
         patterns.extend(allow_patterns)
-        if name == "owner/missing":
-            raise OSError("no such repository")
         return str(tmp_path)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_folder("owner/model") == tmp_path
     assert {"*.json", "*.safetensors"} <= set(patterns)
-    assert not any(
-        Path(name).match(pattern) for name in ("pytorch_model.bin", "a.pt", "a.py") for pattern in patterns
-    )
-    with pytest.raises(InputError, match=r"owner/missing.*no such repository"):
-        resolve_folder("owner/missing")
-    Path("owner/missing").mkdir(parents=True)
-    Path("owner/missing/config.json").touch()
-    assert resolve_folder("owner/missing") == Path("owner/missing")
+    files = map(Path, ("pytorch_model.bin", "a.pt", "a.py"))
+    assert not any(file.match(pattern) for file in files for pattern in patterns)
+    Path("owner/model").mkdir(parents=True)
+    Path("owner/model/config.json").touch()
+    assert resolve_folder("owner/model") == Path("owner/model")

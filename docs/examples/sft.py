@@ -24,7 +24,6 @@ from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import pack
-from minirl.training.losses import sft_loss
 from minirl.training.scoring import score_batch
 
 
@@ -78,7 +77,7 @@ def main(config: Config) -> int:
         for i, members in enumerate(microbatches):
             micro = pack([rollouts[member] for member in members]).to(run.device)
             logprobs, _ = score_batch(policy.module, micro)
-            loss = sft_loss(logprobs).sum() / num_tokens  # logprobs are 0 in the prompts
+            loss = -logprobs.sum() / num_tokens  # logprobs are 0 in the prompts
             policy.backward(loss, is_last=i == len(microbatches) - 1)
             metrics.add_total("policy/loss", loss.detach())
             metrics.add_total("count/tokens", micro.loss_mask.sum())

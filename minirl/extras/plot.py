@@ -18,7 +18,7 @@ from minirl.run.run_folder import find_run
 
 # The account of time, from the ground up.
 CAUSES = (
-    "prefill decode decode_comm score update update_comm refresh wait_ranks wait_replies wait_rewards eval save "
+    "prefill decode decode_comm score update refresh wait_ranks wait_replies wait_rewards eval save "
     "report host"
 ).split()
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
@@ -115,9 +115,6 @@ def main() -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except ImportError:
-        print("error: matplotlib is not installed: pip install -e '.[plot]'", file=sys.stderr)
-        return InputError.exit_code
     print(f"drew {', '.join(name for name, _ in runs)} into {arguments.output}")
     return 0
 

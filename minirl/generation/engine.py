@@ -20,7 +20,7 @@ one token too far, and that token is discarded.
 
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from minirl.errors import InputError
-from minirl.generation.decode_step import decode, sample_packed
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
-from minirl.generation.packed_upload import upload_together
 from minirl.generation.running_requests import PendingTokens, RunningRequests
+from minirl.generation.sampling import sample_packed
 from minirl.model import padding
-from minirl.model.attention import FLASH_BLOCK, PackedLayout, concatenated_ranges, upload
+from minirl.model.attention import PAGED_BLOCK, PackedLayout, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest, token_tensor
@@ -84,8 +83,7 @@ class Engine:
 
         max_prefill_tokens: limit of one forward pass; a longer prompt is prefilled alone.
         room_tokens: the least number of tokens that every running request can decode after an admission before one is
-        preempted. More room means fewer requests at a time: with 112, under 2 % are preempted
-        (`benchmarks/scheduler.py`).
+        preempted. More room means fewer requests at a time: with 112, under 2 % are preempted.
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
@@ -187,19 +185,13 @@ class Engine:
 
     def release(self, *rollout_ids: RolloutId) -> None:
         """End requests that wait for a further turn. Not collective. Raises InputError for one that does not."""
-        rows = []
         for rollout_id in rollout_ids:
-            if rollout_id not in self._held and rollout_id not in self._dropped:
+            if rollout_id in self._held:
+                self._forget(self._held.pop(rollout_id))
+            elif self._dropped.pop(rollout_id, None) is None:
                 raise InputError(
                     f"{rollout_id}: does not wait for a further turn; did it hold, and has its turn ended?"
                 )
-            if self._dropped.pop(rollout_id, None) is None:
-                rows.append(self._held.pop(rollout_id))
-        if rows:
-            self._running.remove(rows)
-            for row in rows:
-                self._live_cache.free(row)
-            self._has_gaps = True
         if not self.is_busy:
             self._end_phase()
 
@@ -278,22 +270,24 @@ class Engine:
         """How many requests can run. Those between two turns take places if the cache holds their states."""
         return self.max_running_requests - (len(self._held) if self.config.delta_net else 0)
 
+    def _upload(self, *tensors: Tensor) -> list[Tensor]:
+        """Copy host tensors to the device, without waiting for it."""
+        return [upload(tensor, self.device) for tensor in tensors]
+
     def _no_requests(self) -> RunningRequests:
         """Has a row for each running request, the stem and the padding, and grows when requests wait between turns."""
         return RunningRequests(self.max_running_requests + 2, self._make_stop_test)
 
     def _allocate(self) -> None:
         """Allocate the cache, with CUDA graphs plus the padding's block."""
-        num_padding_rows = 1 if self.cuda_graphs else 0
-        # FLASH_BLOCK is the largest block size.
-        num_padding_tokens = num_padding_rows * FLASH_BLOCK
+        num_padding_rows = int(self.cuda_graphs)
         self._cache = KVCache(
             self.config.attention_windows,
             delta_net=self.config.delta_net,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=self.config.head_dim,
             num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
-            num_tokens=self.cache_tokens + num_padding_tokens,
+            num_tokens=self.cache_tokens + num_padding_rows * PAGED_BLOCK,
             max_sequences=self.max_running_requests + num_padding_rows,
             dtype=self.dtype,
             device=self.device,
@@ -407,8 +401,7 @@ class Engine:
         """
         rollout_id, row = self._held.popitem()
         self._dropped[rollout_id] = int(self._running.lengths(torch.tensor(row)))
-        self._running.remove([row])
-        self._live_cache.free(row)
+        self._forget(row)
 
     def _blocks_soon(self) -> int:
         """How many blocks the admitted requests may need for `room_tokens` more tokens each.
@@ -482,11 +475,9 @@ class Engine:
         counts = torch.tensor(list(map(len, tokens)))
         repeated = rows.repeat_interleave(counts)
         each_length = concatenated_ranges(cache.lengths[rows] + 1 - counts, counts)
-        inputs = [torch.cat(tokens), *cache.decode_inputs(repeated, each_length)]
-        uploaded, *layout_inputs = upload_together(inputs, self.device)
-        layout = cache.decode_layout(repeated, layout_inputs, each_length)
-        hidden = self.model(uploaded, layout.positions, layout)
-        self.stats.prefill_tokens += len(uploaded)
+        layout = cache.decode_layout(repeated, lengths=each_length)
+        hidden = self.model(upload(torch.cat(tokens), self.device), layout.positions, layout)
+        self.stats.prefill_tokens += len(repeated)
         is_ready = cache.lengths[rows] == self._running.lengths(rows)
         self._resumed.extendleft(reversed(rows[~is_ready].tolist()))
         if is_ready.any():
@@ -509,9 +500,8 @@ class Engine:
     def _join(self, rows: Tensor, states: Tensor) -> None:
         """Start the requests in these rows int64 [n]: sample the next token of each from its hidden state [D]."""
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
-        inputs = (self._live_cache.lengths[rows], *self._running.sampling(rows))
-        positions, *sampling = upload_together(inputs, self.device)
-        packed = sample_packed(self.model, states, positions, sampling)
+        positions, *sampling = self._upload(self._live_cache.lengths[rows], *self._running.sampling(rows))
+        packed = sample_packed(states, self.model.lm_head.weight, positions, sampling)
 
         # Append the new tokens to those of the running requests, whose `token_index` stays valid.
         self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
@@ -551,9 +541,7 @@ class Engine:
     def _preempt(self, row: int) -> None:
         """Put a request, which has no unread tokens, back at the front of the queue."""
         self._waiting.appendleft(self._running.unfinished(row))
-        self._running.pause([row])
-        self._running.remove([row])
-        self._live_cache.free(row)
+        self._forget(row)
         self.stats.preemptions += 1
 
     def _decode(self, rows: Tensor) -> None:
@@ -570,11 +558,14 @@ class Engine:
             padded = torch.cat([rows, self._padding_row.expand(batch_size - num_requests)])
         sampling = running.sampling(padded)
         inputs = [running.token_index[padded], *sampling, *self._live_cache.decode_inputs(padded)]
-        token_index, *uploaded = upload_together(inputs, self.device)
+        token_index, *uploaded = self._upload(*inputs)
 
         def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:
             layout = self._live_cache.decode_layout(padded, uploaded[len(sampling) :])
-            return decode(self.model, tokens, layout, uploaded[: len(sampling)])
+            hidden = self.model(tokens, layout.positions, layout)
+            # The sampled token comes one position after the token put in.
+            positions = layout.positions + 1
+            return sample_packed(hidden, self.model.lm_head.weight, positions, uploaded[: len(sampling)])
 
         run = step if self._graphs is None else functools.partial(self._graphs.run, step)
         sampled = run(self._newest_tokens[token_index], *uploaded)[:, :num_requests]
@@ -588,7 +579,7 @@ class Engine:
         self.stats.decode_steps += 1
 
     def _start_reading(self, rows: Tensor, sampled: Tensor) -> None:
-        """Start copying these requests' sampled tokens (the result of `decode`) to the host."""
+        """Start copying these requests' sampled tokens (the result of `sample_packed`) to the host."""
         past_requests = self._running.past_requests[rows]
         self._pending.append(PendingTokens(rows, past_requests, sampled, self.weight_version))
 
@@ -599,41 +590,32 @@ class Engine:
         self._pending = self._pending[num_ready:]
         finished: list[Rollout] = []
         for pending in ready:
-            finished += self._remove_finished(self._running.read(pending))
+            for row, reason in self._running.read(pending).items():
+                finished.append(self._running.rollout(row, reason))
+                self._end_turn(row)
         return finished
 
-    def _remove_finished(self, reasons: Mapping[int, str]) -> list[Rollout]:
-        """Remove these requests from the batch, and from the cache unless they hold; returns their rollouts.
+    def _end_turn(self, row: int) -> None:
+        """Remove a request from the batch, and from the cache unless it waits for another turn."""
+        # The newest token is not in the cache yet.
+        num_launched = int(self._live_cache.lengths[row]) + 1
+        self.stats.discarded_tokens += num_launched - int(self._running.lengths(torch.tensor(row)))
+        request = self._running.requests[row]
+        if request.holds:
+            self._running.pause(row)
+            self._held[request.rollout_id] = row
+        else:
+            self._forget(row)
 
-        reasons: why each finished, by row.
+    def _forget(self, row: int) -> None:
+        """Stop a request, and free its row and its blocks.
+
+        With asynchronous decoding, the step under way may still write keys of it. The blocks can be reused all the
+        same: whatever writes there next is launched later and runs later.
         """
-        if not reasons:
-            return []
-        rows = list(reasons)
-        rollouts = [self._running.rollout(row, reason) for row, reason in reasons.items()]
-        self._count_discarded(torch.tensor(rows))
-        for row in rows:
-            request = self._running.requests[row]
-            if request.holds:
-                self._held[request.rollout_id] = row
-        ended = [row for row in rows if not self._running.requests[row].holds]
-        self._running.pause(rows)
-        self._running.remove(ended)
-        # With asynchronous decoding, the step under way may still write keys of these requests. Their
-        # blocks can be reused all the same: whatever writes there next is launched later and runs
-        # later.
-        for row in ended:
-            self._live_cache.free(row)
-            self._has_gaps = True
-        return rollouts
-
-    def _count_discarded(self, rows: Tensor) -> None:
-        """Count as discarded the launched tokens of these requests that will not be read."""
-        # The newest token of each is not in the cache yet.
-        num_launched = self._live_cache.lengths[rows] + 1
-        num_discarded = int((num_launched - self._running.lengths(rows)).sum())
-        self.stats.decode_tokens -= num_discarded
-        self.stats.discarded_tokens += num_discarded
+        self._running.remove(row)
+        self._live_cache.free(row)
+        self._has_gaps = True
 
 
 def _have_one_stem(request: Request, other: Request) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class EngineStats:
     """Work since the last `Engine.take_stats`. Tokens, except `decode_steps`, `preemptions`, `drops`, `most_running`.
 
-    `decode_tokens` are the tokens that decode steps sampled and that were kept. Two fields count wasted work:
-    `padding_tokens`, the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`), and
-    `discarded_tokens`, from an asynchronous decode step launched before the host knew that the request had finished.
+    `decode_tokens`: those that decode steps sampled. Of these, `discarded_tokens` come from an asynchronous step
+    that was launched before the host knew that the request had finished.
+    `padding_tokens`: the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`).
     `preemptions` (within a turn) and `drops` (between two turns) count requests that lost their blocks to others; if
     they continued, they were prefilled again.
     `most_running`: requests in the largest decode step.
@@ -32,4 +32,4 @@ class EngineStats:
     @property
     def computed_tokens(self) -> int:
         """All tokens that decode steps computed, including the wasted ones."""
-        return self.decode_tokens + self.wasted_tokens
+        return self.decode_tokens + self.padding_tokens

@@ -23,10 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.generation.packed_upload import upload_together
 from minirl.model import padding
 from minirl.model.attention import (
-    FLASH_BLOCK,
     PAGED_BLOCK,
     Cached,
     CachePool,
@@ -168,8 +166,8 @@ class KVCache:
 
         delta_net: that of the other layers. Their states have room for `max_sequences` sequences and a stem.
         """
-        self.kernel = decode_kernel_for(device, dtype)
-        self.block_size = {"flash": FLASH_BLOCK, "paged": PAGED_BLOCK, "portable": BLOCK}[self.kernel]
+        self.kernel = decode_kernel_for(device)
+        self.block_size = PAGED_BLOCK if self.kernel == "paged" else BLOCK
         self.num_kv_heads = num_kv_heads
         self.num_query_groups = num_query_groups
         self.device = device
@@ -196,11 +194,9 @@ class KVCache:
                 # The window - 1 keys before a token and the token itself touch at most this many blocks.
                 blocks_per_window = (window - 1) // self.block_size + 2
                 num_blocks = min(num_blocks, max_sequences * blocks_per_window)
-            key_block, value_block = (head_dim, self.block_size), (self.block_size, head_dim)
-            shapes = [(len(layers), num_blocks, num_kv_heads, *block) for block in (key_block, value_block)]
-            if self.kernel == "flash":
-                shapes = [(len(layers), num_blocks, self.block_size, num_kv_heads, head_dim)] * 2
-            keys, values = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+            shape = (len(layers), num_blocks, num_kv_heads)
+            keys = torch.empty(*shape, head_dim, self.block_size, dtype=dtype, device=device)
+            values = torch.empty(*shape, self.block_size, head_dim, dtype=dtype, device=device)
             self.pools.append(CachePool(keys, values, window, self.kernel))
             self.blocks.append(Blocks(num_blocks))
         self._parts = list(zip(self.pools, self.blocks, strict=True))
@@ -274,8 +270,7 @@ class KVCache:
     def _clear(self, pool: CachePool, blocks: list[int]) -> None:
         """Zero blocks that will be read before they are full.
 
-        The portable kernel multiplies masked keys and values too, and 0 x NaN is NaN. Others do not read
-        them.
+        The portable kernel multiplies masked keys and values too, and 0 x NaN is NaN. The paged one does not read them.
         """
         if self.kernel == "portable":
             pool.keys[:, blocks] = 0
@@ -362,7 +357,7 @@ class KVCache:
         """Move blocks so that no free block lies below one in use. Only for the portable kernel.
 
         That kernel multiplies the pool up to the highest block in use, so the free ones below would cost
-        time. The other kernels read the blocks of each table.
+        time.
         """
         if self.kernel != "portable":
             return
@@ -395,8 +390,7 @@ class KVCache:
             blocks.append(table_blocks[index_in_table])
             offsets.append(positions % self.block_size)
             start += length
-        places = [torch.cat(blocks), torch.cat(offsets), torch.cat(tokens)]
-        block, offset, token = upload_together(places, self.device)
+        block, offset, token = (upload(torch.cat(parts), self.device) for parts in (blocks, offsets, tokens))
         return Cached(self.pools[pool_index], block, offset, token)
 
     def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
@@ -407,8 +401,8 @@ class KVCache:
         lengths int64 [B]: how many tokens of its sequence each of the B tokens sees; by default all.
 
         Positions and their offsets in a block, int64. Then for each pool the last blocks int64, the numbers of keys
-        in the tables int32 and, except for the portable kernel, the block tables int32 [B, n]. Then the slots of states
-        int64, if the model has them.
+        in the tables int32 and, for the paged kernel, the block tables int32 [B, n]. Then the slots of states int64, if
+        the model has them.
         """
         lengths = self.lengths[rows] if lengths is None else lengths
         positions = lengths - 1
@@ -420,8 +414,8 @@ class KVCache:
             # A table starts at this position of its sequence, which is not 0 once blocks have left the window.
             first_positions = firsts[rows] * self.block_size
             inputs.append((lengths - first_positions).int())
-            if self.kernel != "portable":
-                # Void columns hold numbers of other blocks. The kernels read no further than the keys.
+            if self.kernel == "paged":
+                # Void columns hold numbers of other blocks. The kernel reads no further than the keys.
                 inputs.append(tables[:, : int(counts.max())].index_select(0, rows))
         if self.states:
             inputs.append(rows)
@@ -451,7 +445,7 @@ class KVCache:
         has_one_each = lengths is None
         lengths = self.lengths[rows] if lengths is None else lengths
         if inputs is None:
-            inputs = upload_together(self.decode_inputs(rows, lengths), self.device)
+            inputs = [upload(tensor, self.device) for tensor in self.decode_inputs(rows, lengths)]
         positions, offset, *left = inputs
         caches = []
         for i, pool in enumerate(self.pools):

@@ -100,16 +100,15 @@ class RunningRequests:
         """Start the requests in these rows int64 [n], as the youngest ones."""
         self.rows = torch.cat([self.rows, rows])
 
-    def pause(self, rows: Sequence[int]) -> None:
-        """Stop the requests in these rows. Their launched tokens will not be read."""
-        is_paused = torch.isin(self.rows, torch.tensor(rows))
-        self.rows = self.rows[~is_paused]
-        self.past_requests[list(rows)] += 1
+    def pause(self, row: int) -> None:
+        """Stop the request in this row. Its launched tokens will not be read."""
+        self.rows = self.rows[self.rows != row]
+        self.past_requests[row] += 1
 
-    def remove(self, rows: Sequence[int]) -> None:
-        """Forget the requests in these rows, which no longer run."""
-        for row in rows:
-            del self.requests[row]
+    def remove(self, row: int) -> None:
+        """Stop and forget the request in this row."""
+        self.pause(row)
+        del self.requests[row]
 
     def tokens_after(self, row: int, length: int) -> Tensor:
         """The tokens of a request after the first `length`, which include the prompt; int64."""

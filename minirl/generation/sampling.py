@@ -165,6 +165,18 @@ def sample(
     return tokens, token_logprobs[:, 0]
 
 
+def sample_packed(hidden: Tensor, head: Tensor, positions: Tensor, sampling: Sequence[Tensor]) -> Tensor:
+    """Return the results of `sample` as int32 [2, B] for one download: tokens, and the bits of their logprobs in fp32.
+
+    On CUDA it never waits for the device. sampling: see `RunningRequests.sampling`; on the device.
+    """
+    keys, temperature, *truncation = sampling
+    tokens, logprobs = sample(
+        hidden, head, keys=keys, positions=positions, temperature=temperature, truncation=truncation
+    )
+    return torch.stack([tokens.int(), logprobs.float().view(torch.int32)])
+
+
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     """Set the logits fp32 [B, V] of tokens that may not be sampled to -inf, as transformers' processors do.
 

@@ -5,8 +5,7 @@ A layout says which sequences the tokens of a stream belong to. `PackedLayout`: 
 new token for each of B cached sequences. `attend` takes either, so the model has one forward.
 
 All kernels compute the same attention. Packed: flash-attn or torch's varlen kernel (CUDA, 16 bit), else
-`portable_attention`. Decoding from the cache: flash-attn, `paged_attention` (CUDA without flash-attn), else
-`portable_attention`.
+`portable_attention`. Decoding from the cache: `paged_attention` on CUDA, else `portable_attention`.
 
 Positions count from 0 in each sequence. All attention is causal; with window w a token sees itself and the
 w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` makes it for
@@ -32,8 +31,7 @@ from minirl.model import device_kernels, portable_attention
 if TYPE_CHECKING:
     from minirl.extras.delta_net.rule import ChunkIndex, DeltaStates
 
-# Tokens of a cache block for flash-attn, and for `paged_attention`; on the CPU it is `portable_attention.BLOCK`.
-FLASH_BLOCK = 256
+# Tokens of a cache block for `paged_attention`; on the CPU it is `portable_attention.BLOCK`.
 PAGED_BLOCK = 128
 
 
@@ -41,17 +39,13 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
     if not device_kernels.may_be_of_packages(device, dtype):
         return "portable"
-    has_flash_attn = device_kernels.can_import(
-        "flash_attn", "flash_attn_varlen_func", "flash_attn_with_kvcache"
-    )
+    has_flash_attn = device_kernels.can_import("flash_attn", "flash_attn_varlen_func")
     return "flash" if has_flash_attn else "varlen"
 
 
-def decode_kernel_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel for decoding from a cache: "flash", "paged" (both on CUDA) or "portable" (on the CPU)."""
-    if device.type != "cuda":
-        return "portable"
-    return "flash" if kernel_for(device, dtype) == "flash" else "paged"
+def decode_kernel_for(device: torch.device) -> str:
+    """Return the kernel for decoding from a cache: "paged" on CUDA, "portable" on the CPU."""
+    return "paged" if device.type == "cuda" else "portable"
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
@@ -73,8 +67,7 @@ def concatenated_ranges(starts: Tensor | Sequence[int], lengths: Tensor | Sequen
 class CachePool:
     """The cached keys and values, in S blocks, of the layers that share one window.
 
-    For the portable and the paged kernel: keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C],
-    which the portable kernel can multiply as they lie. For flash-attn: both [layers, S, FLASH_BLOCK, K, C].
+    keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], which products can read as they lie.
     kernel: the result of `decode_kernel_for`.
     """
 
@@ -117,15 +110,9 @@ class Cached:
         """Write the tokens' k and v, of [T', K, C], into the pool."""
         block, offset = self.block, self.offset
         selected = slice(0, len(block)) if self.token is None else self.token
-        keys = self.pool.keys[layer_in_pool]
-        values = self.pool.values[layer_in_pool]
-        if self.pool.kernel == "flash":
-            keys[block, offset] = k[selected]
-            values[block, offset] = v[selected]
-        else:
-            # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
-            keys[block, :, :, offset] = k[selected]
-            values[block, :, offset] = v[selected]
+        # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
+        self.pool.keys[layer_in_pool][block, :, :, offset] = k[selected]
+        self.pool.values[layer_in_pool][block, :, offset] = v[selected]
 
 
 @dataclass(frozen=True)
@@ -293,21 +280,6 @@ def _attend_cached(q: Tensor, cached: Cached, layer_in_pool: int) -> Tensor:
     assert read is not None, "the layout has no block table to decode from"
     keys = pool.keys[layer_in_pool]
     values = pool.values[layer_in_pool]
-    if pool.kernel == "flash":
-        from flash_attn import flash_attn_with_kvcache
-
-        left = -1 if pool.window is None else pool.window - 1
-        # flash-attn takes queries as [B, new tokens, H, C], with one new token.
-        out = flash_attn_with_kvcache(
-            q[:, None],
-            keys,
-            values,
-            cache_seqlens=read.lengths,
-            block_table=read.blocks,
-            causal=True,
-            window_size=(left, 0),
-        )
-        return out[:, 0]
     if pool.kernel == "paged":
         from minirl.extras.kernels import paged_attention
 

@@ -1,7 +1,10 @@
 """The shape and features of a decoder, with the names of config.json."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 # Rows of a gated delta net's chunk; twice as many take a fifth longer on the CPU, in decoding and in training.
 DELTA_CHUNK = 32
@@ -13,12 +16,10 @@ class Rope:
 
     Channels beyond 2 x len(frequencies) do not turn; without frequencies, no channel does.
     amplitude: a factor of the turned channels (YaRN's attention factor).
-    is_interleaved: channels 2 i and 2 i + 1 are a pair, not i and i + len(frequencies).
     """
 
     frequencies: tuple[float, ...]
     amplitude: float = 1.0
-    is_interleaved: bool = False
 
 
 class LayerNorms(NamedTuple):
@@ -68,6 +69,25 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
+class OtherModel(Protocol):
+    """A model by other modules than minirl's; `extras.hf_models` has them. Hashable.
+
+    is_exact: whether decoding had the bits of scoring on the CPU.
+    """
+
+    @property
+    def is_exact(self) -> bool: ...
+
+    def make(self, config: "ModelConfig", *, recompute_layers: bool) -> Any:
+        """A model on the meta device, with the interface of `Transformer`."""
+
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a folder, by its names, from those of parameters, by the model's."""
+
+    def joined(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """The one parameter that a folder stores in these tensors."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and features of a decoder, read from config.json by `families.read_config`."""
@@ -101,22 +121,16 @@ class ModelConfig:
     # Some layers have it instead of attention.
     delta_net: DeltaNet | None = None
     activation: str = "silu"
-    # An MLP without a gate is down(activation(up(x))).
-    gated_mlp: bool = True
-    # Query, key and value are one layer, and so are gate and up.
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    # The names of the feed-forward, of its fused layer and of its down-projection.
-    mlp_names: tuple[str, str, str] = ("mlp", "gate_up_proj", "down_proj")
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_divisor: float = 1.0
+    # Embeddings are multiplied by the square root of the hidden size.
+    scales_embeddings: bool = False
     query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim)
     # In a folder: the prefix of the decoder's tensors, and tensors outside the model that are saved with it.
     weight_prefix: str = "model."
     kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
+    # Its modules, if they are not minirl's.
+    other: OtherModel | None = None
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
 

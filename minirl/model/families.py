@@ -34,15 +34,8 @@ class Family:
     ignored_keys: str = ""
     # Each kind of layer has its rope in `rope_parameters`, by the kind.
     has_rope_of_kind: bool = False
-    has_interleaved_rope: bool = False
-    # Where some layers have windows, the others have no rope.
-    ropes_only_windows: bool = False
-    # Names of keys of its rope that change nothing for text.
-    ignored_rope_keys: str = ""
     # Of "linear_attention" are gated delta nets.
     layer_types: Set[str] = frozenset({"full_attention", "sliding_attention"})
-    # Embeddings are multiplied by the square root of their size.
-    scales_embeddings: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,9 +57,7 @@ _GEMMA = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-_GLM4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 _OLMO = {"norms": _AFTER, "qk_norm": True, "qk_norm_over_heads": True}
-_GLM = {"o_bias": False, "fused_gate_up": True}
 # The fields of `DeltaNet`, and their keys.
 _DELTA_SIZES = {
     "num_key_heads": "linear_num_key_heads",
@@ -85,14 +76,6 @@ FAMILIES = {
         "use_sliding_window sliding_window max_window_layers layer_types attention_bias",
         features={"qk_norm": True},
     ),
-    "arcee": Family("attention_bias mlp_bias", features={"gated_mlp": False}),
-    "cwm": Family("sliding_window layer_types mlp_bias"),
-    "ernie4_5": Family("use_bias", has_interleaved_rope=True),
-    "exaone4": Family(
-        "sliding_window layer_types sliding_window_pattern",
-        features={"norms": _AFTER, "qk_norm": True},
-        ropes_only_windows=True,
-    ),
     "gemma3_text": Family(
         "sliding_window layer_types sliding_window_pattern _sliding_window_pattern attention_bias "
         "hidden_activation query_pre_attn_scalar rope_local_base_freq",
@@ -100,38 +83,14 @@ FAMILIES = {
             "norms": _GEMMA,
             "norm_adds_one": True,
             "qk_norm": True,
+            "scales_embeddings": True,
             "kept_weights": ("vision_tower.", "multi_modal_projector."),
         },
         ignored_keys="cache_implementation",
         has_rope_of_kind=True,
-        scales_embeddings=True,
     ),
-    "glm": Family("attention_bias partial_rotary_factor", _GLM, has_interleaved_rope=True),
-    "glm4": Family(
-        "attention_bias partial_rotary_factor",
-        _GLM | {"norms": _GLM4},
-        has_interleaved_rope=True,
-    ),
-    "granite": Family(
-        "attention_bias mlp_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling"
-    ),
-    # Without experts and state-space layers, although transformers checks the sizes of these.
-    "granitemoehybrid": Family(
-        "attention_bias attention_multiplier embedding_multiplier residual_multiplier logits_scaling layer_types "
-        "shared_intermediate_size position_embedding_type num_local_experts mamba_n_heads mamba_d_head "
-        "mamba_expand",
-        features={"fused_gate_up": True, "mlp_names": ("shared_mlp", "input_linear", "output_linear")},
-        ignored_keys="num_experts_per_tok output_router_logits router_aux_loss_coef init_method mamba_n_groups "
-        "mamba_d_state mamba_d_conv mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
-    ),
-    "ministral": Family("sliding_window layer_types"),
     "olmo2": Family("attention_bias", _OLMO),
     "olmo3": Family("sliding_window layer_types attention_bias", _OLMO, has_rope_of_kind=True),
-    "phi3": Family(
-        "sliding_window original_max_position_embeddings partial_rotary_factor",
-        features={"fused_qkv": True, "fused_gate_up": True},
-        ignored_keys="auto_map full_attn_mod interpolate_factor",
-    ),
     "qwen3_5_text": Family(
         f"layer_types full_attention_interval attention_bias partial_rotary_factor {' '.join(_DELTA_SIZES.values())}",
         features={
@@ -141,12 +100,8 @@ FAMILIES = {
             "kept_weights": ("model.visual.", "mtp."),
         },
         ignored_keys="attn_output_gate mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers "
-        "mtp_use_dedicated_embeddings",
-        ignored_rope_keys="mrope_section mrope_interleaved",
+        "mtp_use_dedicated_embeddings mrope_section mrope_interleaved",
         layer_types={"full_attention", "linear_attention"},
-    ),
-    "seed_oss": Family(
-        "attention_bias attention_out_bias mlp_bias", ignored_keys="attention_dropout residual_dropout"
     ),
     "smollm3": Family(
         "use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval attention_bias "
@@ -181,7 +136,7 @@ _NEUTRAL_VALUES: dict[str, Any] = {
     for value, keys in (
         (
             False,
-            "add_cross_attention attention_bias is_decoder is_encoder_decoder lm_head_bias mlp_bias rope_interleaved "
+            "add_cross_attention attention_bias is_decoder is_encoder_decoder mlp_bias rope_interleaved "
             "tie_encoder_decoder torchscript use_bfloat16 use_bidirectional_attention use_mrope use_sliding_window",
         ),
         (
@@ -190,10 +145,9 @@ _NEUTRAL_VALUES: dict[str, Any] = {
             "layer_types max_window_layers quantization_config sliding_window",
         ),
         (True, "is_causal"),
-        (0.0, "attention_dropout embd_pdrop resid_pdrop"),
+        (0.0, "attention_dropout"),
         (1, "pretraining_tp"),
         (1.0, "partial_rotary_factor"),
-        ("rmsnorm", "normalization_function"),
         ({}, "pruned_heads"),
     )
     for key in keys.split()
@@ -227,18 +181,6 @@ _REQUIRED_SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-# Fields of `ModelConfig`, and the keys that may say them: the first that the family has.
-_FIELDS = {
-    **{key: key for key in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")},
-    "intermediate_size": "shared_intermediate_size intermediate_size",
-    "qkv_bias": "attention_bias use_bias",
-    "o_bias": "attention_out_bias attention_bias use_bias",
-    "mlp_bias": "mlp_bias use_bias",
-    "activation": "hidden_activation hidden_act",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_divisor": "logits_scaling",
-}
 # The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
 # comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
 _SIZES = {
@@ -246,39 +188,15 @@ _SIZES = {
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
-    "shared_intermediate_size": 2**20,
     "sliding_window": 2**24,
     "query_pre_attn_scalar": 2**20,
 }
-# Factors; each is a positive number.
-_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 # The keys of each type of rope beside its type and theta.
 _ROPE_KEYS = {
     "default": "",
     "linear": "factor",
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
-    "truncate",
-    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
-}
-# Features that the keys of other families ask for, by a part of the key.
-_MISSING_FEATURES = {
-    "expert": "a mixture of experts",
-    "moe": "a mixture of experts",
-    "attn_logit_softcapping": "attention scores with a soft cap",
-    "final_logit_softcapping": "logits with a soft cap",
-    "lora_rank": "multi-head latent attention",
-    "mamba": "state-space layers",
-    "ssm": "state-space layers",
-    "linear_": "linear attention",
-    "conv": "convolutions",
-    "layer_norm": "LayerNorm",
-    "norm_eps": "another norm",
-    "n_positions": "learned positions",
-    "per_layer": "embeddings of each layer",
-    "kv_shared": "layers that share keys and values",
-    "global_head_dim": "heads of several sizes",
-    "text_config": "a model of text within one of images",
+    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate",
 }
 _MAX_FP32 = 3.4e38
 
@@ -306,15 +224,13 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    if is_other(raw):
+        from minirl.extras.hf_models.types import read_other
+
+        return read_other(raw)
     prefix = weight_prefix(raw)
     raw = _text_part(raw)
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(
-            f"config.json: model_type {name!r} is not supported{_missing_features(raw)} "
-            f"(supported: {', '.join((*FAMILIES, *_VISION_MODELS))}; docs/families.md shows how to add one)"
-        )
-    family = FAMILIES[name]
+    family = FAMILIES[raw["model_type"]]
     known = _KEYS_OF_ALL.union(family.keys.split())
     _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
@@ -322,30 +238,36 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     config = _as_transformers_reads(raw)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
-    ropes = _ropes(raw, config, head_dim, family)
+    ropes = _ropes(config, head_dim, family)
     fields: dict[str, Any] = {
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
             config.sliding_window if kind == "sliding_attention" else None for kind in kinds
         ),
+        "qkv_bias": getattr(config, "attention_bias", False),
+        "o_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
         "query_multiplier": _query_multiplier(config, head_dim),
         "delta_net": _delta_net(config, kinds),
         "weight_prefix": prefix,
-        "scalar_head": _is_classifier(raw, config.num_labels),
+        "scalar_head": is_classifier(raw, config.num_labels),
     }
-    for name, keys in _FIELDS.items():
-        values = [getattr(config, key) for key in keys.split() if hasattr(config, key)]
-        if values:
-            fields[name] = values[0]
-    if family.scales_embeddings:
-        fields["embedding_multiplier"] = math.sqrt(config.hidden_size)
-    fields |= _ropes_of_layers(config, ropes, kinds, family) | dict(family.features)
+    for name in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        fields[name] = getattr(config, name)
+    fields |= _ropes_of_layers(config, ropes, kinds) | dict(family.features)
     refuse(
         fields["activation"] not in ACTIVATIONS,
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
     return ModelConfig(**fields)
+
+
+def is_other(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a type that has no modules here."""
+    name = str(raw.get("model_type"))
+    return name not in FAMILIES and name not in _VISION_MODELS
 
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
@@ -400,21 +322,6 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _missing_features(raw: Mapping[str, Any]) -> str:
-    """Return the features that a model of an unknown family needs and no family here has, by its keys."""
-    of_families = (family.keys.split() for family in FAMILIES.values())
-    known = _KEYS_OF_ALL.union(_HARMLESS_KEYS, *of_families)
-    features: dict[str, list[str]] = {}
-    for key, value in raw.items():
-        if key not in known and value and value != _NEUTRAL_VALUES.get(key):
-            names = (name for part, name in _MISSING_FEATURES.items() if part in key)
-            features.setdefault(next(names, "what its other keys ask for"), []).append(key)
-    if not features:
-        return ""
-    named = [f"{feature} ({', '.join(keys[:5])})" for feature, keys in features.items()]
-    return f", and minirl lacks {', '.join(named)}"
-
-
 def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
     """Raise InputError for an unsupported key that could change the numbers."""
     for key, value in raw.items():
@@ -443,11 +350,8 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
         expected = f"expected a positive integer, {largest} at most"
         refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
-    has_experts = raw["model_type"] == "granitemoehybrid" and raw.get("num_local_experts") != 0
-    refuse(has_experts, "config.json: num_local_experts is not 0; a mixture of experts is not supported")
-    for key in ("rms_norm_eps", *_MULTIPLIERS):
-        value = raw.get(key, 1.0)
-        refuse(not _is_positive(value), f"config.json: {key}={value!r}; expected a positive number")
+    eps = raw.get("rms_norm_eps", 1.0)
+    refuse(not _is_positive(eps), f"config.json: rms_norm_eps={eps!r}; expected a positive number")
     for key in ("rope_scaling", "rope_parameters"):
         value = raw.get(key)
         is_object = isinstance(value, dict | None)
@@ -487,7 +391,7 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
-def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
+def is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
     classes = raw.get("architectures")
     if classes in (None, []):
@@ -545,42 +449,30 @@ def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
 
 def _query_multiplier(config: Any, head_dim: int) -> float:
     """Return the factor of queries beside 1 / sqrt(head_dim)."""
-    per_channel = 1 / math.sqrt(head_dim)
-    if hasattr(config, "query_pre_attn_scalar"):
-        return 1 / math.sqrt(config.query_pre_attn_scalar) / per_channel
-    factor: float = getattr(config, "attention_multiplier", per_channel)
-    return factor / per_channel
+    scalar = getattr(config, "query_pre_attn_scalar", head_dim)
+    return 1 / math.sqrt(scalar) / (1 / math.sqrt(head_dim))
 
 
 def _max_positions(config: Any) -> int:
     """Return how many positions the ropes are made for.
 
-    YaRN stretches them, whether or not max_position_embeddings already says so. longrope has other frequencies for
-    sequences longer than the original ones, and cached keys of a shorter sequence lack them.
+    YaRN stretches them, whether or not max_position_embeddings already says so.
     """
     num_positions: int = config.max_position_embeddings
     rope = config.rope_parameters
-    original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "yarn":
-        # Without a factor, the ratio of the stated positions.
-        stretched = int(original * (rope["factor"] or 1))
-        return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
-    return min(num_positions, original) if rope.get("rope_type") == "longrope" else num_positions
+    if rope.get("rope_type") != "yarn":
+        return num_positions
+    # Without a factor, the ratio of the stated positions.
+    stretched = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
+    return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
 
 
-def _ropes_of_layers(
-    config: Any, ropes: Mapping[str, Rope], kinds: list[str], family: Family
-) -> dict[str, Any]:
+def _ropes_of_layers(config: Any, ropes: Mapping[str, Rope], kinds: list[str]) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that say which rope each layer has.
 
     ropes: by kind of layer; "" is the kind of all.
     """
-    listed = getattr(config, "no_rope_layers", None)
-    if getattr(config, "position_embedding_type", "rope") != "rope":
-        listed = [False] * len(kinds)
-    if listed is None:
-        only_windows = family.ropes_only_windows and config.sliding_window is not None
-        listed = [not only_windows or kind == "sliding_attention" for kind in kinds]
+    listed = getattr(config, "no_rope_layers", [True] * len(kinds))
     refuse(
         len(listed) < len(kinds), f"config.json: no_rope_layers={listed}; expected one number for each layer"
     )
@@ -592,34 +484,17 @@ def _ropes_of_layers(
     return {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
 
 
-def _ropes(raw: Mapping[str, Any], config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
-    """Return the rope of each kind of layer; the kind "" stands for all layers.
-
-    Raises InputError if one is not supported or given in two ways.
-    """
-    old = raw.get("rope_scaling") or {}
-    new = raw.get("rope_parameters") or {}
+def _ropes(config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
+    """Return the rope of each kind of layer; the kind "" stands for all layers. Raises InputError."""
     found = config.rope_parameters
-    if family.has_rope_of_kind:
-        given = [key for key in ("rope_theta", "rope_local_base_freq", "rope_scaling") if raw.get(key)]
-        refuse(new and given, f"config.json: rope_parameters and {', '.join(given)}; remove one")
-        is_known = found.keys() == family.layer_types and all(
-            isinstance(rope, dict) for rope in found.values()
-        )
-        refuse(
-            not is_known,
-            f"config.json: rope_parameters={new}; expected one for each of {sorted(family.layer_types)}",
-        )
-        return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
-    refuse(old and new and old != new, "config.json: rope_scaling and rope_parameters differ; remove one")
-    for names in (("rope_theta",), ("rope_type", "type"), ("partial_rotary_factor",)):
-        stated = [place[name] for place in (raw, old, new) for name in names if name in place]
-        for value in stated:
-            refuse(
-                value != stated[0],
-                f"config.json: {names[-1]} of rope is both {stated[0]!r} and {value!r}; keep the right one",
-            )
-    return {"": _rope(config, found, None, head_dim, family)}
+    if not family.has_rope_of_kind:
+        return {"": _rope(config, found, None, head_dim, family)}
+    is_known = found.keys() == family.layer_types and all(isinstance(rope, dict) for rope in found.values())
+    refuse(
+        not is_known,
+        f"config.json: rope_parameters={found}; expected one for each of {sorted(family.layer_types)}",
+    )
+    return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
 
 
 def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int, family: Family) -> Rope:
@@ -632,7 +507,7 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
     keys = {**keys}
     type_name = keys.pop("rope_type", None)
     theta = keys.pop("rope_theta", None)
-    for ignored in ("type", *family.ignored_rope_keys.split()):
+    for ignored in ("type", *family.ignored_keys.split()):
         keys.pop(ignored, None)
     part = keys.pop("partial_rotary_factor", 1.0) if "partial_rotary_factor" in family.keys else 1.0
     refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
@@ -641,15 +516,6 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         str(type_name) not in _ROPE_KEYS or keys.keys() - of_type,
         f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
     )
-    for key, value in keys.items():
-        is_list = key in ("short_factor", "long_factor") and isinstance(value, list)
-        numbers = value if is_list else [value]
-        is_known = value is None or all(map(_is_positive, numbers))
-        if key == "truncate":
-            is_known = isinstance(value, bool)
-        refuse(not is_known, f"config.json: {key}={value!r} of rope; expected positive numbers")
-    low, high = keys.get("low_freq_factor", 0), keys.get("high_freq_factor", 1)
-    refuse(high <= low, f"config.json: high_freq_factor={high} of rope is not above low_freq_factor={low}")
     size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0
     refuse(
         size == 0 or size % 2,
@@ -668,4 +534,4 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int,
         not is_usable,
         f"config.json: the rope with theta {theta} and {keys} has frequencies that are not finite",
     )
-    return Rope(tuple(frequencies.tolist()), amplitude, family.has_interleaved_rope)
+    return Rope(tuple(frequencies.tolist()), amplitude)

@@ -15,7 +15,6 @@ from minirl.model.shards import Shards
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
 }
 
 

@@ -10,6 +10,8 @@ features a family has. Norm statistics, rope tables and rotations are fp32 (fp64
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +21,7 @@ from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.layers import ACTIVATIONS, Gate, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
-from minirl.model.rotation import Rotation, rope_table, rotate_pair
+from minirl.model.rotation import Rotation, rope_table, rotate
 from minirl.model.shards import Shards
 
 
@@ -36,31 +38,25 @@ class Attention(nn.Module):
         self.window = config.layer_windows[layer]
         self.head_dim = head_dim
         self.qk_norm = config.qk_norm
-        self.sizes = (q_size, kv_size, kv_size)
-        self.is_fused = config.fused_qkv
+        self.query_multiplier = config.query_multiplier
         self.has_gate = config.attention_gate
-        if self.is_fused:
-            self.qkv_proj = Linear(hidden_size, sum(self.sizes), config.qkv_bias)
-        else:
-            self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
-            self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
-            self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
+        self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
+        self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
+        self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.o_proj = Linear(q_size, hidden_size, config.o_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(q_size if config.qk_norm_over_heads else head_dim, config)
             self.k_norm = RMSNorm(kv_size if config.qk_norm_over_heads else head_dim, config)
 
     def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        if self.is_fused:
-            q, k, v = self.qkv_proj(x).split(self.sizes, 1)
-        else:
-            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.has_gate:  # each head's query, then its gate
             q, gate = (part.flatten(1) for part in q.unflatten(1, (-1, 2, self.head_dim)).unbind(2))
         if self.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)
-        q, k = rotate_pair(self._split_heads(q), self._split_heads(k), rotation)
+        q = rotate(self._split_heads(q), rotation, self.query_multiplier)
+        k = rotate(self._split_heads(k), rotation)
         out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window).flatten(1)
         if self.has_gate:
             out = out * batch_invariance.activate(gate, torch.sigmoid)
@@ -76,40 +72,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward: the down-projection of activation(gate) x up, or of activation(up)."""
+    """Feed-forward: the down-projection of activation(gate) x up."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden_size = config.hidden_size
         inner_size = config.intermediate_size
         self.activation = config.activation
-        self.is_fused = config.fused_gate_up
-        self.is_gated = config.gated_mlp
-        _, self.fused_name, self.down_name = config.mlp_names
-        if self.is_fused:
-            self.add_module(self.fused_name, Linear(hidden_size, 2 * inner_size, config.mlp_bias))
-        else:
-            if self.is_gated:
-                self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
-            self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
-        self.add_module(self.down_name, Linear(inner_size, hidden_size, config.mlp_bias))
+        self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
+        self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
+        self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = getattr(self, self.down_name)(self._inner(x))
-        return out
-
-    def _inner(self, x: Tensor) -> Tensor:
-        """The input of the down-projection."""
-        if not self.is_gated:
-            return self._activate(self.up_proj(x))
-        if self.is_fused:
-            gate, up = getattr(self, self.fused_name)(x).chunk(2, 1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
         # On the CPU the activation, computed again, takes 4 % of the MLP's time or more.
         if x.device.type == "cpu":
-            return self._activate(gate) * up
-        return Gate.apply(gate, up, self._activate)
+            return self.down_proj(self._activate(gate) * up)
+        return self.down_proj(Gate.apply(gate, up, self._activate))
 
     def _activate(self, x: Tensor) -> Tensor:
         return batch_invariance.activate(x, ACTIVATIONS[self.activation])
@@ -130,29 +109,22 @@ class DecoderLayer(nn.Module):
             from minirl.extras.delta_net.layer import GatedDeltaNet
 
             self.linear_attn = GatedDeltaNet(config, layer, recomputes=not is_recomputed)
-        self.mlp_name = config.mlp_names[0]
-        self.add_module(self.mlp_name, MLP(config))
+        self.mlp = MLP(config)
         self.norms = config.norms
-        self.residual_multiplier = config.residual_multiplier
         for name in filter(None, config.norms):
             self.add_module(name, RMSNorm(config.hidden_size, config))
 
     def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         out = self._norm(x, self.norms.before_attention)
         out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
-        x = self._add(x, self._norm(out, self.norms.after_attention))
-        out = self._norm(x, self.norms.before_mlp)
-        out = getattr(self, self.mlp_name)(out)
-        return self._add(x, self._norm(out, self.norms.after_mlp))
+        x = x + self._norm(out, self.norms.after_attention)
+        out = self.mlp(self._norm(x, self.norms.before_mlp))
+        return x + self._norm(out, self.norms.after_mlp)
 
     def _norm(self, x: Tensor, name: str | None) -> Tensor:
         """Apply the norm of this name; None applies none."""
         normed: Tensor = x if name is None else getattr(self, name)(x)
         return normed
-
-    def _add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add the output of attention or feed-forward to the residual stream."""
-        return x + (out if self.residual_multiplier == 1 else self.residual_multiplier * out)
 
 
 class Decoder(nn.Module):
@@ -203,7 +175,7 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Return the hidden states [T, D] after the final norm, divided by the divisor of logits.
+        """Return the hidden states [T, D] after the final norm.
 
         Collective among `shards`, if there are any.
 
@@ -215,22 +187,23 @@ class Transformer(nn.Module):
             return self.model.embed_tokens(tokens)
         rotations = [table.at(padded_positions) for table in rope_table(self.config, tokens.device)]
         x = self.model.embed_tokens(padded_tokens)
-        if self.config.embedding_multiplier != 1:
+        if self.config.scales_embeddings:
             # Rounded to the dtype of the states, as Gemma was trained.
-            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype, device="cpu").item()
+            factor = math.sqrt(self.config.hidden_size)
+            x = x * torch.tensor(factor, dtype=x.dtype, device="cpu").item()
         for layer, rope in zip(self.model.layers, self.config.layer_ropes, strict=True):
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, rotations[rope], layout, use_reentrant=False)
             else:
                 x = layer(x, rotations[rope], layout)
-        states = self.model.norm(x[: len(tokens)])
-        if self.config.logits_divisor == 1 or self.config.scalar_head:
-            return states
-        return states / self.config.logits_divisor
+        return self.model.norm(x[: len(tokens)])
 
 
 def on_meta(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
     """A model whose parameters have no values and take no memory."""
+    if config.other is not None:
+        other: Transformer = config.other.make(config, recompute_layers=recompute_layers)
+        return other
     with torch.device("meta"):
         return Transformer(config, recompute_layers=recompute_layers)
 
@@ -242,8 +215,11 @@ def is_batch_invariant(
 
     num_shards: the parts in which decoding computes the columns of layers.
     """
+    if config.other is not None and not config.other.is_exact:
+        return False
     parameters = on_meta(config).model.layers.parameters()
-    layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
+    # Experts are stacked: [experts, out, in].
+    layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
     vocab_chunks = (min(config.vocab_size, VOCAB_CHUNK), config.vocab_size % VOCAB_CHUNK)
     head = [(config.hidden_size, width) for width in vocab_chunks if width]
     if not batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards):

@@ -23,7 +23,6 @@ from minirl.model.transformer import Transformer
 from minirl.model.weights import named_parameters, save_folder
 from minirl.ranks.process_group import barrier, print0, rank
 from minirl.training.batch import Batch
-from minirl.training.losses import sft_loss
 from minirl.training.scoring import score_batch
 
 RECIPE: dict[str, Any] = {
@@ -145,7 +144,7 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
         lengths.append(len(prompt_ids) + len(answer_ids))
     batch = Batch(tuple(lengths), torch.tensor(tokens), loss_mask=torch.tensor(is_answer))
     logprobs, _ = score_batch(model, batch)
-    return sft_loss(logprobs).sum() / sum(is_answer)
+    return -logprobs.sum() / sum(is_answer)
 
 
 def _ids(text: str) -> list[int]:

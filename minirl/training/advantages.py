@@ -51,52 +51,38 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         "none", "whiten": 1; whitening is of tokens, by `whiten`.
 
     Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
-    exactly 0. A NaN reward is left out of all statistics and gets 0.
+    exactly 0. A NaN reward is left out of all statistics and gets 0, as does one whose statistics need more rewards.
     """
-    if rewards.isnan().any():
-        return _advantages_of_scored(rewards, baseline=baseline, norm=norm, eps=eps)
     if isinstance(baseline, Tensor):
         centred = rewards - baseline[:, None]
     elif baseline == "none":
         centred = rewards
     elif baseline in BASELINES:
-        centred = rewards - rewards.mean(1, keepdim=True)
+        centred = rewards - rewards.nanmean(1, keepdim=True)
         # The mean of equal rewards may differ from them by a rounding error.
         centred = centred.masked_fill(are_equal(rewards)[:, None], 0.0)
         if baseline == "leave_one_out":
             # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
-            group_size = rewards.shape[1]
+            group_size = (~rewards.isnan()).sum(1, keepdim=True).to(rewards)
             centred = centred * (group_size / (group_size - 1))
     else:
         raise ValueError(f"baseline {baseline!r}: choose one of {', '.join(BASELINES)}, or give rewards [P]")
 
     if norm == "group_std":
-        return centred / (rewards.std(1, keepdim=True) + eps)
-    if norm == "batch_std":
-        return centred / (rewards.std() + eps)
-    if norm not in ("none", "whiten"):
+        centred = centred / (_standard_deviation(rewards, [1]) + eps)
+    elif norm == "batch_std":
+        centred = centred / (_standard_deviation(rewards, [0, 1]) + eps)
+    elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r}: choose one of {', '.join(ADVANTAGE_NORMS)}")
-    return centred
+    # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
+    return centred.masked_fill(centred.isnan(), 0.0)
 
 
-def _advantages_of_scored(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float) -> Tensor:
-    """`group_advantages` over the rewards that are not NaN; NaN rewards get 0."""
-    is_scored = ~rewards.isnan()
-    advantages = torch.zeros_like(rewards)
-    for group, scored in enumerate(is_scored):
-        is_against_others = isinstance(baseline, str) and baseline != "none"
-        if int(scored.sum()) < (2 if is_against_others else 1):
-            continue
-        advantages[group, scored] = group_advantages(
-            rewards[group, scored][None],
-            baseline=baseline if isinstance(baseline, str) else baseline[group : group + 1],
-            norm="none" if norm == "batch_std" else norm,
-            eps=eps,
-        )[0]
-    if norm == "batch_std":
-        advantages = advantages / (rewards[is_scored].std() + eps)
-    # NaN without a greedy score, or from the standard deviation of a single reward: no advantage.
-    return advantages.masked_fill(advantages.isnan(), 0.0)
+def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
+    """The deviation (ddof 1) over these dimensions, which stay, of rewards that are not NaN; of fewer than two NaN."""
+    count = (~rewards.isnan()).sum(dims, keepdim=True)
+    squares = (rewards - rewards.nanmean(dims, keepdim=True)).square()
+    return (squares.nansum(dims, keepdim=True) / (count - 1)).sqrt()
 
 
 def select_groups(is_equal: Tensor, count: int) -> list[int]:

@@ -42,19 +42,12 @@ class UpdatePlan:
             [[[2], []], [[0], [1]]],  # minibatch 0: rank 0 computes [2], then nothing; rank 1 [0], then [1]
             [[[4]], [[3, 5]]],  # minibatch 1: one microbatch on each rank
         ]
+        rank_of = [1, 1, 0, 1, 0, 1]
     """
 
-    num_sequences: int
     microbatches: list[list[list[list[int]]]]
-
-    @property
-    def rank_of(self) -> list[int | None]:
-        """The rank that trains on each sequence, by row; None: no rank does."""
-        owner: dict[int, int] = {}
-        for by_rank in self.microbatches:
-            for rank, microbatches in enumerate(by_rank):
-                owner |= dict.fromkeys(itertools.chain(*microbatches), rank)
-        return [owner.get(row) for row in range(self.num_sequences)]
+    # The rank that trains on each sequence, by row; None: no rank does.
+    rank_of: list[int | None]
 
     def of_rank(self, rank: int) -> list[list[list[int]]]:
         """Return the rank's sequences, as indices [minibatch][microbatch][...] into its own batch.
@@ -62,12 +55,11 @@ class UpdatePlan:
         `exchange` makes this batch: it holds the rank's sequences in table order. In the example above, the
         batch of rank 1 holds the rows [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
         """
-        minibatches = [by_rank[rank] for by_rank in self.microbatches]
-        owned = itertools.chain.from_iterable(itertools.chain(*minibatches))
-        index_of = {row: i for i, row in enumerate(sorted(owned))}
+        rows = [row for row, owner in enumerate(self.rank_of) if owner == rank]
+        index_of = {row: i for i, row in enumerate(rows)}
         translated = []
-        for own in minibatches:
-            translated.append([[index_of[row] for row in micro] for micro in own])
+        for by_rank in self.microbatches:
+            translated.append([[index_of[row] for row in micro] for micro in by_rank[rank]])
         return translated
 
 
@@ -84,6 +76,7 @@ def plan_updates(
     Sequences in no minibatch are not trained on. The other arguments are those of `plan_microbatches`.
     """
     microbatches = []
+    rank_of: list[int | None] = [None] * len(lengths)
     for minibatch in minibatches:
         by_rank = plan_microbatches(
             [lengths[i] for i in minibatch],
@@ -93,10 +86,12 @@ def plan_updates(
         )
         # plan_microbatches counts the sequences of this minibatch from 0: translate back to rows.
         translated = []
-        for own in by_rank:
+        for rank, own in enumerate(by_rank):
             translated.append([[minibatch[i] for i in micro] for micro in own])
+            for row in itertools.chain(*translated[rank]):
+                rank_of[row] = rank
         microbatches.append(translated)
-    return UpdatePlan(len(lengths), microbatches)
+    return UpdatePlan(microbatches, rank_of)
 
 
 def shuffled_minibatches(

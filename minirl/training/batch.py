@@ -3,7 +3,7 @@
 A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. Each is
 a sequence of a `Batch`, which holds N of them end to end, T tokens in all, on the device: a stream is a tensor [T]
 whose element t is about token t. The `RolloutTable` describes the sequences of all ranks to every rank. Only
-`gather_table`, `gather_to_rollouts`, `gather_tokens` and `exchange` communicate.
+`gather_table`, `gather_to_rollouts` and `exchange` communicate.
 """
 
 import dataclasses
@@ -36,11 +36,13 @@ class RolloutTable:
         sample          0  1  1  0  1
         branch          0  0  1  0  0
         rollout         0  1  1  2  3
+        holder          0  1  1  1  0
     """
 
-    prompt_ordinal: Tensor  # int64, as are the next five
+    prompt_ordinal: Tensor  # int64, as are the next six
     sample: Tensor
     branch: Tensor
+    holder: Tensor  # the rank that has the rollout
     num_prompt_tokens: Tensor
     num_tokens: Tensor
     num_loss_tokens: Tensor
@@ -77,6 +79,12 @@ class RolloutTable:
 
 
 NOT_MADE: Any = None  # a stream that does not exist yet
+STREAMS_OF_ROLLOUTS = {
+    "tokens": torch.int64,
+    "loss_mask": torch.bool,
+    "sample_logprobs": torch.float32,
+    "weight_version": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -192,12 +200,12 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     for rollout, rewards_of_rollout in zip(rollouts, rewards.tolist(), strict=True):
         for branch in rollout.branches:
             lengths = branch.num_prompt_tokens, len(branch.tokens), int(branch.loss_mask.sum())
-            own.append((*branch.rollout_id, *lengths, rollout.is_truncated, *rewards_of_rollout))
+            own.append((*branch.rollout_id, rank(), *lengths, rollout.is_truncated, *rewards_of_rollout))
     # No two branches have the same id.
     rows = sorted(itertools.chain(*gather_objects(own)))
-    integers = torch.tensor([row[:6] for row in rows], dtype=torch.int64).view(-1, 6)
-    is_truncated = torch.tensor([row[6] for row in rows], dtype=torch.bool)
-    all_rewards = torch.tensor([row[7:] for row in rows], dtype=torch.float64)
+    integers = torch.tensor([row[:7] for row in rows], dtype=torch.int64).view(-1, 7)
+    is_truncated = torch.tensor([row[7] for row in rows], dtype=torch.bool)
+    all_rewards = torch.tensor([row[8:] for row in rows], dtype=torch.float64)
     columns = [*integers.T, is_truncated, all_rewards.view(len(rows), rewards.shape[1])]
     return RolloutTable(*columns)
 
@@ -211,32 +219,22 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
     return all_reduce_sum(sums.index_add(0, batch.rollout, values.double().cpu()))
 
 
-def gather_tokens(values: Tensor) -> tuple[Tensor, slice]:
-    """Gather numbers of the tokens that the policy sampled from the ranks' batches (collective).
-
-    values [M, ...] belong to the sampled tokens of this rank's batch. Returns those of all ranks, in the ranks' order,
-    fp64 [M of the step, ...] on the host; and where this rank's are in them.
-    """
-    parts = gather_objects(values.double().cpu())
-    start = sum(map(len, parts[: rank()]))
-    return torch.cat(parts), slice(start, start + len(values))
-
-
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host, without their rollouts. Not collective."""
     prefixes = [_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches]
     lengths = tuple(len(branch.tokens) for branch in branches)
     temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
+    streams = {}
+    for name, dtype in STREAMS_OF_ROLLOUTS.items():
+        parts = [getattr(branch, name) for branch in branches]
+        streams[name] = torch.cat([torch.empty(0, dtype=dtype), *parts])
     return batch_type(
         lengths=lengths,
-        tokens=_join(branches, "tokens", torch.int64),
-        loss_mask=_join(branches, "loss_mask", torch.bool),
-        sample_logprobs=_join(branches, "sample_logprobs", torch.float32),
-        weight_version=_join(branches, "weight_version", torch.int32),
         temperature=over_tokens(temperatures, lengths),
         is_truncated=over_tokens(is_truncated, lengths),
         prefixes=tuple(prefixes),
+        **streams,
     )
 
 
@@ -253,38 +251,34 @@ def exchange(
     begin with the same prompt. streams: more fields of the batch, each over the branches of these rollouts end to
     end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these fields.
 
-    Example: a table of 4 rows, rank_of = [1, 0, None, 1].
+    Example: the table of `RolloutTable`, whose ranks hold rows 0, 4 and 1, 2, 3; rank_of = [1, 1, None, 0, 1].
 
-        rank 0 has rows 3, 0: it sends 3, 0 to rank 1
-        rank 1 has rows 1, 2: it sends 1 to rank 0, and 2 to none
-        rank 0's batch holds row 1; rank 1's holds rows 0, 3, which arrived as 3, 0
+        rank 0 sends rows 0, 4 to rank 1, and receives row 3
+        rank 1 sends row 3 to rank 0 and row 1 to itself, and receives rows 0, 4 and 1, which it sorts
     """
     branches = all_branches(rollouts)
     row_of = {rollout_id: row for row, rollout_id in enumerate(table.ids)}
-    own_rows = [row_of[branch.rollout_id] for branch in branches]
+    index_of = {row_of[branch.rollout_id]: i for i, branch in enumerate(branches)}
     own = pack(branches, batch_type).replace(**(streams or {}))
-    parts, rows_of_parts = [], []
-    for receiver in range(world_size()):
-        sent = [i for i, row in enumerate(own_rows) if rank_of[row] == receiver]
-        parts.append(own.select(sent))
-        rows_of_parts.append(torch.tensor([own_rows[i] for i in sent], dtype=torch.int64))
-    # How many rows and elements of each stream every rank sends this one.
-    counts = torch.tensor([[len(part.lengths), len(part.tokens)] for part in parts])
-    received_counts = torch.empty_like(counts)
-    with spent_on("wait_ranks"):
-        dist.all_to_all_single(received_counts, counts)
-    num_rows, num_tokens = received_counts.T.tolist()
-    # Rows and streams arrive in the same order, that of the sending ranks.
-    rows = _all_to_all(rows_of_parts, num_rows)
-    arrived = table[rows]
-    streams_of = [part._streams() for part in parts]
+    holders = table.holder.tolist()
+
+    def rows_from(sender: int, receiver: int) -> list[int]:
+        return [row for row, holder in enumerate(holders) if (holder, rank_of[row]) == (sender, receiver)]
+
+    sent = []
+    arrived = []
+    for other in range(world_size()):
+        sent.append(own.select([index_of[row] for row in rows_from(rank(), other)])._streams())
+        arrived.append(torch.tensor(rows_from(other, rank()), dtype=torch.int64))
+    num_tokens = [int(table.num_tokens[rows].sum()) for rows in arrived]
     received = {}
-    for name in streams_of[0]:
-        received[name] = _all_to_all([streams[name] for streams in streams_of], num_tokens)
+    for name in own._streams():
+        received[name] = _all_to_all([streams_of[name] for streams_of in sent], num_tokens)
+    rows = torch.cat(arrived)
     unsorted = dataclasses.replace(
         own,
-        lengths=tuple(arrived.num_tokens.tolist()),
-        prefixes=tuple(arrived.prefixes),
+        lengths=tuple(table.num_tokens[rows].tolist()),
+        prefixes=tuple(table[rows].prefixes),
         rollout=table.rollout[rows],
         **received,
     )
@@ -306,12 +300,6 @@ def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
     """The prompt of a branch: the first branches of a prompt's rollouts share one, every other branch has its own."""
     own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
     return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
-
-
-def _join(branches: Sequence[Rollout], name: str, dtype: torch.dtype) -> Tensor:
-    """One stream of the branches, end to end; empty without branches."""
-    empty = torch.empty(0, dtype=dtype)
-    return torch.cat([empty, *(getattr(branch, name) for branch in branches)])
 
 
 @spent_on("wait_ranks")

@@ -164,8 +164,3 @@ def _clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cl
     """Squared error of the values, clipped to within `clip` of the old ones."""
     clipped_values = old_values + (values - old_values).clamp(-clip, clip)
     return (clipped_values - returns).square()
-
-
-def sft_loss(logprobs: Tensor) -> Tensor:
-    """Cross entropy of each token, given its logprob."""
-    return -logprobs

@@ -129,8 +129,6 @@ class ShardedModel:
             unit.set_reshard_after_backward(reshards, recurse=False)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            if device.type == "cpu":
-                unit.set_custom_reduce_scatter(_CountedReduceScatter())
         place = "cpu" if offload_optimizer else device
         self.module._apply(
             lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
@@ -153,7 +151,9 @@ class ShardedModel:
         for unit in reversed(self._units):
             unit.unshard()
         self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
-        self.decoder = self.scorer = self._on_same_storage(config)
+        self.decoder = self.scorer = on_meta(config)
+        # Both names of a tied parameter.
+        _assign(self.decoder, dict(self.module.named_parameters(remove_duplicate=False)))
 
     def _freeze(self, is_frozen: Callable[[str], bool] | None) -> dict[str, torch.nn.Parameter]:
         """Freeze some parameters, on the meta device; returns these by name.
@@ -167,17 +167,6 @@ class ShardedModel:
                 parameter.data = parameter.data.to(self.dtype)
                 frozen[name] = parameter
         return frozen
-
-    def _on_same_storage(self, config: ModelConfig) -> Transformer:
-        """A model without FSDP's hooks on the same storage as the compute weights."""
-        model = on_meta(config)
-        # Both names of a tied parameter.
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            # Otherwise the assignment would change the `requires_grad` of the storage.
-            parameter.requires_grad_(parameters[name].requires_grad)
-        model.load_state_dict(parameters, assign=True)
-        return model
 
     def _share_layers(self, config: ModelConfig, device: torch.device) -> None:
         """Gather the root's weights, and make a decoder of this rank's rows if the model decodes (collective)."""
@@ -193,10 +182,7 @@ class ShardedModel:
                 if path.startswith(LAYERS) and isinstance(layer, Linear):
                     self._sliced |= {f"{path}.{name}" for name in layer.shard(self.decoder.shards)}
             self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
-            for name, parameter in self.decoder.named_parameters(remove_duplicate=False):
-                if name in roots:  # otherwise the assignment would change the `requires_grad` of the storage
-                    parameter.requires_grad_(roots[name].requires_grad)
-            self.decoder.load_state_dict(roots, strict=False, assign=True)
+            _assign(self.decoder, roots)
             layers = dict(self.decoder.model.layers.named_parameters(prefix=LAYERS[:-1]))
             self.compute_weights |= layers
             for name in self._frozen.keys() & self._sliced:
@@ -239,7 +225,7 @@ class ShardedModel:
         loss.backward()
 
     def make_optimizer(
-        self, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
+        self, *, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0
     ) -> torch.optim.AdamW:
         """Make an AdamW over the masters, with its state, for `step`, which sets the learning rate.
 
@@ -254,7 +240,7 @@ class ShardedModel:
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=eps, fused=True)
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, fused=True)
         for master in self.masters.values():
             if master.requires_grad:
                 num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -396,11 +382,10 @@ class ShardedModel:
     def _total_norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm of sharded tensors, each shard counted once; NaN or infinite if one of them is (collective)."""
         norm = torch.nn.utils.get_total_norm(tensors)
-        with spent_on("update_comm"):
-            total = norm.full_tensor()  # type: ignore[attr-defined]
-            if self._num_shards < world_size():
-                # Groups may sum their shards in different orders, but must clip by the same bits.
-                torch.distributed.broadcast(total, 0)
+        total = norm.full_tensor()  # type: ignore[attr-defined]
+        if self._num_shards < world_size():
+            # Groups may sum their shards in different orders, but must clip by the same bits.
+            torch.distributed.broadcast(total, 0)
         return float(total)
 
 
@@ -419,33 +404,14 @@ def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
     return init_device_mesh(device_type, (num_replicas, num_shards), mesh_dim_names=names)
 
 
+def _assign(model: Transformer, weights: Mapping[str, Tensor]) -> None:
+    """Let the model compute with the storage of these weights, by name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights:  # otherwise the assignment would change the `requires_grad` of the storage
+            parameter.requires_grad_(weights[name].requires_grad)
+    model.load_state_dict(weights, strict=False, assign=True)
+
+
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-class _CountedReduceScatter:
-    """FSDP's default reduction on the CPU, as a separate cause in the account of time.
-
-    On the CPU the thread that calls `backward` waits for the other ranks. On CUDA the sums overlap with backward and
-    take no time of the host.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the buffer that FSDP puts a unit's gradients into."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    @spent_on("update_comm")
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: torch.distributed.ProcessGroup,
-        op: torch.distributed.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Any:
-        """Sum the ranks' inputs and give each rank its part (collective in the group)."""
-        # As in `all_gather_flat`.
-        old_name = torch.distributed.reduce_scatter_tensor
-        reduce_scatter = getattr(torch.distributed, "reduce_scatter_single", old_name)
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

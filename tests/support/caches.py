@@ -13,9 +13,9 @@ CPU = torch.device("cpu")
 def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
     """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
     shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-    cache = KVCache({0: window}, num_tokens=96 * BLOCK, max_sequences=12, dtype=dtype, device=CPU, **shape)
+    cache = KVCache({0: window}, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU, **shape)
     parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
-    rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, 5))]
+    rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, *[5] * 16))]
     for row in rows:
         assert cache.extend(row)
     for _ in range(70):

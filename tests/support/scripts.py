@@ -11,20 +11,16 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from minirl.extras import evaluate
-from minirl.ranks.time_account import TimeAccount
 from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.flags import parse
-from support.jobs import ROOT, Job, free_port, start, torchrun
+from support.jobs import ROOT, Job, start
 from support.rank_pool import RankPool
 
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
@@ -124,17 +120,6 @@ def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
     return _finish(start_script(script, *flags, runs=runs, ranks=ranks))
 
 
-def run_on_two_nodes(script: Path, *flags: str, runs: Path) -> str:
-    """Run a script to its end under two torchrun agents, with one rank each; what the first one printed."""
-    meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "--nnodes=2"]
-    jobs = []
-    for node in range(2):
-        command = torchrun(script, *words(flags), options=[*meeting, f"--node-rank={node}"], ranks=1)
-        jobs.append(start(Path(tempfile.mkdtemp()), [command], MINIRL_RUNS=str(runs)))
-    printed, _ = map(_finish, jobs)
-    return printed
-
-
 def _finish(job: Job) -> str:
     try:
         codes = job.codes(within=150)
@@ -157,38 +142,6 @@ def run_in_pool(
     under: makes a context to run it in.
     """
     return pool.run(_run_main, script, str(runs), flags, under)[0]
-
-
-def run_beside_a_clock(
-    pool: RankPool, script: str, *flags: str, runs: Path
-) -> list[list[tuple[float, float]]]:
-    """Run a script as `run_in_pool` does; for each rank the moments before and after each reading of its clock.
-
-    It reads the clock when it begins its account of time, and whenever it takes it.
-    """
-    return pool.run(_run_main_beside_a_clock, script, str(runs), flags)
-
-
-def _run_main_beside_a_clock(
-    rank: int, script: str, runs: str, flags: tuple[str, ...]
-) -> list[tuple[float, float]]:
-    moments = []
-
-    def watched(method: Callable[[TimeAccount], Any]) -> Callable[[TimeAccount], Any]:
-        def call(account: TimeAccount) -> Any:
-            before = time.monotonic()
-            result = method(account)
-            moments.append((before, time.monotonic()))
-            return result
-
-        return call
-
-    with (
-        mock.patch.object(TimeAccount, "begin", watched(TimeAccount.begin)),
-        mock.patch.object(TimeAccount, "take", watched(TimeAccount.take)),
-    ):
-        _run_main(rank, script, runs, flags)
-    return moments
 
 
 def load_script(script: str) -> Any:
@@ -253,12 +206,6 @@ def all_held_out() -> Any:
 def scored_before_the_update() -> Any:
     """A scoring pass gives the old logprobs, whatever the sampled ones are."""
     return mock.patch.object(setup, "source_of_old_logprobs", return_value="scored")
-
-
-def in_nodes_of_two() -> Any:
-    """The variables that torchrun sets on nodes of two ranks."""
-    local_rank = torch.distributed.get_rank() % 2
-    return mock.patch.dict(os.environ, LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2")
 
 
 def reward_of(folder: Path, text: str) -> str:

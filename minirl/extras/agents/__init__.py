@@ -1,1 +1,1 @@
-"""Annex: programs and environments that were not written for minirl. Other runs import nothing here."""
+"""Programs and environments that were not written for minirl. Other runs import nothing here."""

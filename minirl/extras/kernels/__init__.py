@@ -1,1 +1,1 @@
-"""Annex: kernels for CUDA alone, each with a twin on the CPU. They are imported when a tensor is on a GPU."""
+"""Kernels for CUDA alone, each with a twin on the CPU. They are imported when a tensor is on a GPU."""

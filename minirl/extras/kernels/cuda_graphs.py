@@ -2,8 +2,8 @@
 
 A graph is captured with fixed addresses and a fixed batch size. So the engine pads each decode step to one of some
 batch sizes (`padding.graph_batch_size`; 22 up to 1,024 requests), and the step's inputs are copied into buffers that
-belong to the graph. The buffers of block tables have the largest width a table can have; neither CUDA decode kernel
-reads beyond a request's keys.
+belong to the graph. The buffers of block tables have the largest width a table can have; the kernel does not read
+beyond a request's keys.
 
 A graph also holds the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
 the cache does. A batch size is captured at its first use, which costs about two steps without a graph. On the

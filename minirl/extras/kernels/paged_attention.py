@@ -1,4 +1,4 @@
-"""Decode attention over block tables as a Triton kernel, used on CUDA where flash-attn is not installed.
+"""Decode attention over block tables as a Triton kernel, on CUDA.
 
 It reads the pools in the portable kernel's layout, so one layout serves both: a key block [C, BLOCK] is the
 right factor of its product without a transpose. Scores, softmax and sums are fp32. A program reads the keys
