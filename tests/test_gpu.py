@@ -84,7 +84,7 @@ def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
 @pytest.mark.parametrize("window", [None, 1, 100, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
-    """As under the interpreter (test_kernels_paged), by the device: pools and tables are the same."""
+    """As under the interpreter, by the device: pools, tables and what must not be touched are the same."""
     pytest.importorskip("triton")
     cache, rows = make_cache(window, groups, dim, dtype)
     pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
