@@ -322,13 +322,3 @@ process_group.start()
     output = "".join(outputs_of(tmp_path, body, [2, 2], within=15))
     assert output.count("error: devices: all ranks need the same, but rank 1 on cpu, rank 0 on cuda") == 1
     assert "Traceback" not in output
-
-
-@pytest.mark.slow
-def test_row_43_a_wrong_flag_is_told_once_by_all_ranks(tmp_path):
-    """Before there is a process group: code 2, one line in all."""
-    with started(tmp_path, [grpo("--grop-size", "4")] * 2) as job:
-        assert job.codes(within=30) == [2, 2]
-        output = job.output(0) + job.output(1)
-        assert output.count("--group-size") == 1
-        assert "Traceback" not in output

@@ -41,7 +41,6 @@ from minirl.run.run_folder import newest_checkpoint, run_of
 from minirl.run.setup import Setup
 from minirl.training.advantages import weighted_scores
 
-JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
 # The flags of a run that its evaluation repeats.
 OF_RUN = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
@@ -107,7 +106,6 @@ def evaluate_prompts(setup: Setup) -> list[Record]:
         (setup.eval_requests(ordinal, 1) for ordinal in own),
         num_requests=len(own) * (setup.config.eval_samples or 1),
         num_open=2 * setup.sizes.max_running_requests,
-        num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
     ):
         scores = weighted_scores(rewarded.rewards, setup.score_weights)
         records += setup.records(rewarded, reward=scores)
