@@ -138,7 +138,7 @@ SCHEDULES = {
     },
     "one at a time": {"max_running_requests": 1},
     "prompts alone": {"max_prefill_tokens": 1},
-    "preempted, at any time": {"cache_tokens": 288},
+    "preempted": {"cache_tokens": 320},
     "late, few": {"async_decoding": True, "max_running_requests": 3, "max_prefill_tokens": 130},
     "late, padded, few, at any time": {
         "async_decoding": True,
