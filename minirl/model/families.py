@@ -235,7 +235,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     config = _as_transformers_reads(raw)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
-    fields: dict[str, Any] = {
+    fields = _ropes(config, kinds, head_dim, family) | {
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
@@ -252,7 +252,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     }
     for name in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         fields[name] = getattr(config, name)
-    fields |= _ropes(config, kinds, head_dim, family) | dict(family.features)
+    fields |= family.features
     refuse(
         fields["activation"] not in ACTIVATIONS,
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",

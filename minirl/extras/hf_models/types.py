@@ -64,7 +64,7 @@ def read_other(raw: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a config.json. Raises InputError for a model that transformers or minirl lacks."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = raw.get("model_type")
+    name = str(raw.get("model_type"))
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise InputError(f"config.json: model_type {name!r} is not a language model of this transformers")
     model = hf_model(raw)
