@@ -101,8 +101,6 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     assert sum(map(len, groups)) == 6, "a group is split"
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
     assert num_alone == [8] * world_size
-    notes = prompts.notes(per_step=6)
-    assert any("--prompts-per-step" in note for note in notes) == (world_size > 6)
 
 
 def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
@@ -139,6 +137,8 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     goes_on = peer.apply_chat_template(CONTINUED, continue_final_message=True, return_dict=False)
     assert encoded(CONTINUED) == goes_on == ids("<bos><turn>user:hello<turn>assistant:one, t")
     assert encoded([*CONTINUED, {"role": "tool", "content": "a"}])[-11:] == ids("<turn>assistant:")
+    rows = [Row(prompt, {}, "f:1") for prompt in ("a", CHAT, CONTINUED, "b" * 90, "", "<eos>.")]
+    assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
     tokenizer.chat = True
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
