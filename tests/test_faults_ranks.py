@@ -29,7 +29,7 @@ from minirl.errors import GuardError, InputError, RewardError
 
 def joined(hang_timeout=30.0):
     process_group.start(hang_timeout=hang_timeout)
-    launch.begin_phase("step 3, phase reward")
+    launch.announce_phase("step 3, phase reward")
     print("joined", flush=True)
 
 rank = process_group.rank()
@@ -85,7 +85,7 @@ def test_rows_01_and_37_a_hang_names_the_rank_and_its_phase_and_so_does_a_kill(t
 if rank == 1:
     os.kill(os.getpid(), {number:d})
     time.sleep(300)
-launch.begin_phase("step 3, phase update")
+launch.announce_phase("step 3, phase update")
 process_group.barrier()"""
     start = time.monotonic()
     with started(tmp_path, [python(tmp_path, body)] * 3) as job:

@@ -45,7 +45,6 @@ from minirl.run.run_folder import runs_root
 from minirl.run.setup import Setup
 from minirl.training.advantages import weighted_scores
 
-JUDGED_TOGETHER = 64  # prompts of one call of a reward model, which may have to come from the host's memory
 # The flags of a run that its evaluation repeats.
 OF_RUN = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
@@ -75,25 +74,25 @@ class Config(EvaluationFlags, RunConfig):
         return False
 
 
-def is_checkpoint(model: str) -> bool:
+def _is_checkpoint(model: str) -> bool:
     """True for a checkpoint of a run."""
     return os.path.isdir(os.path.join(model, "resume"))
 
 
-def run_of(model: str) -> Path | None:
+def _run_of(model: str) -> Path | None:
     """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
     folder = Path(model)
-    if is_checkpoint(model):
+    if _is_checkpoint(model):
         return folder.resolve().parent.parent
     is_model = os.path.exists(folder / "config.json")
     runs = () if is_model else (folder, runs_root() / model)
     return next((run for run in runs if os.path.exists(run / "args.json")), None)
 
 
-def newest_checkpoint(model: str) -> str:
+def _newest_checkpoint(model: str) -> str:
     """The newest checkpoint of a run; any other model unchanged. Raises InputError if the run has none."""
-    run = run_of(model)
-    if run is None or is_checkpoint(model):
+    run = _run_of(model)
+    if run is None or _is_checkpoint(model):
         return model
     checkpoints = checkpoints_in(run)
     refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
@@ -103,7 +102,7 @@ def newest_checkpoint(model: str) -> str:
 def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = early_value("model", arguments)
-    run = run_of(model) if model else None
+    run = _run_of(model) if model else None
     args = read_json_object(run / "args.json") if run else {}
     if early_value("data", arguments):
         args["eval_data"] = []
@@ -136,7 +135,6 @@ def evaluate_prompts(setup: Setup) -> list[Record]:
         (setup.eval_requests(ordinal, 1) for ordinal in own),
         num_requests=len(own) * (setup.config.eval_samples or 1),
         num_open=2 * setup.sizes.max_running_requests,
-        num_together=JUDGED_TOGETHER if setup.config.reward_model else 1,
     ):
         scores = weighted_scores(rewarded.rewards, setup.score_weights)
         records += setup.records(rewarded, reward=scores)
@@ -165,7 +163,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
     process_group.start(hang_timeout=config.hang_timeout)
     # On rank 0 alone: meanwhile the run may save another one.
-    model = newest_checkpoint(config.model) if config.model and rank() == 0 else None
+    model = _newest_checkpoint(config.model) if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
     setup.print_start()
     parts = gather_objects(evaluate_prompts(setup))

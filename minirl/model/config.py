@@ -1,7 +1,10 @@
 """The shape and features of a decoder, with the names of config.json."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 # Rows of a gated delta net's chunk; twice as many take a fifth longer on the CPU, in decoding and in training.
 DELTA_CHUNK = 32
@@ -66,6 +69,25 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
+class OtherModel(Protocol):
+    """A model by other modules than minirl's; `extras.hf_models` has them. Hashable.
+
+    is_exact: whether decoding had the bits of scoring on the CPU.
+    """
+
+    @property
+    def is_exact(self) -> bool: ...
+
+    def make(self, config: "ModelConfig", *, recompute_layers: bool) -> Any:
+        """A model on the meta device, with the interface of `Transformer`."""
+
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a folder, by its names, from those of parameters, by the model's."""
+
+    def joined(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """The one parameter that a folder stores in these tensors."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and features of a decoder, read from config.json by `families.read_config`."""
@@ -107,6 +129,8 @@ class ModelConfig:
     kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
+    # Its modules, if they are not minirl's.
+    other: OtherModel | None = None
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
 

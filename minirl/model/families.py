@@ -7,6 +7,7 @@ docs/families.md lists the families, and says how to add one or a feature.
 """
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -224,9 +225,15 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
+        from minirl.extras.hf_models.types import read_other
+
+        config = _as_transformers_reads(raw)
+        scalar_head = _is_classifier(raw, config.num_labels)
+        return dataclasses.replace(read_other(raw, config), scalar_head=scalar_head)
     prefix = weight_prefix(raw)
     raw = _text_part(raw)
-    family = _own_family(raw.get("model_type"))
+    family = FAMILIES[raw["model_type"]]
     known = _KEYS_OF_ALL.union(family.keys.split())
     _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
@@ -258,17 +265,6 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
     return ModelConfig(**fields)
-
-
-def _own_family(model_type: object) -> Family:
-    """Return the family of this type. Raises InputError for the types that minirl has no modules of."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        own = ", ".join((*FAMILIES, *_VISION_MODELS))
-        raise InputError(
-            f"config.json: model_type {model_type!r} is not supported; expected one of {own}; docs/families.md "
-            "shows how to add one"
-        )
-    return FAMILIES[model_type]
 
 
 def weight_prefix(raw: Mapping[str, Any]) -> str:
@@ -376,7 +372,8 @@ def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
     except Exception as error:  # which one depends on the version of transformers
         reason = " ".join(str(error).split())
-        raise InputError(f"config.json: transformers cannot read it: {reason}") from None
+        name = raw.get("model_type")
+        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None
 
 
 def _head_dim(config: Any) -> int:

@@ -201,6 +201,9 @@ class Transformer(nn.Module):
 
 def on_meta(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
     """A model whose parameters have no values and take no memory."""
+    if config.other is not None:
+        other: Transformer = config.other.make(config, recompute_layers=recompute_layers)
+        return other
     with torch.device("meta"):
         return Transformer(config, recompute_layers=recompute_layers)
 
@@ -212,8 +215,11 @@ def is_batch_invariant(
 
     num_shards: the parts in which decoding computes the columns of layers.
     """
+    if config.other is not None and not config.other.is_exact:
+        return False
     parameters = on_meta(config).model.layers.parameters()
-    layers = [(weight.shape[1], weight.shape[0]) for weight in parameters if weight.ndim == 2]
+    # Experts are stacked: [experts, out, in].
+    layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
     vocab_chunks = (min(config.vocab_size, VOCAB_CHUNK), config.vocab_size % VOCAB_CHUNK)
     head = [(config.hidden_size, width) for width in vocab_chunks if width]
     if not batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards):

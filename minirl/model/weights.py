@@ -7,7 +7,7 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
-from minirl.model.families import read_config, weight_prefix
+from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer, on_meta
 
@@ -68,15 +68,18 @@ def load_weights(model: Transformer, folder: Path) -> None:
     """
     files = _find_tensors(model, folder)
     rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
-    if model.config.tie_word_embeddings and "lm_head.weight" in files:
-        _check_tied_head(files, _stored_name("model.embed_tokens.weight", model.config.weight_prefix))
+    config = model.config
+    if config.tie_word_embeddings and "lm_head.weight" in files and config.other is None:
+        _check_tied_head(files, _stored_name("model.embed_tokens.weight", config.weight_prefix))
     for name, param in named_parameters(model).items():
         layer = name.removesuffix(".weight")
-        stored = _stored_name(name, model.config.weight_prefix)
+        stored, *more = stored_tensors(config, {name: torch.empty(param.shape, device="meta")})
         if layer in adapters:  # a module that PEFT saved whole, as a scalar head
             fill(param, adapters.pop(layer), f"{folder / WEIGHTS_FILE}: {layer}")
         elif stored not in files:
             fill(param, first_values(name, param.shape), name)
+        elif more:
+            fill(param, _joined(config, [stored, *more], files), name)
         else:
             label = f"{files[stored]}: {stored}"
             # Open the file for each tensor: while a file is open, its pages stay in memory once read.
@@ -85,6 +88,23 @@ def load_weights(model: Transformer, folder: Path) -> None:
     refuse(
         adapters, f"{folder / WEIGHTS_FILE}: the base has no weights for {sorted(adapters)[:5]} (first five)"
     )
+
+
+def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder, by its names, from those of parameters, by the model's."""
+    if config.other is not None:
+        return config.other.stored(tensors)
+    return {_stored_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
+
+
+def _joined(config: ModelConfig, names: Sequence[str], files: Mapping[str, Path]) -> Tensor:
+    """The parameter that the folder stores in the tensors of these names."""
+    assert config.other is not None
+    parts = {}
+    for name in names:
+        with open_tensors(files[name]) as file:
+            parts[name] = file.get_tensor(name)
+    return config.other.joined(parts)
 
 
 def _stored_name(name: str, prefix: str) -> str:
@@ -110,9 +130,12 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
     """Return the file of each tensor in the folder. Raises InputError if they do not fit the model."""
     files = _file_of_each_tensor(folder)
-    prefix = model.config.weight_prefix
-    parameters = named_parameters(model).items()
-    params = {_stored_name(name, prefix): param for name, param in parameters if not is_adapter(name)}
+    params = {
+        name: torch.empty(param.shape, device="meta")
+        for name, param in named_parameters(model).items()
+        if not is_adapter(name)
+    }
+    params = stored_tensors(model.config, params)
     if model.config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
@@ -314,9 +337,8 @@ def write_folder(
     written_config["dtype"] = str(dtype).removeprefix("torch.")
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
     if peft_config is None:
-        prefix = weight_prefix(config)
         weights_name = "model.safetensors"
-        stored = {_stored_name(name, prefix): tensor for name, tensor in tensors.items()}
+        stored = stored_tensors(config_from_dict(config), tensors)
     else:
         weights_name = WEIGHTS_FILE
         stored = {peft_name(name): tensor for name, tensor in tensors.items()}

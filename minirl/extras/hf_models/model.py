@@ -1,0 +1,230 @@
+"""transformers' own modules on packed streams, with the interface of `model.transformer.Transformer`.
+
+Attention is minirl's `attend`, registered through transformers' AttentionInterface. On the CPU products and elementwise
+functions are replaced by batch-invariant ones while the model runs. Parameters have transformers' names; `names` says
+how folders name them. `gate` decides which models may come here.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from minirl.errors import InputError, refuse
+from minirl.model import batch_invariance, padding
+from minirl.model.attention import Layout, PackedLayout, attend
+from minirl.model.config import ModelConfig
+from minirl.model.layers import Linear
+from minirl.model.shards import Shards
+from minirl.model.transformer import Transformer
+
+# Arguments of attention functions that change nothing here: no model is in training mode, so none drops anything.
+_HARMLESS = frozenset(
+    "dropout position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
+    "return_dict".split()
+)
+# Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
+_ELEMENTWISE = {
+    getattr(place, name)
+    for name in "silu gelu sigmoid softplus tanh exp cos sin".split()
+    for place in (F, torch, Tensor)
+    if hasattr(place, name)
+}
+
+
+@dataclass
+class Stream:
+    """What the modules of one model know of the stream that they run on.
+
+    calls: if a list, gets each call of attention as (layer, window, shapes of query, key and value).
+    """
+
+    layout: Layout = field(default_factory=lambda: PackedLayout((), torch.device("cpu")))
+    calls: list[tuple[int, int | None, tuple[torch.Size, ...]]] | None = None
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: `attend` on [1, heads, T, C] -> [1, T, heads, C].
+
+    Raises InputError, naming an argument that would change the result.
+    """
+    unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
+    refuse(unknown, f"its attention needs {', '.join(unknown)}, which minirl's lacks")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refuse(not causal, "its attention is not causal")
+    stream: Stream = module.stream
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if stream.calls is not None:
+        stream.calls.append((module.layer_idx, sliding_window, (q.shape, k.shape, v.shape)))
+    if scaling is not None and scaling != q.shape[-1] ** -0.5:
+        q = q * (scaling * q.shape[-1] ** 0.5)
+    width = v.shape[-1]
+    if width < k.shape[-1]:  # latent attention
+        v = F.pad(v, (0, k.shape[-1] - width))
+    out = attend(q, k, v, stream.layout, layer=module.layer_idx, window=sliding_window)
+    return out[None, ..., :width], None
+
+
+class _BatchInvariant(TorchFunctionMode):
+    """Gives each row of a product, and each element of a function, the same bits in any batch on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if func in _ELEMENTWISE and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            x = args[0].reshape(-1)
+            padded = F.pad(x, (0, -len(x) % batch_invariance.VECTOR_WIDTH))
+            with torch._C.DisableTorchFunction():
+                return func(padded, *args[1:], **kwargs)[: len(x)].reshape(args[0].shape)
+        return func(*args, **kwargs)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of x [..., in]."""
+    rows = x.reshape(-1, x.shape[-1])
+    with torch._C.DisableTorchFunction():
+        product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
+    return product[: len(rows)].reshape(*x.shape[:-1], len(weight))
+
+
+class _Linear(Linear):
+    """A linear layer that can have an adapter, and be sharded, on x [1, T, in]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+
+
+def build_on_meta(config: Any) -> Any:
+    """transformers' model of its config: parameters without values, buffers that no file has with theirs."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("minirl", packed_attention)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    hf.set_attn_implementation("minirl")
+    for module in hf.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name in module._non_persistent_buffers_set:
+                module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
+            else:  # of a file, and not trained
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+        if module._non_persistent_buffers_set:
+            with torch.no_grad():
+                hf._init_weights(module)
+    return hf.eval()
+
+
+class HFTransformer(nn.Module):
+    """See the module, and `Transformer`."""
+
+    shards: Shards | None = None
+    _hf: Any
+    model: Any
+    lm_head: Any
+
+    def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
+        super().__init__()
+        self.config = config
+        self.recompute_layers = recompute_layers
+        # Not registered: the parts of it are parts of this model, by the same names.
+        self.__dict__["_hf"] = hf
+        head = hf.get_output_embeddings()
+        for name, child in hf.named_children():
+            if child is not head or not config.scalar_head:
+                self._modules[name] = child
+        if config.scalar_head:
+            self.score = Linear(config.hidden_size, 1, bias=False)
+        elif "lm_head" not in self._modules:
+            self.__dict__["lm_head"] = head
+        # The caller multiplies by the head; what the model does to logits is then done to hidden states.
+        head.forward = lambda states: states
+        layers = decoder_layers(hf)
+        decoder = self._modules.get("model") or self.__dict__.setdefault("model", SimpleNamespace())
+        for name, module in (("layers", layers), ("embed_tokens", hf.get_input_embeddings())):
+            if not hasattr(decoder, name):
+                decoder.__dict__[name] = module
+        self.stream = Stream()
+        for module in self.modules():
+            module.__dict__["stream"] = self.stream
+            if type(module) is nn.Linear:
+                module.__class__ = _Linear
+        if recompute_layers:
+            for layer in layers:
+                layer.forward = functools.partial(self._recompute, layer.forward)
+        self._values = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
+        self._place: torch.device | None = None
+        self.tie_weights()
+        if config.adapters is not None:
+            Transformer._add_adapters(self, config.adapters)  # type: ignore[arg-type]
+
+    def tie_weights(self) -> None:
+        """See `Transformer`."""
+        if self.config.tie_word_embeddings and not self.config.scalar_head:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """See `Transformer`."""
+        ids = padding.pad_rows(tokens)
+        if self.shards is not None and not self.shards.join(len(ids), has_tokens=len(tokens) > 0):
+            return self.model.embed_tokens(tokens)
+        if self._place != tokens.device:
+            self._move(tokens.device)
+        self.stream.layout = layout
+        hf = self._hf.base_model if self.config.scalar_head else self._hf
+        with self._invariance():
+            out = hf(input_ids=ids[None], position_ids=padding.pad_rows(positions)[None], use_cache=False)
+        states: Tensor = out[0][0, : len(tokens)]
+        return states.to(self.model.embed_tokens.weight.dtype)
+
+    def _move(self, device: torch.device) -> None:
+        """Copy the buffers to the device; whatever else moved or cast the model left them without values."""
+        self._place = device
+        for module, name, buffer in self._values:
+            module._buffers[name] = buffer.to(device)
+        if self._hf._can_set_experts_implementation():
+            self._hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
+
+    def _invariance(self) -> Any:
+        assert self._place is not None
+        return _BatchInvariant() if self._place.type == "cpu" else nullcontext()
+
+    def _recompute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A layer's forward, which runs again in backward, on the same stream."""
+        layout = self.stream.layout
+
+        def run(*args: Any) -> Any:
+            self.stream.layout = layout
+            with self._invariance():
+                return forward(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False) if torch.is_grad_enabled() else run(*args)
+
+
+def decoder_layers(hf: Any) -> nn.ModuleList:
+    """The decoder's layers. Raises InputError if there is no such list."""
+    num_layers = hf.config.get_text_config().num_hidden_layers
+    lists = (m for m in hf.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    layers = next(lists, None)
+    if layers is None:
+        raise InputError("config.json: it has no list of num_hidden_layers layers")
+    return layers
