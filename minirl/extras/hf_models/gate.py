@@ -177,9 +177,9 @@ def _measure(config: Any) -> Facts:
     model.stream.calls = calls
     _check(model, sequences[1:2], expected[1:2], "its attention, or what it does to logits after the head")
     model.stream.calls = None
-    _check(model, sequences[:1], expected[:1], "windows, or ropes at later positions")
-    _check(model, [*sequences[1::-1]], expected[1::-1], "a sequence sees another, or positions are ignored")
-    packed = _check(model, sequences, expected, "it depends on the longest sequence")
+    _check(model, sequences[:1], expected[:1], "later positions, by windows or ropes")
+    shared = "a sequence depends on others, by a state, ignored positions, or a rope of the longest one"
+    packed = _check(model, sequences, expected, shared)
     shapes = {shapes for _, _, shapes in calls}
     refuse(len(shapes) != 1, f"its layers have keys of several shapes: {sorted(shapes)}")
     layers = [layer for layer, _, _ in calls]
