@@ -80,7 +80,6 @@ STD = float(double([2, 0, 2, 5, 7, 4]).std())
     ("baseline", "norm", "expected"),
     [
         ("leave_one_out", "none", [[1, -2, 0, 1], [-2, 2, 0, 0], [0] * 4, [0] * 4]),
-        ("none", "none", [[2, 0, 0, 2], [5, 7, 0, 0], [0, 4, 0, 0], [0] * 4]),
         (
             "mean",
             "group_std",  # 2 / sqrt(3) and sqrt(2)

@@ -120,16 +120,6 @@ def test_a_shared_prompt_gives_each_row_the_bits_that_it_has_unshared(dtype, win
     assert_same(got[layout.hidden_index], expected, min_queries(16, dtype) is not None)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_gradients_of_shared_rows_are_the_sums_over_those_who_share_them(window):
-    """In fp64 the gradient of a shared query, key or value is what autograd sums when each sequence has its copy."""
-    layout = shared_layout(FAMILIES)
-    leaves = [x.requires_grad_() for x in random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)]
-    got = attend(*leaves, layout, layer=0, window=window)[layout.hidden_index]
-    expected = attend_packed(*(x[layout.hidden_index] for x in leaves), layout.lengths, window)
-    assert_gradients_near(got, expected, leaves, seed=3)
-
-
 def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
     """The fused kernels' result: each sequence's queries are the last of its keys; [left, 0] keys around them."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -268,40 +258,36 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
     check(left[1:])
 
 
-@pytest.mark.parametrize("differs_below", [1, 2, 3, 5, 16, 17])
-def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(differs_below, monkeypatch):
-    """With a library whose products of fewer rows round differently it asks for more; it is None if 16 are too few."""
-
-    def bmm(x, y):
-        return x @ y * (1 + 1e-6 * (x.shape[1] < differs_below))
-
-    if min_queries.__wrapped__(16, torch.float64) != 1:
-        pytest.skip("this machine's fp64 products are not batch-invariant")
-    monkeypatch.setattr(torch, "bmm", bmm)
-    expected = next((rows for rows in (1, 2, 4, 8, 16) if rows >= differs_below), None)
-    assert min_queries.__wrapped__(16, torch.float64) == expected
+FAULTS = {
+    "below 3 queries": (lambda x, y: x.shape[1] < 3, 4),
+    "below 16 queries": (lambda x, y: x.shape[1] < 16, 16),
+    "below 17 queries": (lambda x, y: x.shape[1] < 17, None),
+    "matrices": (lambda x, y: len(x) > 1, None),
+    "layout of keys": (lambda x, y: y.shape[2] >= BLOCK and not y.is_contiguous(), None),
+    "layout of values": (lambda x, y: y.shape[2] < BLOCK and not y.is_contiguous(), None),
+}
 
 
-@pytest.mark.parametrize("varies_with", ["matrices", "layout of keys", "layout of values"])
-def test_attention_whose_products_depend_on_how_they_are_called_is_not_batch_invariant(
-    varies_with, monkeypatch
-):
-    """Torch's bf16 products without bf16 instructions do: a run with them does not claim equal logprobs. Pitfall 38."""
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(name, monkeypatch):
+    """With a library whose products round differently when they are called in some way: None if 16 are too few.
+
+    Torch's bf16 products without bf16 instructions do: a run with them does not claim equal logprobs. Pitfall 38.
+    """
+    has_fault, expected = FAULTS[name]
     config = cached_model("full", torch.float32).config
     if not is_batch_invariant(config, torch.float32, CPU):
         pytest.skip("this machine's fp32 products are not batch-invariant")
 
+    least = min_queries(config.head_dim, torch.float32)
+
     def bmm(x, y, bmm=torch.bmm):
-        is_other = {
-            "matrices": len(x) > 1,
-            "layout of keys": y.shape[2] >= BLOCK and not y.is_contiguous(),
-            "layout of values": y.shape[2] < BLOCK and not y.is_contiguous(),
-        }
-        return bmm(x.flip(2), y.flip(1)) if is_other[varies_with] else bmm(x, y)
+        return bmm(x.flip(2), y.flip(1)) if has_fault(x, y) else bmm(x, y)
 
     monkeypatch.setattr(torch, "bmm", bmm)
     min_queries.cache_clear()
     try:
-        assert not is_batch_invariant(config, torch.float32, CPU)
+        assert min_queries(config.head_dim, torch.float32) == (expected and max(expected, least))
+        assert is_batch_invariant(config, torch.float32, CPU) == (expected is not None)
     finally:
         min_queries.cache_clear()

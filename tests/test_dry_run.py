@@ -66,7 +66,7 @@ CASES = {
         QWEN_7B,
         "--gpus 8x80 --kl-coef 0.1",
         {"weights": 15.2, "masters and moments": 11.4, "gradients": 3.81, "activations": 40.9}
-        | {"cache_tokens": 144 * (812 + 256), "cache": 8.82},
+        | {"cache_tokens": 144 * (812 + 128), "cache": 7.76},
         "recompute_layers False, shard_gradients True",
     ),
     # Whole weights of 65.5 fit into no card; from shards a rank holds embedding and head, and an eighth of the layers.
@@ -97,8 +97,8 @@ CASES = {
         "",
     ),
     # A rank has 8 completions and a greedy one of 8 prompts, or with those of the next step of 16.
-    "whole": (train_grpo, QWEN_05B, STALE, {"cache_tokens": 72 * (1324 + 256)}, ""),
-    "partial": (train_grpo, QWEN_05B, f"{STALE} --max-staleness 8", {"cache_tokens": 144 * (1324 + 256)}, ""),
+    "whole": (train_grpo, QWEN_05B, STALE, {"cache_tokens": 72 * (1324 + 128)}, ""),
+    "partial": (train_grpo, QWEN_05B, f"{STALE} --max-staleness 8", {"cache_tokens": 144 * (1324 + 128)}, ""),
 }
 
 

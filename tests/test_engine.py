@@ -6,7 +6,6 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,19 +37,6 @@ VARIANTS += [slow(attention, torch.float32) for attention in WINDOWS if attentio
 for_every_model = pytest.mark.parametrize(
     ("attention", "dtype"), VARIANTS, ids=lambda x: str(x).removeprefix("torch.")
 )
-
-
-def on_every_model(name: str, *, fast: Sequence[Any], dear: Sequence[Any], elsewhere: Sequence[Any]) -> Any:
-    """Cases of all these values on the first model, and of those for `elsewhere` on the others.
-
-    How the engine schedules and how a model remembers a sequence meet where rows are forked, freed and thrown out.
-    """
-    (*first,), *others = (getattr(model, "values", model) for model in VARIANTS)
-    cases = [*((*first, value) for value in fast), *(slow(*first, value) for value in dear)]
-    cases += [slow(*other, value) for other in others for value in elsewhere]
-    return pytest.mark.parametrize(
-        ("attention", "dtype", name), cases, ids=lambda x: str(x).removeprefix("torch.")
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -157,11 +143,11 @@ SCHEDULES = {
         "max_running_requests": 7,
     },
 }
-# Together they have every part of a schedule.
-FEW_SCHEDULES = list(SCHEDULES)[:2]
+FEW_SCHEDULES = list(SCHEDULES)[:2]  # together they have every part of a schedule
 
 
-@on_every_model("name", fast=FEW_SCHEDULES, dear=list(SCHEDULES)[2:], elsewhere=FEW_SCHEDULES)
+@for_every_model
+@pytest.mark.parametrize("name", [name if name in FEW_SCHEDULES else slow(name) for name in SCHEDULES])
 def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
     """Few rows, small prefills, rows that are thrown out and recomputed, tokens that are read one step late, what a
     graph would replay (called instead), and groups torn apart that arrive while others decode change no bit and sample
@@ -202,18 +188,13 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
     assert stats.wasted_tokens == stats.computed_tokens - num_decoded
 
 
-@on_every_model(
-    "how",
-    fast=[(True, True, 8192)],
-    dear=[(True, False, 288), (False, False, 288), (True, False, 8192)],
-    elsewhere=[(True, False, 8192)],
-)
-def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, how):
+@for_every_model
+@pytest.mark.parametrize(("late", "cache_tokens"), [(True, 8192), slow(False, 288)])
+def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, late, cache_tokens):
     """Again and again, on one of two engines at equal weights: each token carries the version of the phase that
     sampled it. Pitfall 40."""
     model = cached_model(attention, dtype)
-    late, cuda_graphs, cache_tokens = how
-    options = {"cache_tokens": cache_tokens, "async_decoding": late, "cuda_graphs": cuda_graphs}
+    options = {"cache_tokens": cache_tokens, "async_decoding": late, "cuda_graphs": late}
     engines = [make_engine(model, max_running_requests=n, **options) for n in (20, 9)]
     rollouts, unfinished = [], mixed_requests()
     for phase, num_tokens in enumerate(itertools.cycle((1, 5, 9)), start=4):
@@ -395,12 +376,8 @@ def change_weights(model: Transformer) -> None:
                 param.add_((noise * 0.5 * param.float().std()).to(param.dtype))
 
 
-@on_every_model(
-    "how",
-    fast=["keeps_cache async_decoding cuda_graphs"],
-    dear=["", "keeps_cache", "keeps_cache async_decoding"],
-    elsewhere=["keeps_cache async_decoding cuda_graphs"],
-)
+@for_every_model
+@pytest.mark.parametrize("how", ["keeps_cache async_decoding cuda_graphs", slow("")])
 def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
     """After weights change in place, a used engine gives the rollouts of a fresh one, even if it keeps the memory
     of its cache and the graphs that read it. Pitfalls 10 and 11."""

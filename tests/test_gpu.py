@@ -15,9 +15,8 @@ from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import Gate
 from minirl.model.rotation import Rotation, rotate
-from minirl.training.batch import Batch
 from minirl.training.frozen_models import unparked
-from minirl.training.scoring import outputs_of_head, score_batch
+from minirl.training.scoring import outputs_of_head
 from support.caches import make_cache, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
@@ -85,7 +84,7 @@ def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
 @pytest.mark.parametrize("window", [None, 1, 100, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
-    """As under the interpreter (test_paged), by the device: pools, tables and what must not be touched are the same."""
+    """As under the interpreter, by the device: pools, tables and what must not be touched are the same."""
     pytest.importorskip("triton")
     cache, rows = make_cache(window, groups, dim, dtype)
     pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
@@ -139,21 +138,13 @@ def make_engine(model, **options):
 @pytest.mark.parametrize("attention", ["full", "mixed"])
 @pytest.mark.parametrize("cache_tokens", [512, 8192])
 def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_tokens):
-    """On the device, with weights that are certain enough for rounding not to turn a token; also in two parts."""
+    """On the device, with weights that are certain enough for rounding not to turn a token."""
     model = make_model(attention, torch.float32).cuda()
     requests = [dataclasses.replace(r, temperature=0.0) for r in mixed_requests()]
     engine = make_engine(model, cache_tokens=cache_tokens)
     assert engine.async_decoding
     assert engine.cuda_graphs
-    parts = engine.generate([dataclasses.replace(r, max_new_tokens=7) for r in requests])
-    by_id = {r.rollout_id: r for r in parts}
-    sampled = [(r, by_id[r.rollout_id]) for r in requests]
-    unfinished = [
-        dataclasses.replace(r, sampled=part.after_prompt)
-        for r, part in sampled
-        if part.finish_reason == "length"
-    ]
-    by_id |= {r.rollout_id: r for r in engine.generate(unfinished)}
+    by_id = {r.rollout_id: r for r in engine.generate(requests)}
     plain = make_engine(model, cache_tokens=cache_tokens, async_decoding=False, cuda_graphs=False)
     num_turned = 0
     for rollout in plain.generate(requests):
@@ -177,15 +168,6 @@ def test_an_asynchronous_decode_step_waits_for_nothing():
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_microbatch_without_tokens_gives_zero_gradients_on_cuda(dtype):
-    """A rank without work runs the same forward and backward as the others."""
-    model, tokens = make_model("mixed", dtype).cuda(), torch.empty(0, dtype=torch.int64, device=CUDA)
-    outputs = score_batch(model, Batch((), tokens, tokens.bool()))
-    sum(outputs).sum().backward()
-    assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 
 def test_a_parked_model_comes_and_goes_with_the_same_pinned_tensors():

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from minirl.extras.kernels import paged_attention
-from minirl.generation import kv_cache
 from minirl.model import portable_attention
 from support.caches import make_cache, poison
-from support.engines import cached_model, make_engine, make_prompt, make_request
 from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler
 from support.marks import slow
 from support.scripts import ROOT
@@ -43,24 +41,6 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     assert got.dtype == dtype
     assert (got.float() - expected).norm() <= tolerance * expected.norm()
     assert (got.float() - expected).abs().max() <= 5 * tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["full", "mixed"])
-def test_padded_steps_read_their_block_tables_with_the_paged_kernel(attention, monkeypatch):
-    """The path of CUDA with the kernel interpreted and the graphs called: the portable engine's rollouts, rounded."""
-    model = cached_model(attention, torch.float32)
-    requests = [
-        make_request(make_prompt(length), number=length, member=member, max_new_tokens=2 + 3 * member)
-        for length in (5, 126, 150)
-        for member in range(2)
-    ]
-    expected = make_engine(model).generate(requests)
-    monkeypatch.setattr(kv_cache, "decode_kernel_for", lambda device: "paged")
-    engine = make_engine(model, async_decoding=True, cuda_graphs=True, cache_tokens=640)
-    for rollout, twin in zip(expected, engine.generate(requests), strict=True):
-        assert twin.completion == rollout.completion
-        assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-5
 
 
 # The hardest of what `paged_resources.py` can be asked for, on all devices: other groups take the same registers,

@@ -19,7 +19,6 @@ from minirl.training.losses import (
     clipped_policy_loss,
     importance_ratio,
     importance_weights,
-    is_clipped,
     is_value_clipped,
     value_loss,
 )
@@ -28,10 +27,8 @@ from support.worked import (
     DR_GRPO,
     GRPO,
     LENGTHS,
-    OLD,
     REWARDS,
     RLOO,
-    SAMPLED,
     TRL,
     assert_six_decimals,
     double,
@@ -45,20 +42,27 @@ WITH_PROMPTS = [*(n + 2 for n in LENGTHS), 3]
 
 def packed(values):
     """The stream with these numbers of the 14 sampled tokens, and 0 elsewhere."""
-    return torch.zeros(len(MASK), dtype=values.dtype).masked_scatter(MASK, values)
+    stream = torch.zeros(len(MASK), dtype=torch.float64)
+    stream[MASK] = torch.as_tensor(values, dtype=torch.float64)
+    return stream
 
 
 def spread(per_sequence):
     return packed(per_sequence.repeat_interleave(torch.tensor(LENGTHS)))
 
 
+OLD = packed(
+    [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00]
+)
+SAMPLED = packed(
+    [-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20]
+)
 NEW = packed(
-    double([-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80])
+    [-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80]
 )
 REF = packed(
-    double([-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60])
+    [-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60]
 )
-OLD, SAMPLED = packed(OLD), packed(SAMPLED)
 NORMS = ("token_mean", "sequence_mean", "constant")
 
 PPO = {"clip_low": 0.2, "clip_high": 0.2}
@@ -172,18 +176,6 @@ def test_gradients_equal_the_worked_numbers(loss, norm, expected):
     assert_six_decimals(grad[MASK], flat(expected))
 
 
-@pytest.mark.parametrize("bounds", [PPO, CLIP_HIGHER])
-def test_exactly_the_clipped_tokens_have_no_gradient(bounds):
-    """`is_clipped` says of random tokens just what autograd does."""
-    generator = torch.Generator().manual_seed(0)
-    log_ratio, advantages = torch.randn(2, 500, generator=generator, dtype=torch.float64)
-    grad, _ = gradient(lambda x: clipped_policy_loss(x.exp(), advantages, **bounds).sum(), log_ratio)
-    low, high = is_clipped(log_ratio.exp(), advantages, **bounds)
-    assert torch.equal(grad == 0, low | high)
-    assert (log_ratio[low] < 0).all()
-    assert (log_ratio[high] > 0).all()
-
-
 @pytest.mark.parametrize("is_corrected", [True, False], ids=["decoupled", "ratio_to_the_sampler"])
 def test_total_weight_on_old_equal_new_is_exactly_rho(is_corrected):
     """Rho is applied once, by the weights, constants although their logprobs are not, or by the ratio.
@@ -225,23 +217,6 @@ def test_a_long_completion_that_moved_far_is_clipped_without_nan(level):
     assert gradient(lambda new: loss(new, []), torch.zeros(0))[0].shape == (0,)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: group_advantages(REWARDS, baseline="mean", norm="std"),
-        lambda: group_advantages(REWARDS, baseline="greedy", norm="none"),
-        lambda: weights_of("mean"),
-        lambda: kl_penalty(NEW, REF, "k4"),
-        lambda: ratio_of(NEW, level="sequence"),
-        lambda: corrected(NEW, "token", 0, 2),
-    ],
-)
-def test_unknown_names_are_refused_with_the_choices(call):
-    """A fork that misspells a name does not train another objective."""
-    with pytest.raises(ValueError, match="choose one of"):
-        call()
-
-
 THETA, CATEGORY_REF = double([0.5, -0.2, 0.1]), double([-0.1, 0.3, 0.0]).log_softmax(0)
 REVERSE, FORWARD = [0.187713, -0.158869, -0.028844], [0.183478, -0.185574, 0.002096]
 
@@ -270,20 +245,17 @@ def test_expected_kl_gradients_over_three_categories(term, expected):
     assert_six_decimals(grad, expected)
 
 
-def test_value_losses_equal_the_worked_numbers_and_autograd():
-    """Half the greater of two squared errors, without a clip half the plain one; clipped values have no gradient."""
+@pytest.mark.parametrize(("clip", "first"), [(0.2, 0.053620), (0.0, 0.008125)])
+def test_value_losses_equal_the_worked_numbers(clip, first):
+    """Half the greater of two squared errors, without a clip half the plain one; a clipped value has no gradient."""
     values, old_values = double([0.9, 0.35, 0.2, 1.1]), double([0.5, 0.4, 0.6, 0.8])
     returns = double([1.027475, 1.060500, 1.190000, 1.000000])
-    for clip, first in ((0.2, 0.053620), (0.0, 0.008125)):
-        found = value_loss(values, old_values, returns, clip=clip)
-        assert_six_decimals(found, [first, 0.252405, 0.490050, 0.005000])
-    generator = torch.Generator().manual_seed(0)
-    values, old_values, returns = torch.randn(3, 500, generator=generator, dtype=torch.float64)
-    for clip in (0.0, 0.2):
-        grad, _ = gradient(lambda x: value_loss(x, old_values, returns, clip=clip).sum(), values)  # noqa: B023
-        is_flat = is_value_clipped(values, old_values, returns, clip=clip)
-        torch.testing.assert_close(grad, torch.where(is_flat, 0.0, values - returns), rtol=1e-14, atol=0)
-        assert bool(is_flat.any()) == bool(clip)
+    found = value_loss(values, old_values, returns, clip=clip)
+    assert_six_decimals(found, [first, 0.252405, 0.490050, 0.005000])
+    grad, _ = gradient(lambda x: value_loss(x, old_values, returns, clip=clip).sum(), values)
+    is_clipped = is_value_clipped(values, old_values, returns, clip=clip)
+    assert is_clipped.tolist() == [clip > 0, False, False, False]
+    assert_six_decimals(grad, torch.where(is_clipped, 0.0, values - returns))
 
 
 bradley_terry_loss = runpy.run_path(str(ROOT / "docs/examples/reward_model.py"))["bradley_terry_loss"]

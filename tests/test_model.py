@@ -7,15 +7,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minirl.generation.engine import Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
-from minirl.model.families import read_config
-from minirl.model.rotation import Rotation, rotate
-from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import load_weights, named_parameters
+from minirl.model.transformer import is_batch_invariant
+from minirl.model.weights import load_replica, named_parameters
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
 from support.engines import CPU, hidden_states, make_engine, score_at
-from support.families import CASES, make_checkpoint
+from support.families import CASES, make_checkpoint, twin
 from support.marks import slow
 
 LENGTHS = (1, 40, 129, 128, 7, 300)
@@ -23,28 +21,6 @@ LENGTHS = (1, 40, 129, 128, 7, 300)
 FEATURES = ["llama_biases", "mistral_window", "qwen2_window_above", "qwen3", "qwen3_5_text_heads"]
 FEATURES += ["gemma3_text", "olmo2"]
 ALL_CASES = [name if name in FEATURES else slow(name) for name in CASES]
-
-
-def load(folder, **options):
-    model = Transformer(read_config(folder), **options)
-    load_weights(model, folder)
-    return model
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
-    """Makes, once per name and head, the transformers model of a case and its folder."""
-    made = {}
-
-    def get(name, *, scalar_head=False):
-        if (name, scalar_head) not in made:
-            model = make_checkpoint(name, scalar_head)
-            folder = tmp_path_factory.mktemp(name)
-            model.save_pretrained(folder)
-            made[name, scalar_head] = (model, folder)
-        return made[name, scalar_head]
-
-    return get
 
 
 def random_tokens(model, lengths, seed=0):
@@ -84,11 +60,11 @@ def assert_equal_gradients(model, got, oracle, expected):
 
 
 @pytest.mark.parametrize("name", ALL_CASES)
-def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoints):
+def test_logits_scores_and_parameter_gradients_equal_transformers(name):
     """Every feature of every family computes the same as in transformers, in a packed stream of sequences: the logits,
     the logprobs of the next tokens, and the gradient of each parameter."""
-    oracle, folder = checkpoints(name)
-    model, lengths = load(folder), (1, 129, 30, 300)
+    oracle, lengths = make_checkpoint(name), (1, 129, 30, 300)
+    model = twin(oracle)
     assert model.config.layer_windows == CASES[name][2]
     tokens = random_tokens(model, lengths, seed=1)
     got, _ = score_at(model, batch_of(tokens, lengths), 0.75)
@@ -108,11 +84,11 @@ def test_logits_scores_and_parameter_gradients_equal_transformers(name, checkpoi
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_values_scores_and_their_gradients_equal_transformers(name, checkpoints):
+def test_values_scores_and_their_gradients_equal_transformers(name):
     """A value is the classifier's number for the state before its token; a packed sequence's score is that of a padded
     one in transformers. The gradient of each parameter follows. Pitfall 18."""
-    oracle, folder = checkpoints(name, scalar_head=True)
-    model, lengths = load(folder), (1, 150, 30)
+    oracle, lengths = make_checkpoint(name, scalar_head=True), (1, 150, 30)
+    model = twin(oracle)
     padding = model.config.vocab_size - 1
     tokens = random_tokens(model, lengths, seed=1) % padding
     batch = batch_of(tokens, lengths)
@@ -131,37 +107,25 @@ def test_values_scores_and_their_gradients_equal_transformers(name, checkpoints)
 
 @pytest.mark.parametrize("name", FEATURES)
 @torch.no_grad()
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name, checkpoints):
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name):
     """Norms, rope and softmax keep fp32 inside a bf16 model: its error is not above the bf16 oracle's."""
-    oracle, folder = checkpoints(name)
+    oracle = make_checkpoint(name)
     tokens = random_tokens(oracle, [300])
     exact = oracle(tokens[None]).logits[0]
-    narrow = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.bfloat16)
+    options = {"attn_implementation": "eager", "dtype": torch.bfloat16}
+    narrow = AutoModelForCausalLM.from_config(oracle.config, **options).eval()
+    narrow.load_state_dict(oracle.state_dict())
     expected_error = relative_error(narrow(tokens[None]).logits[0], exact)
-    model = load(folder).to(torch.bfloat16)
+    model = twin(oracle).to(torch.bfloat16)
     got = logits(model, tokens, [300])
     assert got.dtype == torch.float32
     assert 0 < relative_error(got, exact) <= 1.1 * expected_error
 
 
-def test_rope_turns_pairs_of_halves_and_rounds_bf16_once():
-    """A head is C / 2 complex numbers, halves paired; the turn is in fp32 whatever the dtype of the heads."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, 3, 16, generator=generator).bfloat16()
-    angle = 100 * torch.rand(50, 1, 8, generator=generator)
-    a, b = x.double().chunk(2, -1)
-    turned = torch.complex(a, b) * torch.polar(torch.ones(50, 1, 8, dtype=torch.float64), angle.double())
-    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
-    rotation = Rotation(cos, sin)
-    got = rotate(x.float(), rotation)
-    torch.testing.assert_close(got.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-6)
-    assert torch.equal(rotate(x, rotation), got.bfloat16())
-
-
 @pytest.mark.parametrize("name", FEATURES)
-def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
+def test_gradients_do_not_cross_sequences_or_time(name):
     """A position's logits have a gradient of exactly 0 in neighbours, later tokens and past its windows. Pitfall 2."""
-    model = load(checkpoints(name)[1])
+    model = twin(make_checkpoint(name))
     lengths, row = (40, 90, 60), 40 + 80
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randperm(model.config.vocab_size, generator=generator)[: sum(lengths)]  # each token once
@@ -176,21 +140,15 @@ def test_gradients_do_not_cross_sequences_or_time(name, checkpoints):
     assert torch.equal(grad.abs().sum(1) > 0, reached)
 
 
-def load_exact(folder, dtype):
-    """The model in `dtype`, and whether this machine's products are batch-invariant; no test of bf16 where not."""
-    model = load(folder).to(dtype)
-    is_exact = is_batch_invariant(model.config, dtype, CPU)
-    if not is_exact and dtype == torch.bfloat16:
-        pytest.skip("this machine's bf16 products are not batch-invariant")
-    return model, is_exact
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", ALL_CASES)
 @torch.no_grad()
-def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, checkpoints):
+def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype):
     """Bit for bit where this machine's products are batch-invariant, whatever is packed together. Pitfalls 2 and 3."""
-    model, is_exact = load_exact(checkpoints(name)[1], dtype)
+    model = twin(make_checkpoint(name)).to(dtype)
+    is_exact = is_batch_invariant(model.config, dtype, CPU)
+    if not is_exact and dtype == torch.bfloat16:
+        pytest.skip("this machine's bf16 products are not batch-invariant")
     tokens = random_tokens(model, LENGTHS)
     parts = tokens.split(LENGTHS)
     packed = hidden_states(model, *parts)
@@ -202,11 +160,11 @@ def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype, ch
 
 @pytest.mark.parametrize("lengths", [LENGTHS, ()], ids=["sequences", "no tokens"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, lengths, checkpoints):
+def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, lengths):
     """Nor do they without tokens: every parameter then gets zeros, and none gets None or NaN."""
     gradients, calls = [], []
     for recompute in (False, True):
-        model = load(checkpoints(name)[1], recompute_layers=recompute)
+        model = twin(make_checkpoint(name), recompute_layers=recompute)
         model.model.layers[0].mlp.register_forward_pre_hook(lambda mlp, _: calls.append(mlp))
         tokens = random_tokens(model, lengths)
         outputs = score_at(model, batch_of(tokens, lengths), 0.75)
@@ -218,24 +176,14 @@ def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, len
         assert (grad.norm() > 0) == bool(lengths), key
 
 
-@pytest.fixture(scope="module")
-def stories(data_folder):
-    """The real checkpoint: its folder, transformers' model, and three prompts as token ids."""
+def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(data_folder):
+    """stories260K: 100 greedy tokens of three prompts, decoded together, and their logits are transformers'."""
     folder = data_folder / "stories260K"
     oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = (
-        "Once upon a time, there was a",
-        "Tim had a red ball. One day",
-        "Lily and her mom went to the park",
-    )
-    return folder, oracle, [tokenizer(text)["input_ids"] for text in texts]
-
-
-def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(stories):
-    """stories260K: 100 greedy tokens of three prompts, decoded together, and their logits are transformers'."""
-    folder, oracle, prompts = stories
-    model, stop_ids = load(folder), frozenset({1})
+    texts = ("Once upon a time, there was a", "Tim had a red ball. One day", "Lily and her mom went to")
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    model, stop_ids = load_replica(folder, dtype=torch.float32), frozenset({1})
     engine = make_engine(model)
     requests = [
         Request(tuple(prompt), RolloutId(i, 0), i, max_new_tokens=100, temperature=0.0, stop_ids=stop_ids)

@@ -13,7 +13,6 @@ from minirl.model.layers import ACTIVATIONS, Gate
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
-SHAPES = [(1, 8), (3, 64), (4, 64), (5, 11), (8, 24), (51, 2), (64, 131), (172, 64), (515, 48), (768, 96)]
 ROWS = (1, 2, 6, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
 
 
@@ -59,30 +58,6 @@ def test_linear_has_the_gradients_of_torch_linear(num_in, dtype, tolerance):
         grads.append([leaf.grad.double() for leaf in leaves])
     for got, expected in zip(*grads, strict=True):
         assert (got - expected).norm() <= tolerance * expected.norm()
-
-
-def padded_linear(x, weight):
-    bias = randn(len(weight), dtype=x.dtype, seed=2)
-    return batch_invariance.linear(padding.pad_rows(x), weight, bias)[: len(x)]
-
-
-@pytest.mark.parametrize(
-    ("product", "shape"),
-    [
-        *((padded_linear, shape) for shape in SHAPES),
-        *((batch_invariance.head_logits, shape) for shape in ((64, 301), (515, 701), (768, 2048))),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_of_products_do_not_depend_on_their_batch(product, shape, dtype):
-    """Where the probe says so, a row has the same bits in any batch: a token's logits sampled alone, or when scored."""
-    is_head = product is batch_invariance.head_logits
-    if not batch_invariance.is_batch_invariant([shape], dtype, CPU, is_head=is_head):
-        pytest.skip("this machine's matrix library gives rows other bits in other batches")
-    x, weight = randn(200, shape[0], dtype=dtype), randn(*shape[::-1], dtype=dtype, seed=1)
-    expected = product(x, weight)
-    for rows in ROWS:
-        assert torch.equal(product(x[3 : 3 + rows], weight), expected[3 : 3 + rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize("width", [1, 31, 32, 131, 172, 384])

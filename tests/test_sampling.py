@@ -1,12 +1,10 @@
 """Keyed noise, the inverse of the cumulative distribution, and the logprob of the sampled token."""
 
 import itertools
-import math
 
 import pytest
 import torch
 
-from minirl.generation import sampling
 from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, truncate, uniforms
 from minirl.model import batch_invariance
 from minirl.rollouts import Truncation
@@ -15,29 +13,14 @@ from support.sampling import RULES, columns, keys_of, random_head, sample_rows, 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
 
-def uniform_in_python(key: int, position: int) -> float:
-    unsigned = (1 << 64) - 1
-    bits = sampling._mix(sampling._mix(key) + position) & unsigned
-    return (bits >> 11) * 2.0**-53
-
-
 def test_request_keys_are_distinct_over_seed_purpose_prompt_sample_and_branch():
     """No two requests of a run, or of neighbouring seeds, share their noise; sums and xors of parts would collide."""
-    seeds = (0, 1, 2, 3, 1 << 40)
-    grid = list(itertools.product(seeds, PURPOSES, range(64), range(32), range(3)))
+    grid = list(itertools.product((0, 1, 2, 1 << 40), PURPOSES, range(64), range(32), range(3)))
     keys = {
         request_key(seed, purpose=purpose, prompt_ordinal=prompt, sample=number, branch=branch)
         for seed, purpose, prompt, number, branch in grid
     }
     assert len(keys) == len(grid)
-    assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
-
-
-def test_splitmix_finaliser_gives_the_published_stream():
-    """The mixer is splitmix64: seeded with 0 it gives the reference implementation's first outputs."""
-    golden = 0x9E3779B97F4A7C15
-    outputs = [sampling._mix(golden * i) & ((1 << 64) - 1) for i in range(3)]
-    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @pytest.mark.parametrize(
@@ -55,67 +38,31 @@ def test_keyed_noise_is_the_pinned_one(request_of, expected):
     assert (got, uniforms(torch.tensor([got]), torch.tensor([9])).item()) == expected
 
 
-def test_tensor_noise_equals_integer_arithmetic():
-    """The int64 tensor mixer, whose products wrap and whose shifts carry signs, is the unsigned one exactly."""
-    keys = [0, 1, -1, (1 << 63) - 1, -(1 << 63), *keys_of(200, seed=5).tolist()]
-    positions = [0, 1, 127, 128, 4095, (1 << 31) - 1]
-    grid = [(key, position) for key in keys for position in positions]
-    got = uniforms(torch.tensor([k for k, _ in grid]), torch.tensor([p for _, p in grid]))
-    assert got.dtype == torch.float64
-    assert got.tolist() == [uniform_in_python(key, position) for key, position in grid]
-
-
-@pytest.mark.parametrize("keys", [keys_of(300), torch.arange(300)], ids=["of requests", "raw"])
-def test_noise_is_uniform_and_that_of_neighbouring_positions_and_keys_is_uncorrelated(keys):
-    """It lies in [0, 1), and neither the next token nor the next sample, prompt or raw key sees related noise."""
-    u = uniforms(keys.repeat_interleave(300), torch.arange(300).repeat(300)).view(300, 300)
-    assert 0 <= u.min() < 1e-4
-    assert 1 - 1e-4 < u.max() < 1
-    expected = u.numel() / 100
-    counts = torch.histc(u, bins=100, min=0, max=1)
-    chi_square = ((counts - expected) ** 2 / expected).sum().item()
-    assert abs(chi_square - 99) < 5 * math.sqrt(198)
-    u = u - 0.5
-    for a, b in ((u[:, :-1], u[:, 1:]), (u[:-1], u[1:]), (u[:-1, 1:], u[1:, :-1])):
-        correlation = (a * b).mean().item() * 12
-        assert abs(correlation) < 4 / math.sqrt(a.numel())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocab", [1, 5, 512, 513, 1024, 5000])
+@pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1024, 1300, 5000])
 def test_inverse_cdf_equals_a_search_in_the_flat_fp64_sum(vocab, dtype):
-    """The two-level sums find the token that a search in one fp64 cumulative sum finds, and leave their input alone."""
+    """The two-level sums find the token that a search in one fp64 cumulative sum finds, and leave their input alone.
+
+    So no token without probability, also at the ends of a row and of its blocks.
+    """
     generator = torch.Generator().manual_seed(vocab)
-    logits = 3 * torch.randn(400, vocab, generator=generator, dtype=dtype)
-    logprobs = torch.log_softmax(logits, -1)
+    logits = 4 * torch.randn(400, vocab, generator=generator, dtype=dtype)
+    logits[100:][torch.rand(300, vocab, generator=generator) < 0.7] = -torch.inf
+    logits[200:300, 0] = -torch.inf  # nothing at the start: a uniform of 0 must pass it
+    logits[200:300, -1] = -torch.inf  # nothing at the end: the largest uniform must not reach it
+    logits[300:, : vocab // 2] = -torch.inf  # whole blocks
+    logprobs = torch.log_softmax(logits[logits.isfinite().any(-1)], -1)
     before = logprobs.clone()
     cdf = logprobs.double().exp().cumsum(-1)
     # Just beside a token's end, where a probability that is rounded to fp32 takes the neighbour.
-    ends = cdf.gather(1, torch.randint(vocab, (400, 1), generator=generator))[:, 0] / cdf[:, -1]
-    uniform = (ends + torch.tensor([1e-12, -1e-12]).repeat(200)).clamp(0, LARGEST_UNIFORM)
-    got = inverse_cdf(logprobs, uniform)
-    assert torch.equal(logprobs, before)
-    targets = uniform[:, None] * cdf[:, -1:]
-    assert got.tolist() == torch.searchsorted(cdf, targets, right=True)[:, 0].tolist()
-
-
-@pytest.mark.parametrize("vocab", [1, 7, 512, 513, 1024, 1300, 5000])
-def test_inverse_cdf_never_returns_a_token_without_probability(vocab):
-    """The smallest and the largest uniform land on the first and the last token that the row can give, also at the ends
-    of the blocks, and those between on others that it can."""
-    generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(64, vocab, generator=generator) * 4
-    logits[torch.rand(64, vocab, generator=generator) < 0.7] = -torch.inf
-    logits[:32, 0] = -torch.inf  # nothing at the start: a uniform of 0 must pass it
-    logits[:32, -1] = -torch.inf  # nothing at the end: the largest uniform must not reach it
-    logits[:16, : vocab // 2] = -torch.inf  # whole first-level blocks without probability
-    logprobs = torch.log_softmax(logits[logits.isfinite().any(-1)], -1)
-    is_possible = logprobs.isfinite().int()
-    ends = {0.0: is_possible.argmax(1), LARGEST_UNIFORM: vocab - 1 - is_possible.flip(1).argmax(1)}
-    for uniform in (0.0, 2.0**-53, 0.25, 0.5, 1 - 2.0**-20, LARGEST_UNIFORM):
-        token = inverse_cdf(logprobs, torch.full((len(logprobs),), uniform, dtype=torch.float64))
-        assert is_possible.gather(1, token[:, None]).all(), uniform
-        assert torch.equal(token, ends.get(uniform, token))
+    some = torch.randint(vocab, (len(cdf), 1), generator=generator)
+    ends = cdf.gather(1, some)[:, 0] / cdf[:, -1]
+    for uniform in (ends - 1e-12, ends + 1e-12, 0 * ends, torch.full_like(ends, LARGEST_UNIFORM)):
+        uniform = uniform.clamp(0, LARGEST_UNIFORM)
+        got = inverse_cdf(logprobs, uniform)
+        assert torch.equal(logprobs, before)
+        expected = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)
+        assert got.tolist() == expected[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -138,17 +85,15 @@ def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
     )
     logits = hidden @ head.T / temperature
     truncate(logits, torch.ones(1), *columns([rule]))
-    allowed = logits[0].isfinite().nonzero()[:, 0].tolist()
-    assert (len(allowed) < vocab) == (rule.top_k > 0)
-    expected = torch.softmax((hidden.double() @ head.double().T)[0, allowed] / temperature, -1) * draws
-    counts = torch.bincount(tokens, minlength=vocab)[allowed]
-    assert counts.sum() == draws
+    probs = torch.softmax(logits[0].double(), -1)
+    assert ((probs > 0).sum() < vocab) == (rule.top_k > 0)
+    expected, counts = probs * draws, torch.bincount(tokens, minlength=vocab)
+    assert not counts[probs == 0].any()
     frequent = expected > 10
     assert 6 <= frequent.sum() <= 12
     chi_square = ((counts - expected) ** 2 / expected)[frequent].sum().item()
     assert chi_square < 33  # at most 11 degrees of freedom: one in two thousand is above
-    assert chi_square > 1  # and the draws are not stratified
-    assert (logprobs[tokens == allowed[0]][0].exp() * draws - expected[0]).abs() < 1
+    torch.testing.assert_close(logprobs.double(), probs.log()[tokens], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,25 +121,23 @@ def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logp
     torch.testing.assert_close(got, expected[tokens], atol=1e-6, rtol=0)
 
 
-with_and_without_rules = pytest.mark.parametrize("rules", [[], RULES], ids=["whole", "truncated"])
 EVERYONE = torch.arange(24)
 
 
-@with_and_without_rules
 @pytest.mark.parametrize(("vocab", "tile"), [(100, 2048), (1300, 2048), (1300, 512)])
-def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile, rules):
+def test_a_row_of_nan_gives_a_token_with_a_nan_logprob(vocab, tile):
     """Broken weights reach the caller as a NaN, not as an index out of range; the other rows are unchanged."""
     rows, head = sampling_rows(torch.float32), random_head(vocab)
-    tokens, logprobs = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
+    tokens, logprobs = sample_rows(rows, head, RULES, EVERYONE, vocab_chunk=tile)
     rows["hidden"][:2] = torch.nan
-    got_tokens, got_logprobs = sample_rows(rows, head, rules, EVERYONE, vocab_chunk=tile)
+    got_tokens, got_logprobs = sample_rows(rows, head, RULES, EVERYONE, vocab_chunk=tile)
     assert got_logprobs[:2].isnan().all()
     assert 0 <= got_tokens.min() <= got_tokens.max() < vocab
     assert torch.equal(got_tokens[2:], tokens[2:])
     assert torch.equal(got_logprobs[2:], logprobs[2:])
 
 
-@with_and_without_rules
+@pytest.mark.parametrize("rules", [[], RULES], ids=["whole", "truncated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [48, 1000, 2049])
 def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab, rules):

@@ -10,9 +10,10 @@ then depends on the clock, too. Unfinished rollouts, and complete ones that no s
 checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
+import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -37,6 +38,8 @@ from minirl.rollouts import Request, Rollout
 # places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
+# Prompts of an evaluation that are judged in one call of a reward model, which may have to come from the host's memory.
+JUDGED_TOGETHER = 64
 
 
 def default_round_tokens(max_new_tokens: int) -> int:
@@ -112,7 +115,7 @@ class Collector:
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
         # them. The queue has whole groups until a step asks for their rewards.
         self._num_running: Counter[int] = Counter()
-        self._ended: dict[int, list[Rollout]] = {}
+        self._ended: defaultdict[int, list[Rollout]] = defaultdict(list)
         self._rewarded = self._queue.finish([])
         # The same on every rank: the number of collected steps, and the step in which each prompt in flight began.
         self._num_steps = 0
@@ -145,16 +148,14 @@ class Collector:
         *,
         num_requests: int,
         num_open: float = math.inf,
-        num_together: float = math.inf,
         weight_version: int = 0,
     ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards, as soon as they have them.
+        """The rollouts of these requests with their rewards: parts of JUDGED_TOGETHER prompts or more, then the rest.
 
         Collective if ranks share the model's layers.
 
         groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
-        rollouts above which no group begins. num_together: prompts that are rewarded together, in order of their
-        rollouts' ids; those that finish last may be fewer.
+        rollouts above which no group begins.
         """
         waiting = iter(groups)
         self._runner.begin_round(weight_version=weight_version)
@@ -163,17 +164,14 @@ class Collector:
             while True:
                 while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
                     self._begin(group)
-                if not self._queue.groups and not self._num_running:
-                    break
                 bar.update(self._step())
                 self._queue.poll(0.0 if self._num_running or self.engine.is_waited_for else 0.5)
-                num_groups = len(self._queue.groups)
-                enough = num_together if self._num_running else min(num_together, num_groups)
-                if num_groups < enough:
-                    continue
                 ready = self._queue.ready()
-                if len(ready) >= enough:
+                is_end = not self._num_running and len(ready) == len(self._queue.groups)
+                if ready and (is_end or len(ready) >= JUDGED_TOGETHER):
                     yield self._queue.finish(sorted(ready))
+                if is_end:
+                    break
         self._runner.leave_engine()
         self.engine.sync()
 
@@ -213,14 +211,20 @@ class Collector:
     def _prompts_due(self, num_groups: int) -> set[int]:
         """The prompts in flight to finish in this step, so that no rollout gets older than `max_staleness`.
 
-        If each further step takes `num_groups` of them, the oldest first, all are taken in time. Raises InputError if
-        that is impossible: this step takes fewer than those before.
+        Steps take them in order, `num_groups` each. So of those that must be taken within n later steps, these can take
+        n * num_groups, and the others are due now. With steps of 4 and `max_staleness` 2, in step 5:
+
+            begun in step 3: prompts 10 and 11    0 later steps take 0 of these 2: 2 are due
+            begun in step 4: prompts 12 to 16     1 later step takes 4 of these 7: 3 are due
+            begun in step 5: none yet             so 10, 11 and 12 are due
+
+        Raises InputError if these are too many: this step takes fewer than those before.
         """
         ordinals = sorted(self._begun_in)
         num_due = 0
-        for i, ordinal in enumerate(ordinals):
+        for num_first, ordinal in enumerate(ordinals, 1):
             num_later_steps = self._begun_in[ordinal] + self._max_staleness - self._num_steps
-            num_due = max(num_due, i + 1 - num_groups * num_later_steps)
+            num_due = max(num_due, num_first - num_groups * num_later_steps)
         refuse(
             num_due > num_groups,
             f"--max-staleness {self._max_staleness}: a step of {num_groups} prompts takes some of those in flight too "
@@ -229,24 +233,36 @@ class Collector:
         return set(ordinals[:num_due])
 
     def _select_step(self, num_groups: int, weight_version: int, temperature: float) -> Selection:
-        """Decode round by round until a step's groups are complete, and select them (collective)."""
+        """Complete a step's groups, and select them (collective).
+
+        Groups without signal are replaced by those of other prompts, `max_refills` times. Then they fill up the step.
+        """
         due = self._prompts_due(num_groups)
-        num_equal = num_refills = 0
-        while True:
-            ready = self._ready()
-            if len(ready) >= num_groups and due <= ready:
-                selection = self._select(num_groups, ready)
-                num_refills += selection.num_equal > num_equal
-                num_equal = selection.num_equal
-                is_full = selection.num_selected == num_groups
-                if selection.num_missing == 0 or (is_full and num_refills > (self._max_refills or 0)):
-                    return selection
-            # Two steps' prompts are open, so that a long rollout decodes beside many others.
+        num_equal = 0
+        for num_refills in itertools.count():
+            ready = self._complete(num_groups, num_equal, due, weight_version, temperature)
+            selection = self._select(num_groups, ready)
+            if selection.num_missing == 0 or num_refills == self._max_refills:
+                break
+            num_equal = selection.num_equal
+        return selection
+
+    def _complete(
+        self, num_groups: int, num_equal: int, due: set[int], weight_version: int, temperature: float
+    ) -> set[int]:
+        """Decode round by round until a step's groups, `num_equal` further ones, and those that are due are ready.
+
+        Returns the prompts of all ready groups (collective).
+        """
+        num_wanted = num_groups + num_equal
+        while len(ready := self._ready()) < num_wanted or not due <= ready:
+            # Two steps' prompts are open, so that a long rollout decodes beside many others; but no more are in flight
+            # than this step and those within `max_staleness` can take.
             num_open = len(self._begun_in) - len(ready)
-            # No more than steps can take before they are too old.
-            num_allowed = num_groups * (1 + self._max_staleness) - (len(self._begun_in) - num_equal)
+            num_allowed = num_wanted + num_groups * self._max_staleness - len(self._begun_in)
             self._serve(max(0, min(2 * num_groups - num_open, num_allowed)), temperature)
             self._run_round(weight_version)
+        return ready
 
     def _ready(self) -> set[int]:
         """The prompts in flight whose groups can be selected; without `max_staleness` all of them (collective)."""
@@ -305,14 +321,10 @@ class Collector:
         rollouts = self._runner.step()
         for rollout in rollouts:
             ordinal = rollout.rollout_id.prompt_ordinal
-            self._ended.setdefault(ordinal, []).append(rollout)
+            self._ended[ordinal].append(rollout)
             self._num_running[ordinal] -= 1
             if self._num_running[ordinal] == 0:
+                # All rollouts of the prompt ended: they are rewarded.
                 del self._num_running[ordinal]
-            self._add_if_whole(ordinal)
+                self._queue.add(self._ended.pop(ordinal))
         return len(rollouts)
-
-    def _add_if_whole(self, ordinal: int) -> None:
-        """If all rollouts of a prompt ended, pass them on to be rewarded."""
-        if ordinal not in self._num_running:
-            self._queue.add(self._ended.pop(ordinal))

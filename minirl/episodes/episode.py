@@ -12,7 +12,7 @@ messages, which the chat template writes.
 
 import copy
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from minirl.episodes.generate import Generate
 from minirl.episodes.refusals import REWARD, check_name, checked_reward
 from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
-from minirl.rollouts import NO_TRUNCATION, Truncation
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -47,10 +46,9 @@ class Branch:
 
     number: its place among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones
     included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
-    first turn; until then it has the episode's limit. turns: the finished ones. end_reason: the argument of the
-    episode's `end`, if it was called. tools: JSON schemas of the tools that its prompt shows; None: the run's.
-    drops_last: whether its last turn reached nobody, and so does not belong to the rollout. No turn follows it.
-    ask: samples a turn.
+    first turn; until then it has the episode's limit. turns: the finished ones. tools: JSON schemas of the tools that
+    its prompt shows; None: the run's. drops_last: whether its last turn reached nobody, and so does not belong to the
+    rollout. No turn follows it. ask: samples a turn.
     """
 
     prompt: str | Messages | list[int]
@@ -58,7 +56,6 @@ class Branch:
     number: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    end_reason: str | None = None
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = not_running
@@ -75,25 +72,8 @@ class Branch:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens after the prompt, sampled and appended; the lists below have one element for each."""
+        """All tokens after the prompt, sampled and appended."""
         return [token for turn in self.turns for token in turn.appended + turn.ids]
-
-    @property
-    def loss_mask(self) -> list[bool]:
-        """Which of them were sampled."""
-        return [
-            kind for turn in self.turns for kind in [False] * len(turn.appended) + [True] * turn.num_tokens
-        ]
-
-    @property
-    def logprobs(self) -> list[float]:
-        """The tokens' logprobs when they were sampled; 0 for appended ones."""
-        return [value for turn in self.turns for value in [0.0] * len(turn.appended) + turn.logprobs]
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions of the weights that sampled them; 0 for appended ones."""
-        return [value for turn in self.turns for value in [0] * len(turn.appended) + turn.versions]
 
     @property
     def messages(self) -> Messages:
@@ -123,10 +103,6 @@ class Branch:
         also a single message; None for nothing. Raises InputError naming an argument that is wrong, after `end`, and
         while another turn of the episode is sampled.
         """
-        refuse(self.end_reason is not None, f"episode.generate() after episode.end({self.end_reason!r})")
-        refuse(
-            not isinstance(stop, Iterable), f"episode.generate(stop={stop!r:.80}): expected a text or several"
-        )
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
         after = "" if appended is None else appended
@@ -140,8 +116,8 @@ class Episode(Branch):
 
     row: the prompt's row of the data. seed: for everything random in this episode; the same in every run of it.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature, truncation: of all turns. all_turns: the turns of all branches, in order.
-    given: the rewards given so far, by name.
+    temperature: of all turns. all_turns: the turns of all branches, in order. given: the rewards given so far, by name.
+    end_reason: the argument of `end`, if it was called.
     is_closed: whether the function has ended, or is being ended.
     environment: the object of --environment, or what else a function sets here; reward functions get it.
     """
@@ -156,7 +132,6 @@ class Episode(Branch):
         prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
         temperature: float = 1.0,
-        truncation: Iterable[Any] = NO_TRUNCATION,
     ):
         super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
         self.row = row
@@ -164,8 +139,8 @@ class Episode(Branch):
         self.tools = tools or []
         self.is_chat = is_chat
         self.temperature = temperature
-        self.truncation = Truncation(*truncation)
         self.environment: Any = None
+        self.end_reason: str | None = None
         self._further: dict[int, Branch] = {}
         self.all_turns: list[Turn] = []
         self.given: dict[str, float] = {}
@@ -208,9 +183,7 @@ class Episode(Branch):
         # The caller may go on to change its list of messages; the branch keeps the present ones.
         own = copy.deepcopy(prompt)
         number = 1 + len(self._further)
-        branch = Branch(
-            own, self.max_tokens, number=number, end_reason=self.end_reason, tools=tools, ask=self.ask
-        )
+        branch = Branch(own, self.max_tokens, number=number, tools=tools, ask=self.ask)
         self._further[number] = branch
         return branch
 
@@ -231,8 +204,7 @@ class Episode(Branch):
             not isinstance(reason, str) or reason not in END_REASONS,
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
-        for branch in self.branches.values():
-            branch.end_reason = reason
+        self.end_reason = reason
 
 
 # Returns rewards by name, None for one that does not apply; or a number, the reward named "reward"; or None.

@@ -176,7 +176,6 @@ class EpisodeRunner:
             prompt_ids=list(request.prompt_ids),
             is_chat=tokenizer.is_chat(row.prompt),
             temperature=request.temperature,
-            truncation=request.truncation,
         )
         return RunningEpisode(request, episode, self._programs.begin(episode))
 

@@ -49,11 +49,6 @@ class Turn(TurnFacts):
         return self._listed(self._rollout.sample_logprobs)
 
     @functools.cached_property
-    def versions(self) -> list[int]:
-        """The versions of the weights that sampled the tokens."""
-        return self._listed(self._rollout.weight_version)
-
-    @functools.cached_property
     def text(self) -> str:
         """The text of the sampled ids, without special tokens."""
         return self.tokenizer.decode(self._rollout.tokens[self.first : self._last])

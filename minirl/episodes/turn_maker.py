@@ -28,6 +28,9 @@ class TurnMaker:
         Raises InputError.
         """
         episode = running.episode
+        refuse(
+            episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})"
+        )
         present = self._branch(running, asked)
         running.branch, running.turn = present, None
         if present is None:

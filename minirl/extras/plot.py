@@ -115,9 +115,6 @@ def main() -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except ImportError:
-        print("error: matplotlib is not installed: pip install -e '.[plot]'", file=sys.stderr)
-        return InputError.exit_code
     print(f"drew {', '.join(name for name, _ in runs)} into {arguments.output}")
     return 0
 

@@ -33,35 +33,25 @@ def step_file(run: str, step: int | None) -> Path:
 
 
 def texts_of(path: Path) -> list[str]:
-    """A step's rollouts as text, in the order of their ids. Any other line is named on stderr and left out.
-
-    Raises InputError if no rollout is left.
-    """
-    rollouts, damaged = read_json_lines(path, is_rollout)
+    """A step's rollouts as text, in the order of their ids. A line that was cut off is named on stderr and left out."""
+    rollouts, damaged = read_json_lines(path, lambda line: isinstance(line, dict))
     for number in damaged:
         print(f"note: {path}:{number} is not a rollout and is left out", file=sys.stderr)
-    refuse(not rollouts, f"{path}: has no rollouts")
     return ["\n".join(lines_of(rollout)) for rollout in rollouts]
-
-
-def is_rollout(value: Any) -> bool:
-    """Return whether a line's value has what is shown of a rollout."""
-    try:
-        return bool([*lines_of(value)])
-    except Exception:  # a field may be missing, or anything else
-        return False
 
 
 def lines_of(rollout: Rollout) -> Iterator[str]:
     """A rollout as text, without the control characters of its own."""
-    prompt, sample = rollout["id"]
+    ordinal, sample = rollout["id"]
     numbers = [f"{key} {shown(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
     facts = [*numbers, f"{rollout['num_tokens']} tokens sampled", rollout["finish_reason"]]
-    yield escaped(f"{prompt}.{sample}  {rollout['row']}  {', '.join(facts)}")
+    yield escaped(f"{ordinal}.{sample}  {rollout['row']}  {', '.join(facts)}")
     rewards = [f"{name} {shown(value)}" for name, value in rollout["rewards"].items()]
     yield escaped(f"rewards: {', '.join(rewards)}")
     yield "prompt:"
-    yield escaped(prompt_text(rollout["prompt"]))
+    # As it is in the data: text, or messages in JSON.
+    prompt = rollout["prompt"]
+    yield escaped(prompt if isinstance(prompt, str) else "\n".join(map(json.dumps, prompt)))
     # An answer without turns has no segments.
     answer = {"kind": "sampled", "text": rollout["completion"], "num_tokens": rollout["num_tokens"]}
     for segment in rollout.get("segments", [answer]):
@@ -69,30 +59,20 @@ def lines_of(rollout: Rollout) -> Iterator[str]:
         yield escaped(segment["text"])
 
 
-def prompt_text(prompt: Any) -> str:
-    """A prompt as it is in the data: text, or messages in JSON."""
-    return prompt if isinstance(prompt, str) else "\n".join(map(json.dumps, prompt))
-
-
 def shown(number: Any) -> str:
     """A number in short, or "none" without a reward."""
     return "none" if number is None else f"{number:.4g}"
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(
         prog="python -m minirl.extras.show", description="Show rollouts of a step."
     )
     parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in ./runs or $MINIRL_RUNS")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="its number (default: the last)")
     parser.add_argument("--num", metavar="N", type=int, default=4, help="how many, at most (default: 4)")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """The command."""
-    given = arguments()
+    given = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have all characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -10,7 +10,6 @@ import json
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -39,13 +38,6 @@ COLUMNS = (
     ("gnorm", "optim/grad_norm", "5.2f"),
     ("tok/s", "perf/tok_s_gen", "7,.0f"),
 )
-# What makes a run faster that spends much of its time on a cause.
-REMEDIES = {
-    "wait_rewards": "raise --workers",
-    "wait_replies": "see docs/rollouts.md#partial-rollouts",
-    "eval": "raise --eval-every",
-    "save": "raise --save-every",
-}
 
 
 class Logger:
@@ -68,8 +60,6 @@ class Logger:
         self._wandb: Any = None
         # The names of the metrics that any step had.
         self._measured: set[str] = set()
-        # By cause, of the steps so far.
-        self._seconds: Counter[str] = Counter()
         self._after_step = after_step
         self._began = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
@@ -94,16 +84,9 @@ class Logger:
         self._write_metrics()
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
-        num_logged = step - self._after_step
-        seconds_per_step = (time.monotonic() - self._began) / max(1, num_logged)
+        seconds_per_step = (time.monotonic() - self._began) / max(1, step - self._after_step)
         left_s = seconds_per_step * (num_steps - step)
         print0(console_line(step, num_steps, metrics, measured=self._measured, left_s=left_s))
-        self._seconds.update({cause: metrics.get(f"time/{cause}", 0.0) for cause in REMEDIES})
-        if num_logged == 20 and seconds_per_step > 1:
-            ((cause, seconds),) = self._seconds.most_common(1)
-            share = seconds / (20 * seconds_per_step)
-            if share > 0.2:
-                print0(f"note: {cause} takes {share:.0%} of the time: {REMEDIES[cause]}")
 
     def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""

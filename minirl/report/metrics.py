@@ -42,19 +42,12 @@ class StepMetrics:
         self._keep("sum", name, total)
         self._keep("weight", name, weight)
 
-    def add_values(self, name: str, values: Tensor, *, chosen: Tensor | None = None) -> None:
-        """Add every element of `values` to a mean, or the `chosen` ones: bool, of the same shape."""
-        values = values.double()
-        if chosen is None:
-            self.add(name, values.sum(), values.numel())
-        else:
-            # Not with a mask as an index, for which the host would wait.
-            self.add(name, torch.where(chosen, values, 0.0).sum(), chosen.sum())
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add every element of `values` to a mean."""
+        self.add(name, values.double().sum(), values.numel())
 
-    def add_max(self, name: str, values: Tensor, *, chosen: Tensor | None = None) -> None:
-        """Raise a maximum to the greatest element of `values`, or of the `chosen` ones; without any, do nothing."""
-        if chosen is not None:
-            values = torch.where(chosen, values, -math.inf)
+    def add_max(self, name: str, values: Tensor) -> None:
+        """Raise a maximum to the greatest element of `values`; without any, do nothing."""
         if values.numel():
             self._keep("maximum", name, values.max())
 
@@ -79,11 +72,11 @@ class StepMetrics:
         """Begin a phase; the one before ends when the device has finished it.
 
         From now on the account of time counts seconds under this name (for "generate" under "host"), except in blocks
-        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.begin_phase`).
+        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.announce_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
-        launch.begin_phase(f"step {self._step}, phase {phase}")
+        launch.announce_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
         """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.
@@ -304,9 +297,10 @@ def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: in
     """
     gap = (logprobs - micro.sample_logprobs)[micro.loss_index].abs()
     chosen = micro.weight_version[micro.loss_index] == version
-    metrics.add_values("policy/logp_gap_mean", gap, chosen=chosen)
-    metrics.add_max("policy/logp_gap_max", gap, chosen=chosen)
-    metrics.add_values("policy/logp_equal_frac", gap == 0, chosen=chosen)
+    # Not with a mask as an index, for which the host would wait.
+    metrics.add("policy/logp_gap_mean", torch.where(chosen, gap, 0.0).double().sum(), chosen.sum())
+    metrics.add_max("policy/logp_gap_max", torch.where(chosen, gap, -math.inf))
+    metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), chosen.sum())
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:

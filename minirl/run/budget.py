@@ -99,11 +99,7 @@ def _held_bytes(work: Workload) -> tuple[dict[str, float], float]:
     itemsize, group = work.dtype.itemsize, work.decode_group
     policy, *values = work.trained
     num_held = _num_held(policy, group)
-    if group == 1:
-        num_held += sum(num_parameters(value, trained=work.shares_base) for value in values)
-    else:  # without decoding, only embeddings and the base of adapters
-        on_host = work.offloads_optimizer
-        num_held += sum(_num_held(value, group, of_frozen=True, on_host=on_host) for value in values)
+    num_held += sum(_num_held(value, group, of_trained=work.shares_base) for value in values)
     held = {"weights": itemsize * num_held}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * _num_trained(work) / work.num_shards
@@ -111,7 +107,7 @@ def _held_bytes(work: Workload) -> tuple[dict[str, float], float]:
     for name, model in work.frozen.items():
         num_bytes = float(itemsize * num_parameters(model))
         if group > 1 and name in ("reference", "teacher"):
-            held[name] = itemsize * _num_held(model, group, on_host=work.offloads_optimizer)
+            held[name] = itemsize * _num_held(model, group)
         elif work.parks_frozen:
             parked = max(parked, num_bytes)
         else:
@@ -138,17 +134,14 @@ def _num_trained(work: Workload) -> int:
     return sum(num_parameters(model, trained=True) for model in work.trained)
 
 
-def _num_held(model: ModelConfig, group: int, *, of_frozen: bool = False, on_host: bool = False) -> float:
-    """The parameters that each rank of a group holds: embedding and head, and its rows of the layers'.
+def _num_held(model: ModelConfig, group: int, *, of_trained: bool = False) -> float:
+    """The parameters that each rank of a group holds: all that are needed whole, and its rows of the layers'.
 
-    of_frozen: only the frozen ones among the rows. on_host: no rows.
+    of_trained: of a model on another's base only those that are trained.
     """
     if group == 1:
-        return num_parameters(model)
-    num_rows = num_parameters(model) - _num_embeddings(model)
-    if of_frozen:
-        num_rows = num_parameters(model) - num_parameters(model, trained=True)
-    return _num_embeddings(model) + (0 if on_host else num_rows / group)
+        return num_parameters(model, trained=of_trained)
+    return _num_embeddings(model) + (num_parameters(model) - _num_embeddings(model)) / group
 
 
 def _num_embeddings(model: ModelConfig) -> int:

@@ -99,10 +99,8 @@ class Checkpoints:
     def save(self, progress: Mapping[str, Any]) -> None:
         """Save models, optimizers and the fields of `Progress` as the checkpoint of its `step` (collective).
 
-        When it returns, the checkpoint is whole. Raises SaveError naming the file that cannot be written, and
-        InputError for values that a checkpoint cannot hold.
+        When it returns, the checkpoint is whole. Raises SaveError naming the file that cannot be written.
         """
-        check_remembered(progress["extra"])
         folder = self._run_folder / "checkpoints" / f"{progress['step']:06d}"
         half_made = folder.with_name(f".half-{folder.name}-{self._token}")
         try:

@@ -1,7 +1,6 @@
 """The command line: the fields of a config as flags, and presets of their values."""
 
 import argparse
-import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -46,17 +45,14 @@ def parse(
         algorithm = early_value("algorithm", arguments) or next(iter(presets))
         refuse(algorithm not in presets, f"--algorithm {algorithm}: one of {', '.join(presets)}")
         defaults = presets[algorithm]
-    try:
-        return tyro.cli(
-            config_class,
-            args=arguments,
-            default=config_class(**defaults or {}),
-            description=description,
-            config=(tyro.conf.OmitArgPrefixes,),
-            console_outputs=rank() == 0,
-        )
-    except BrokenPipeError:  # the reader of --help, for example `head`, has stopped reading
-        sys.exit(0)
+    return tyro.cli(
+        config_class,
+        args=arguments,
+        default=config_class(**defaults or {}),
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=rank() == 0,
+    )
 
 
 def early_value(name: str, arguments: Sequence[str] | None) -> str | None:

@@ -96,7 +96,6 @@ class Run:
         self._collector = collector
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
-        self._has_finished_step = False
         self.device = setup.device
         self.max_new_tokens = setup.max_new_tokens
         self._folder = setup.folder.path
@@ -272,12 +271,12 @@ class Run:
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
+        # Refuse values that cannot be saved now, not after many steps that would be lost.
+        check_remembered(self.progress.extra)
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
-            self._save()
-        elif not self._has_finished_step:
-            # Refuse values that cannot be saved now, not after many steps that would be lost.
-            check_remembered(self.progress.extra)
-        self._has_finished_step = True
+            if self._collector:
+                self.progress.in_flight = self._collector.in_flight
+            self._checkpoints.save(vars(self.progress))
 
     def close(self) -> int:
         """Print scores and paths; returns the exit code (collective)."""
@@ -309,12 +308,6 @@ class Run:
         for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
-
-    def _save(self) -> None:
-        """Save a checkpoint (collective)."""
-        if self._collector:
-            self.progress.in_flight = self._collector.in_flight
-        self._checkpoints.save(vars(self.progress))
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,5 +1,6 @@
 """A package `fla` whose gated delta rule is the recurrence, a row at a time, in the dtype of the decays."""
 
+import itertools
 import sys
 import types
 
@@ -24,40 +25,22 @@ def chunk_gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
+    *,
+    scale: float,
+    output_final_state: bool,
+    cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments and checks of fla-core 0.4 and later, and that these are of packed sequences.
-
-    fla scales and normalizes nothing here, so a caller that leaves it to fla is refused.
-    """
+    """With the checks of fla-core 0.4 and later. fla scales and normalizes nothing here."""
     assert scale == 1
-    assert not use_qk_l2norm_in_kernel
-    assert cu_seqlens is not None
-    num_rows, num_heads, key_dim = q.shape[1:]
-    num_sequences = len(cu_seqlens) - 1
-    assert q.shape == k.shape == (1, num_rows, num_heads, key_dim)
-    assert v.shape[:3] == g.shape == beta.shape == (1, num_rows, num_heads)
+    assert q.shape[0] == 1
     assert q.dtype == k.dtype == v.dtype
     assert g.dtype == beta.dtype == torch.promote_types(q.dtype, torch.float32)
     assert cu_seqlens.dtype == torch.int64
-    lengths = cu_seqlens.diff().tolist()
-    assert int(cu_seqlens[0]) == 0 < min(lengths)
-    assert int(cu_seqlens[-1]) == num_rows
-    state_shape = (num_sequences, num_heads, key_dim, v.shape[-1])
-    initial = (
-        torch.zeros(state_shape, dtype=g.dtype, device=g.device) if initial_state is None else initial_state
-    )
-    assert initial.shape == state_shape
-    assert initial.dtype == g.dtype
     outputs, final_states = [], []
     rows = zip(*(x[0].to(g.dtype).unbind() for x in (q, k, v, g, beta)), strict=True)
-    for length, state in zip(lengths, initial, strict=True):
-        for _ in range(length):
-            query, key, value, decay, strength = next(rows)
+    for length in cu_seqlens.diff().tolist():
+        state = torch.zeros(*q.shape[2:], v.shape[-1], dtype=g.dtype, device=g.device)
+        for query, key, value, decay, strength in itertools.islice(rows, length):
             state = state * decay.exp()[:, None, None]
             update = strength[:, None] * (value - torch.einsum("hk,hkv->hv", key, state))
             state = state + torch.einsum("hk,hv->hkv", key, update)

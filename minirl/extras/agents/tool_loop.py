@@ -113,7 +113,14 @@ class EpisodeTools:
         """Return a function's result, `async` or not. Its arguments may have any name."""
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
-        return await in_thread(self._thread, functools.partial(function, **arguments))
+        call = functools.partial(function, **arguments)
+        try:
+            return await in_thread(self._thread, call)
+        except ValueError as error:
+            # Only the main thread may set a signal, such as an alarm that ends a slow query.
+            if "main thread" not in str(error):
+                raise
+            return call()
 
     async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, str], list[Any] | None]:
         """Return `_message` of a call's result; a tool's exception is a result too."""

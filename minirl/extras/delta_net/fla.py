@@ -10,7 +10,7 @@ from minirl.model.attention import PackedLayout
 def run_packed(
     rows: DeltaRows, layout: PackedLayout, dtype: torch.dtype, states: DeltaStates | None = None
 ) -> Tensor:
-    """The outputs [T', H, Dv] of packed sequences, in the dtype of `rows`: `delta_rule.run_chunks` in other roundings.
+    """The outputs [T', H, Dv] of packed sequences, in the dtype of `rows`: `rule.run_chunks` in other roundings.
 
     Tokens that several sequences begin with are computed in each, as in attention.
 

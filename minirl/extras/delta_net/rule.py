@@ -65,7 +65,12 @@ def index_chunks(
     """Cut packed sequences into chunks.
 
     A sequence that shares its first tokens with an earlier one begins with the chunk in which they end, from the
-    other's state: up to DELTA_CHUNK - 1 rows are computed once more.
+    other's state: up to DELTA_CHUNK - 1 rows are computed once more. For example, the first sequence has rows 0 to 69,
+    and the second 35 of these and then 70 to 74. Each line is a round; the second sequence's chunk follows chunk 0 too:
+
+        chunk 0: 0 to 31                                                             previous [0]
+        chunk 1: 32 to 63               chunk 2: 32 to 34, 70 to 74, padding         previous [0, 0]
+        chunk 3: 64 to 69, padding                                                   previous [0]
 
     sequences: the rows of each, as indices among the model's `num_rows`; on the host. num_shared: how many are also an
     earlier one's. upload: copies a tensor to the rows' device.
@@ -161,10 +166,10 @@ def run_chunks(
     return by_row[index.places]
 
 
-def _in_chunks(x: Tensor, index: Tensor) -> Tensor:
-    """The rows of x [T', H, ...] at these indices [N x C] in their chunks, [N, H, C, ...]; zeros for padding."""
+def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows of x [T', H, ...] with these indices [N x C], in chunks [N, H, C, ...]; index T' gives zeros."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    chunks = padded.index_select(0, index).unflatten(0, (-1, DELTA_CHUNK))
+    chunks = padded.index_select(0, rows).unflatten(0, (-1, DELTA_CHUNK))
     return chunks.transpose(1, 2).contiguous()
 
 
@@ -204,20 +209,19 @@ def run_row(
 ) -> Tensor:
     """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n].
 
-    num_padded: see `padded_rows`. num_slots: compute where the states lie, on this many first slots, of which some may
-    be idle. None: on copies of the states.
+    The row's key, decay and update are stored in `states`; S stays until `end_chunks`.
+
+    num_padded: products have this many rows, see `padded_rows`. num_slots: read the states where they lie, in this many
+    first slots, of which some may be idle; that is faster where few are. None: read copies of the n slots.
     """
     at = positions % DELTA_CHUNK
     states.keys[slots, :, :, at] = rows.k
     states.decays[slots, :, at] = rows.decay
-    if num_slots is None:
-        state, keys, updates, decays = (pool[slots] for pool in states[1:])
-        places = torch.arange(len(slots), device=at.device)
-    else:
-        state, keys, updates, decays = (pool[:num_slots] for pool in states[1:])
-        places = slots
+    own = torch.arange(len(slots), device=at.device)
+    computed, places = (slots, own) if num_slots is None else (slice(num_slots), slots)
+    state, keys, updates, decays = (pool[computed] for pool in states[1:])
     users = at.new_zeros(len(state))  # an idle slot computes the first sequence's row
-    users[places] = torch.arange(len(slots), device=at.device)
+    users[places] = own
     q, k, v, _, beta = (x[users] for x in rows)
     last = at[users][:, None, None]
     column = torch.arange(DELTA_CHUNK, device=at.device)
@@ -286,31 +290,34 @@ def padded_rows(shape: DeltaNet, device: torch.device) -> int:
 
 @functools.cache
 def least_rows(shape: DeltaNet) -> int | None:
-    """Measure to how few rows `run_row` may pad for the bits of `run_chunks` on this CPU; None: it never has them."""
+    """Measure to how few rows `run_row` may pad its products and have the bits of `run_chunks` on this CPU.
+
+    None: it never has them.
+    """
     length = DELTA_CHUNK + 9
     sizes = (shape.key_head_dim, shape.key_head_dim, shape.value_head_dim, 1, 1)
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(3, length, shape.num_value_heads, sum(sizes), generator=generator)
+    numbers = torch.randn(3 * length, shape.num_value_heads, sum(sizes), generator=generator)
     q, k, v, decay, beta = numbers.split(sizes, -1)
     rows = DeltaRows(normalized(q), normalized(k), v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
     index = index_chunks(torch.arange(3 * length).split(length), (0, 0, 0), 3 * length, lambda x: x)
-    expected = run_chunks(DeltaRows(*(x.flatten(0, 1) for x in rows)), index).unflatten(0, (3, length))
+    expected = run_chunks(rows, index)
     for num_padded in (2, 4, 8, MIN_ROWS):
-        decoded = (_decode(rows, shape, num_sequences, num_padded) for num_sequences in (1, 3))
+        decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
         if all(torch.equal(outputs, expected[: len(outputs)]) for outputs in decoded):
             return num_padded
     return None
 
 
-def _decode(rows: DeltaRows, shape: DeltaNet, num_sequences: int, num_padded: int) -> Tensor:
-    """The outputs of `run_row`, one after another, for the first sequences of rows [sequences, length, H, ...]."""
+def _decode(rows: DeltaRows, shape: DeltaNet, length: int, num_sequences: int, num_padded: int) -> Tensor:
+    """The outputs [num_sequences x length, H, Dv] of `run_row` for the first of sequences of `length` rows."""
     slots = torch.arange(num_sequences)
     states = make_states(shape, num_sequences, dtype=torch.float32, device=torch.device("cpu"))
     outputs = []
-    for position in range(rows.k.shape[1]):
+    for position in range(length):
         if position and position % DELTA_CHUNK == 0:
             end_chunks(states, slots)
-        row = DeltaRows(*(x[:num_sequences, position] for x in rows))
+        row = DeltaRows(*(x[slots * length + position] for x in rows))
         positions = torch.full_like(slots, position)
         outputs.append(run_row(row, states, slots, positions, num_padded=num_padded))
-    return torch.stack(outputs, 1)
+    return torch.stack(outputs, 1).flatten(0, 1)

@@ -6,7 +6,6 @@ import re
 import runpy
 import time
 from functools import partial
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,17 +15,22 @@ from minirl.episodes.episode import Episode
 from minirl.episodes.event_loop import event_loop
 from minirl.episodes.generate import Generate
 from minirl.episodes.programs import Ended, Programs
+from minirl.episodes.turn import BranchTokens, Turn
 from minirl.errors import InputError, RolloutError
 from minirl.extras.agents.endpoint import run_program, serve
 from minirl.extras.agents.openai_format import read_request
 from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
-from support.collecting import chat_prompts, collected, facts, make_collector
+from support.collecting import (
+    assert_pauses_change_nothing,
+    chat_prompts,
+    collected,
+    facts,
+    make_collector,
+)
 from support.jobs import SLACK
 from support.marks import slow
 from support.processes import is_alive
-from support.programs import AT_A_URL, in_turns
-from support.turns import told_turn
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -76,8 +80,10 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
     assert made(unseen) == made(seen)
 
 
-OPENAI = """
-import openai, sys
+# Agents that make the requests of `in_turns`, which asks here: with the openai package, its events, and plain HTTP.
+AGENTS = """
+import asyncio, json, random, sys, time, urllib.request
+import openai
 from minirl.extras.agents.endpoint import run_program, serve
 
 SENT = {}  # by episode the ids that its client was sent, turn by turn
@@ -98,6 +104,7 @@ async def client_async(url, episode):
             (choice,) = completion.choices
             assert completion.usage.prompt_tokens == len(completion.prompt_token_ids)
             sent.append((completion.prompt_token_ids, choice.token_ids))
+            await asyncio.sleep(random.SystemRandom().random() / 50)
             messages += [choice.message, {"role": "user", "content": choice.message.content[:3] + " go on"}]
 
 @serve
@@ -114,34 +121,51 @@ def client_sync(url, episode):
             messages.append({"role": "assistant", "content": text})
             messages.append({"role": "user", "content": text[:3] + " go on"})
 
-AGENT = '''
-import openai, sys
-client = openai.OpenAI()
+PROGRAM = '''
+import json, os, sys, urllib.request
 messages = [{"role": "user", "content": sys.stdin.read()}]
 for number in range(3):
-    completion = client.chat.completions.create(model="m", messages=messages, max_tokens=5 + number, stop="e")
-    message = completion.choices[0].message
-    messages += [message.model_dump(), {"role": "user", "content": message.content[:3] + " go on"}]
+    fields = json.dumps({"messages": messages, "max_tokens": 5 + number, "stop": "e"}).encode()
+    with urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/chat/completions", fields) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    messages += [message, {"role": "user", "content": message["content"][:3] + " go on"}]
 print(len(messages))
 '''
 
 @serve
-async def client_program(url, episode):
-    printed = await run_program(url, sys.executable, "-c", AGENT, text=episode.row.prompt)
+async def program(url, episode):
+    printed = await run_program(url, sys.executable, "-c", PROGRAM, text=episode.row.prompt)
     assert printed == "7\\n"
 """
 
 
-@pytest.mark.parametrize("name", ["client_async", "client_sync", slow("client_program")])
-def test_an_agent_written_with_the_openai_package_trains_as_one_that_asks_here(load, name):
+async def in_turns(episode):
+    turn = await episode.generate(max_tokens=5, stop="e")
+    for number in (1, 2):
+        said = turn.text.partition("e")[0]
+        reply = {"role": "user", "content": said[:3] + " go on"}
+        turn = await episode.generate(after=reply, max_tokens=5 + number, stop="e")
+
+
+@pytest.mark.parametrize("name", ["client_async", "client_sync", slow("program")])
+def test_an_agent_makes_the_rollouts_of_a_function_that_asks_here(load, name):
+    """However late it asks, with a small cache, in parts, and after a resume. Fault 54."""
     pytest.importorskip("openai")
-    few = {"num_groups": 1, "group_size": 2}
-    assert rollouts_of(load(name, OPENAI), **few) == rollouts_of(in_turns, **few)
+    tight = {"cache_tokens": 512, "max_running_requests": 5}
+    prompts = chat_prompts(120)
+    make = partial(make_collector, prompts, rollout=load(name, AGENTS), group_size=2, engine_options=tight)
+    if name == "client_async":
+        found = assert_pauses_change_nothing(make)
+    else:
+        found = {row[0]: row for row in collected(make(), 1, 1)[0]}
+    twin = make_collector(prompts, rollout=in_turns, group_size=2)
+    (whole,) = collected(twin, 1, 1 + max(found)[0])
+    assert found == {row[0]: row for row in whole if row[0] in found}
 
 
 def test_the_trained_tokens_are_those_that_the_client_was_sent_before_and_in_its_turns(load):
     pytest.importorskip("openai")
-    rollout = load("client_async", OPENAI)
+    rollout = load("client_async", AGENTS)
     groups = make_collector(chat_prompts(120), rollout=rollout).collect(3)
     sent = rollout.__wrapped__.__globals__["SENT"]
     assert len(sent) == len(groups.rewarded.rollouts) == 9
@@ -176,9 +200,9 @@ def test_a_history_that_an_agent_rewrites_is_a_branch_of_what_it_rewrote_and_all
     assert len(list(all_branches([rollout]))) == 2
 
 
-@pytest.mark.slow
-def test_1024_openai_clients_have_their_episodes_within_the_systems_descriptors(load):
-    """200 ask for a second turn. All begin at once, and none is refused, lost or asked again."""
+@pytest.mark.parametrize("num_agents", [200, slow(1024)])
+def test_many_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load, num_agents):
+    """Within the system's descriptors. Every fifth one asks for a second turn."""
     pytest.importorskip("openai")
     source = """
 import openai
@@ -190,13 +214,13 @@ CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retrie
 async def agent(url, episode):
     client = CLIENT.with_options(base_url=url)
     messages = [{"role": "user", "content": episode.row.prompt}]
-    for _ in range(1 + (episode.seed < 200)):
+    for _ in range(1 + (episode.seed % 5 == 0)):
         completion = await client.chat.completions.create(model="m", messages=messages)
         messages += [completion.choices[0].message, {"role": "user", "content": "go on"}]
     return 1.0
 """
     programs = Programs(load("agent", source))
-    episodes = [made_episode(seed=i) for i in range(1024)]
+    episodes = [made_episode(seed=i) for i in range(num_agents)]
     running = {programs.begin(episode): episode for episode in episodes}
     while running:
         for program, reply in programs.replies(1.0):
@@ -205,7 +229,7 @@ async def agent(url, episode):
             else:
                 assert reply == Ended({"reward": 1.0}), reply
                 del running[program]
-    assert [len(episode.turns) for episode in episodes] == [2] * 200 + [1] * 824
+    assert [len(episode.turns) for episode in episodes] == [1 + (i % 5 == 0) for i in range(num_agents)]
 
 
 async def post(url, path="chat/completions", *, method="POST", data=None, headers=None, **fields):
@@ -225,18 +249,28 @@ def message_in(answer):
     return answer["choices"][0]["message"]
 
 
-def made_episode(*, seed=0, prompt="hi", **options):
-    options = {"tools": [TOOL], "prompt_ids": [5, 6], "is_chat": True, **options}
-    return Episode(Row(prompt, {}, "f:1"), seed, 50, **options)
+def made_episode(*, seed=0):
+    return Episode(Row("hi", {}, "f:1"), seed, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=True)
 
 
-def sampled_turn(branch, text="yes", finish_reason="stop", **said):
+def sampled_turn(branch, text="yes", **said):
     """A turn of one token per letter, with this message."""
     message = {"role": "assistant", "content": text, **said}
     ids = [ord(letter) for letter in text]
     branch.prompt_ids = [5, 6]
-    facts = {"branch": branch.number, "finish_reason": finish_reason, "message": message}
-    return told_turn(branch.num_tokens, ids, text, **facts)
+    turn = Turn(
+        branch.num_tokens,
+        len(ids),
+        "stop",
+        branch=branch.number,
+        appended=[],
+        tokenizer=None,
+        tokens=BranchTokens(),
+        first=0,
+        answer_first=0,
+    )
+    vars(turn).update(ids=ids, text=text, message=message)
+    return turn
 
 
 def give(program, programs, episode, branch=0, **fields):
@@ -313,10 +347,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("body", REFUSED)
-def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field(body):
-    with pytest.raises(InputError, match=re.escape(REFUSED[body])):
-        read_request(json.loads(body), made_episode())
+def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field():
+    for body, said in REFUSED.items():
+        with pytest.raises(InputError, match=re.escape(said)):
+            read_request(json.loads(body), made_episode())
 
 
 def test_fields_without_effect_are_named_in_a_header_and_noted_once(capfd):
@@ -336,33 +370,26 @@ def test_fields_without_effect_are_named_in_a_header_and_noted_once(capfd):
 
 def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_goes_on(caplog):
     """The answer says why, in OpenAI's form."""
+    no_path = "there are only GET models and POST chat/completions"
+    refused = [
+        ({"messages": [HI], "n": 2}, 400, "n: only 1 is possible here"),
+        ({"data": "{"}, 400, "the request is no JSON"),
+        ({"data": "[" * 100_000}, 400, "the request is no JSON"),
+        ({"data": b"\xff"}, 400, "the request is no JSON"),
+        ({"data": "x" * 5_000_000}, 413, "Maximum request body size 4194304 exceeded"),
+        ({"path": "completions"}, 404, f"POST completions: {no_path}"),
+        ({"method": "GET"}, 404, f"GET chat/completions: {no_path}"),
+        ({"messages": [HI], "max_tokens": 0}, 400, "generate(max_tokens=0): must be at least 1"),
+    ]
 
     async def agent(post, episode):
-        assert (await post(messages=[HI], n=2))[0] == 400
-        for data, status, said in (
-            ("{", 400, "the request is no JSON"),
-            ("[" * 100_000, 400, "the request is no JSON"),
-            (b"\xff", 400, "the request is no JSON"),
-            ("x" * 5_000_000, 413, "Maximum request body size 4194304 exceeded"),
-        ):
-            found, answer = await post(data=data)
-            assert (found, answer["error"]["message"][: len(said)]) == (status, said)
-        for options, said in (
-            (
-                {"path": "completions"},
-                "POST completions: there are only GET models and POST chat/completions",
-            ),
-            ({"method": "GET"}, "GET chat/completions: there are only"),
-        ):
-            found, answer = await post(**options)
-            assert (found, answer["error"]["message"][: len(said)]) == (404, said)
-        status, answer = await post(messages=[HI], max_tokens=0)
-        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-        assert answer["error"]["message"] == "generate(max_tokens=0): must be at least 1"
+        for asked, status, said in refused:
+            found, answer = await post(**asked)
+            assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+            assert answer["error"]["message"].startswith(said)
         _, answer = await post(messages=[HI])
-        message = message_in(answer)
         episode.max_tokens = 3
-        status, answer = await post(messages=[HI, message, HI])
+        status, answer = await post(messages=[HI, message_in(answer), HI])
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
     asked, reply = drive(agent, {})
@@ -467,36 +494,41 @@ def test_a_command_has_the_url_and_a_text_and_gives_what_it_prints():
 
 
 HOSTILE = """
-import sys
+import asyncio, json, sys, time, urllib.request
+from minirl.extras.agents.endpoint import serve
+
+def asks(url, episode):
+    fields = {"messages": [{"role": "user", "content": episode.row.prompt}], "max_tokens": 3}
+    urllib.request.urlopen(f"{url}/chat/completions", json.dumps(fields).encode()).close()
 
 @serve
 async def silent(url, episode):
-    await post_async(url, {"messages": first_messages(episode), "max_tokens": 3})
+    await asyncio.to_thread(asks, url, episode)
     await asyncio.sleep(1000)
 
 @serve
 def silent_thread(url, episode):
-    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    asks(url, episode)
     time.sleep(3)
 
 @serve
 def raises(url, episode):
-    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    asks(url, episode)
     raise KeyError("no such tool")
 
 @serve
 def exits(url, episode):
-    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    asks(url, episode)
     sys.exit(3)
 
 @serve
 async def exits_in_loop(url, episode):
-    await post_async(url, {"messages": first_messages(episode), "max_tokens": 3})
+    await asyncio.to_thread(asks, url, episode)
     sys.exit(3)
 
 @serve
 def stops_in_thread(url, episode):
-    post(url, {"messages": first_messages(episode), "max_tokens": 3})
+    asks(url, episode)
     raise StopIteration
 
 @serve
@@ -520,12 +552,9 @@ async def never_asks(url, episode):
 def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name, said):
     options = {"call_timeout": 0.7 if "silent" in name else 60.0}
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, (.|\n)*{said}"):
-        rollouts_of(load(name, AT_A_URL + HOSTILE), num_groups=2, group_size=2, **options)
-
-
-def test_agents_are_refused_where_prompts_are_text():
+        rollouts_of(load(name, HOSTILE), num_groups=2, group_size=2, **options)
     with pytest.raises(RolloutError, match="the run's prompts are text: add --chat"):
-        collected(make_collector(rollout=serve(lambda url, episode: None)), 1)
+        collected(make_collector(rollout=load(name, HOSTILE)), 1)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
@@ -635,20 +664,3 @@ def test_an_answer_comes_as_a_stream_of_events_with_calls_numbered():
         assert choice["delta"]["tool_calls"][0]["index"] == 0
 
     assert drive(agent, {"tool_calls": [CALL]})[1] == Ended()
-
-
-def test_the_documented_agent_is_rewarded_for_its_last_answer():
-    pytest.importorskip("openai")
-    example = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "examples" / "openai_agent.py"))
-    programs = Programs(example["agent"])
-    episode = made_episode()
-    episode.row.columns["answer"] = 1200.0
-    program = programs.begin(episode)
-    texts, replies = ["so 3", "so 1,200."], []
-    while len(replies) < 3:
-        for _, reply in programs.replies(0.05):
-            replies.append(reply)
-            if texts:
-                give(program, programs, episode, text=texts.pop(0))
-    assert replies[1].after == [{"role": "user", "content": "Check each step, then answer again."}]
-    assert replies[2] == Ended({"reward": 1.0})
