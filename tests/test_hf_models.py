@@ -92,7 +92,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
         ("gemma2", {"attn_logit_softcapping": None}, "logits after the head"),
         ("gpt_oss", {}, "s_aux"),
         ("phi", {}, "logits after the head"),
-        ("jamba", {}, "depends on others"),
+        ("jamba", {}, "keep another state"),
         ("falcon", {}, "AttentionInterface"),
         ("llama4_text", {"attention_chunk_size": 64}, "later positions"),
         ("bert", {"is_decoder": False}, "not causal"),

@@ -5,6 +5,7 @@ functions are replaced by batch-invariant ones while the model runs. Parameters 
 how folders name them. `gate` decides which models may come here.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,11 +45,11 @@ _ELEMENTWISE = {
 class Stream:
     """What the modules of one model know of the stream that they run on.
 
-    calls: if a list, gets each call of attention as (layer, window, shapes of query, key and value).
+    calls: if a list, gets each call of attention as (layer, window, shape of the keys).
     """
 
     layout: Layout = field(default_factory=lambda: PackedLayout((), torch.device("cpu")))
-    calls: list[tuple[int, int | None, tuple[torch.Size, ...]]] | None = None
+    calls: list[tuple[int, int | None, torch.Size]] | None = None
 
 
 def packed_attention(
@@ -73,7 +74,7 @@ def packed_attention(
     stream: Stream = module.stream
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if stream.calls is not None:
-        stream.calls.append((module.layer_idx, sliding_window, (q.shape, k.shape, v.shape)))
+        stream.calls.append((module.layer_idx, sliding_window, k.shape))
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
         q = q * (scaling * q.shape[-1] ** 0.5)
     width = v.shape[-1]
@@ -119,7 +120,7 @@ def build_on_meta(config: Any) -> Any:
 
     AttentionInterface.register("minirl", packed_attention)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     hf.set_attn_implementation("minirl")
     for module in hf.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
