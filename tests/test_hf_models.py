@@ -5,6 +5,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -37,8 +38,15 @@ LONGROPE = {
     "short_factor": [1.0] * 48,
     "long_factor": [2.0] * 48,
 }
-# Keys that transformers' defaults lack.
-KEYS = {"deepseek_v2": {"num_experts_per_tok": 2}, "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2}}
+# Keys without which transformers' defaults are no model, or one with states.
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2}
+KEYS = {
+    "deepseek_v2": EXPERTS,
+    "dots1": EXPERTS,
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["attention"] * 4},
+}
 # The flags of steps on two ranks.
 RUNS = {
     "stablelm": ("train_ppo.py", ""),
@@ -186,7 +194,8 @@ def passing_types():
         try:
             config = make_config(kind, num_hidden_layers=4)
             gate.measure(config)
-        except Exception:
+        except Exception as error:
+            print(kind, repr(error)[:150], file=sys.stderr)
             continue
         raw = config.to_dict()
         (mixtures if re.search("expert", " ".join(map(str, raw))) else dense).append(kind)

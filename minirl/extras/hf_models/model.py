@@ -114,6 +114,20 @@ class _Linear(Linear):
         return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
 
 
+def _fused_norm(norm: Any) -> Callable[[Tensor], Tensor] | None:
+    """`F.rms_norm` with the norm's weight, which keeps less for backward; None if it is another norm."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    twin = copy.deepcopy(norm).to_empty(device="cpu")
+    x, values = torch.randn(2, len(weight), generator=generator)
+    with torch.no_grad():
+        twin.weight.copy_(values)
+        is_same = torch.allclose(twin(x), F.rms_norm(x, x.shape, values, eps), rtol=1e-5)
+    return (lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)) if is_same else None
+
+
 def build_on_meta(config: Any) -> Any:
     """transformers' model of its config: parameters without values, buffers that no file has with theirs."""
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -123,6 +137,9 @@ def build_on_meta(config: Any) -> Any:
         hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     hf.set_attn_implementation("minirl")
     for module in hf.modules():
+        fused = _fused_norm(module)
+        if fused is not None:
+            module.forward = fused
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in module._non_persistent_buffers_set:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
