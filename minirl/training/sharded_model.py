@@ -85,13 +85,6 @@ class ShardedModel:
 
         base: a model of the same folder, with which this one shares the weights that both freeze, unless it is sharded.
         """
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
-
         self.dtype = dtype
         check_weights(config, folder)
         self.module = on_meta(config, recompute_layers=recompute_layers)
@@ -104,31 +97,12 @@ class ShardedModel:
             shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
-        mesh = _device_mesh(device.type, self._num_shards)
-        self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._is_first_replica = rank() < self._num_shards
-        precision = MixedPrecisionPolicy(
-            param_dtype=dtype,
-            reduce_dtype=at_least_fp32(dtype),
-            cast_forward_inputs=False,  # that would round the fp32 rope tables
-        )
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         self._sums_every_microbatch = shard_gradients and (self._num_shards > 1 or offload_optimizer)
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
-        for unit in self._units:
-            reshards = self.shards_weights and unit is not self.module
-            fully_shard(
-                unit,
-                mesh=mesh,
-                mp_policy=precision,
-                offload_policy=offload,
-                reshard_after_forward=reshards,
-                ignored_params=set() if self.shards_weights else set(frozen.values()),
-            )
-            unit.set_reshard_after_backward(reshards, recurse=False)
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        ignored = set() if self.shards_weights else set(frozen.values())
+        self._shard_units(device, ignored, offload_optimizer=offload_optimizer)
         place = "cpu" if offload_optimizer else device
         self.module._apply(
             lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
@@ -141,16 +115,48 @@ class ShardedModel:
         self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
         self._names = list(parameters)
         self._sliced: set[str] = set()
+        self.compute_weights: dict[str, Tensor]
         if self.shards_weights:
             self._share_layers(config, device)
-            return
+        else:
+            self._gather_whole(config, device)
+
+    def _shard_units(
+        self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
+    ) -> None:
+        """Wrap the units in FSDP, which leaves the ignored parameters as they are (collective)."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        mesh = _device_mesh(device.type, self._num_shards)
+        self._shard_group = mesh.get_group(mesh.ndim - 1)
+        precision = MixedPrecisionPolicy(
+            param_dtype=self.dtype,
+            reduce_dtype=at_least_fp32(self.dtype),
+            cast_forward_inputs=False,  # that would round the fp32 rope tables
+        )
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
+        for unit in self._units:
+            reshards = self.shards_weights and unit is not self.module
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=reshards,
+                ignored_params=ignored,
+            )
+            unit.set_reshard_after_backward(reshards, recurse=False)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+    def _gather_whole(self, config: ModelConfig, device: torch.device) -> None:
+        """Gather the compute weights: from here on they are the module's parameters (collective)."""
         for parameter in self._frozen.values():
             parameter.data = parameter.data.to(device)
-        # Gather the compute weights: from here on they are the module's parameters. FSDP keeps the buffers of the
-        # last gather, so the root, with the embedding, is not the last.
+        # FSDP keeps the buffers of the last gather, so the root, with the embedding, is not the last.
         for unit in reversed(self._units):
             unit.unshard()
-        self.compute_weights: dict[str, Tensor] = dict(self.module.named_parameters())
+        self.compute_weights = dict(self.module.named_parameters())
         self.decoder = self.scorer = on_meta(config)
         # Both names of a tied parameter.
         _assign(self.decoder, dict(self.module.named_parameters(remove_duplicate=False)))
