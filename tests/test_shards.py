@@ -88,7 +88,7 @@ PADDED = {"async_decoding": True, "cuda_graphs": True}
 @pytest.mark.parametrize(
     ("case", "dtype", "size", "options"),
     [
-        ("llama_mqa", torch.float32, 2, {}),  # with biases, and an MLP of 131, which do not divide
+        ("llama_biases", torch.float32, 2, {}),  # an MLP of 131, which does not divide
         slow("smollm3_window", torch.float32, 2, {}),
         slow("qwen2", torch.bfloat16, 2, PADDED),
         slow("llama", torch.float32, 2, SMALL_CACHE),
