@@ -1,7 +1,6 @@
 """Chats: messages after an answer are as the template writes them, prompts show tools, answers are parsed."""
 
 import contextlib
-import functools
 import importlib.util
 import random
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minirl.data.answers import parsed_answer, writes_hermes
+from minirl.data.answers import check_readable, parsed_answer, writes_hermes
 from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
@@ -111,19 +110,8 @@ IN_PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
         (ALTERNATING, [TOLD], "the chat template of FOLDER refuses the messages: .*roles must alternate"),
         (NO_TOOLS, [TOLD], "the chat template of FOLDER does not show a message of role 'tool'"),
         (NO_TEXT, conversation()[:1], "the chat template of FOLDER does not show the text of an answer"),
-        (
-            CHATML,
-            [{"role": "user"}],
-            r"generate\(after=...\): .*is not a message; expected role and content, both text",
-        ),
-        (CHATML, [{"role": "user", "content": None}], r"generate\(after=...\): .*is not a message"),
-        (CHATML, [IN_PARTS], r"generate\(after=...\): .*is not a message"),
-        (CHATML, [TOLD, 7], r"generate\(after=...\): .*7 is not a message"),
-        (
-            CHATML,
-            [SAID],
-            r"generate\(after=...\): .*the last message is the assistant's.*append its beginning",
-        ),
+        (CHATML, [IN_PARTS], "generate.*: .*is not a message; expected role and content, both text"),
+        (CHATML, [TOLD, SAID], "generate.*: the last message is the assistant's.*append its beginning"),
     ],
 )
 def test_what_is_no_message_or_is_not_written_by_the_template_is_refused_with_the_row(
@@ -152,7 +140,6 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     tokenizer = make(WITH_TOOLS, tools=[lookup])
     text = tokenizer.backend.decode(tokenizer.encode(row))
     assert '"What to look for."' in text
-    assert tokenizer.encode_all([row]) == [tokenizer.encode(row)]
     assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == tokenizer.encode(row)
     assert len(make(WITH_TOOLS).encode(row)) < len(tokenizer.encode(row))
 
@@ -162,12 +149,10 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     [
         (None, [LOOKUP], "the tokenizer of .* has no chat template, which would show them"),
         (CHATML, [LOOKUP], "the chat template of .* does not show lookup"),
-        (FIRST_TOOL, [lookup, {**LOOKUP, "function": {"name": "a"}}], "show a;"),
+        (FIRST_TOOL, [lookup, {**LOOKUP, "function": {"name": "other"}}], "show other;"),
         (WITH_TOOLS, [lookup, LOOKUP], "two have the name 'lookup'"),
         (WITH_TOOLS, [untyped], "'untyped': no JSON schema can be made of it"),
-        (WITH_TOOLS, [functools.partial(lookup)], "expected a function, or a schema"),
         (WITH_TOOLS, [{"name": "lookup"}], "expected a function, or a schema"),
-        (WITH_TOOLS, ["lookup"], "expected a function, or a schema"),
     ],
 )
 def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, template, tools, error):
@@ -234,10 +219,8 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
     ("text", "before", "expected"),
     [
         ("hi<|im_end|>", "", {"content": "hi"}),
-        (" <|eot|>hi<|im_start|>you ", "", {"content": "hiyou"}),
         ("<think>\na\n</think>\n\nb", "", {"reasoning_content": "a", "content": "b"}),
         ("a</think>b<|im_end|>", "assistant\n<think>\n", {"reasoning_content": "a", "content": "b"}),
-        ("a", "<think>\n", {"reasoning_content": "a", "content": ""}),
         ("a</think>b", "", {"content": "a</think>b"}),
         (
             f"so: {GOOD_CALL}\n{GOOD_CALL}<|im_end|>",
@@ -259,16 +242,12 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text,
     [
         ('{"name": "f", "arguments": {}}', "has no </tool_call>"),
         ("f(1)</tool_call>", "Expecting value"),
-        ("</tool_call>", "Expecting value"),
         ("[1]</tool_call>", "expected {"),
         ('{"name": "f"}</tool_call>', "expected {"),
-        ('{"name": "f", "arguments": {}, "b": 1}</tool_call>', "expected {"),
-        ('{"name": 1, "arguments": {}}</tool_call>', "expected a text as name"),
-        ('{"name": "f", "arguments": "{}"}</tool_call>', "an object as arguments"),
+        ('{"name": "f", "arguments": "{}"}</tool_call>', "expected {"),
         ('{"name": "f", "name": "g", "arguments": {}}</tool_call>', "there twice"),
         ('{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         ("[" * 100_000 + "</tool_call>", "recursion"),
-        ("1" * 10_000 + "</tool_call>", "digits"),
     ],
     ids=lambda value: value[:40],
 )
@@ -279,15 +258,6 @@ def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, erro
     assert error in message["parse_error"]
     assert message["tool_calls"] == [called("f", x=[1, "<tool>"])]
     assert message["content"] == ""
-
-
-def test_any_answer_can_be_read(make):
-    tokenizer = make(HERMES + CHATML)
-    parts = [*"<think> </think> <tool_call> </tool_call> <|im_end|> { } é x".split(), "\n", GOOD_CALL]
-    rng = random.Random(0)
-    for _ in range(500):
-        message = message_of(tokenizer, "".join(rng.choices(parts, k=rng.randint(1, 9))), rng.choice(parts))
-        assert isinstance(message["content"], str)
 
 
 RESPONSE_TEMPLATE = {
@@ -310,15 +280,13 @@ RESPONSE_TEMPLATE = {
 @pytest.mark.parametrize(
     ("shown", "is_hermes"),
     [
-        # Qwen2.5 and Qwen3; Hermes 2 Pro; Qwen3-Coder; GLM-4.5; none.
+        # Qwen2.5 and Qwen3; Qwen3-Coder; GLM-4.5.
         (
             r"\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>",
             True,
         ),
-        ("""{{- "<tool_call>\n" }}{{- '{"arguments": <args-dict>, "name": <function-name>}\n' }}""", True),
         (r"<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", False),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", False),
-        ('{"name": <function-name>}', False),
     ],
 )
 def test_a_template_that_shows_a_call_of_hermes_says_how_calls_are_written(make, shown, is_hermes):
@@ -346,17 +314,14 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
     assert broken["parse_error"]
     assert "tool_calls" not in broken
-    tokenizer = make(CHATML)
     tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
-    with pytest.raises(
-        InputError, match=f"{tokenizer.folder}: the response template .* cannot be used: .*fields"
-    ):
-        message_of(tokenizer, "hi")
+    with pytest.raises(InputError, match=r"the response template .* cannot be used: .*fields"):
+        check_readable(tokenizer)
 
 
 # As Qwen3's: an answer without thinking begins with an empty thought; and what changes other parts of a prompt.
 THINKING = (
-    "{% if style is defined %}{{ style }}\n{% endif %}{% if tools %}{{ form or 'json' }}\n{% endif %}"
+    "{% if style is defined %}{{ style }}\n{% endif %}"
     + CHATML
     + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% endif %}"
@@ -376,50 +341,26 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(make)
     assert answered == "brief\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
 
 
-@pytest.fixture
-def prompt_of(tmp_path):
-    """A run's first prompt with these arguments for the template, as JSON."""
+def test_the_flag_of_template_arguments_reaches_the_prompts_or_names_what_the_template_does_not_use(tmp_path):
+    """Fault 43."""
     save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
     model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
 
-    def first_prompt(arguments, *, chat=True):
-        config = RunConfig(chat_template_kwargs=arguments, chat=chat)
+    def first_prompt(arguments):
+        config = RunConfig(chat_template_kwargs=arguments, chat=True)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
         prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), user_rollout=None)
         return prompts.tokenizer.backend.decode(prompts.prompt_ids(0))
 
-    return first_prompt
-
-
-def test_the_flag_of_template_arguments_reaches_the_prompts(prompt_of):
-    assert prompt_of('{"enable_thinking": false}').endswith(NO_THOUGHT)
-    # It does this anyway, under a name that it knows.
-    assert prompt_of('{"enable_thinking": true}') == prompt_of(None)
-    assert prompt_of('{"style": "x"}').startswith("x\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ('{"enable_thinkin": false}', "'enable_thinkin' changes nothing in a prompt"),
-        ('{"style": "x", "form": "xml"}', "'form' changes nothing in a prompt"),  # without tools
-        ('{"add_generation_prompt": false}', "leave out 'add_generation_prompt'"),
-        ('{"messages": []}', "leave out 'messages'"),
-    ],
-)
-def test_a_template_argument_that_changes_no_prompt_is_refused(prompt_of, arguments, error):
-    """Fault 43."""
-    with pytest.raises(InputError, match=f"--chat-template-kwargs: {error}"):
-        prompt_of(arguments)
+    assert first_prompt('{"enable_thinking": false}').endswith(NO_THOUGHT)
+    for name in ("enable_thinkin", "form"):
+        with pytest.raises(
+            InputError, match=f"--chat-template-kwargs: .* does not use '{name}'; leave it out"
+        ):
+            first_prompt(f'{{"style": "x", "{name}": false}}')
 
 
 def test_a_text_prompt_cannot_show_tools(make, tmp_path):
     make(WITH_TOOLS)
     with pytest.raises(InputError, match="f:1: a text prompt cannot show tools; see --chat"):
         Tokenizer(tmp_path, tools=[LOOKUP]).encode(Row("hi", {}, "f:1"))
-
-
-def test_a_template_argument_may_change_what_is_said_of_tools(make):
-    tokenizer = make(THINKING, template_arguments={"form": "xml"})
-    tokenizer.tools = [LOOKUP]
-    tokenizer.check_arguments("--chat-template-kwargs")

@@ -1,19 +1,15 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
 import copy
-import functools
 import itertools
 import json
 import random
 import shutil
-import signal
-import time
-import timeit
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
@@ -21,7 +17,6 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.generation.sampling import request_key
 from minirl.rollouts import RolloutId
-from support.jobs import SLACK
 from support.marks import slow
 from support.texts import (
     DECODERS,
@@ -61,46 +56,39 @@ def order(prompts, first, count):
     return [prompts.index(ordinal) for ordinal in range(first, first + count)]
 
 
-def test_each_epoch_is_another_permutation_of_the_rows():
-    """Every row once per epoch, in another order each time, and in another order for another seed. Pitfall 57."""
-    prompts, other = letter_prompts("a" * 50), letter_prompts("a" * 50, seed=1)
+def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_of_asking():
+    """Every row once per epoch, in another order each time and for another seed. Pitfall 57.
+
+    A stream read from the middle has the same rows, in any order, over any epochs' border. Fault 12.
+    """
+    prompts = letter_prompts("a" * 50)
     epochs = [order(prompts, 50 * epoch, 50) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert list(range(50)) not in epochs
-    assert order(other, 0, 50) not in epochs
+    assert order(letter_prompts("a" * 50, seed=1), 0, 50) not in epochs
     assert prompts.epoch(75) == 1.5
-
-
-def test_order_does_not_depend_on_what_was_asked_before():
-    """A stream read from the middle has the same rows, in any order, over any epochs' border. Pitfall 57. Fault 12."""
-    stream = order(letter_prompts("a" * 7), 0, 40)
-    again = letter_prompts("a" * 7)
-    for asked in (range(33, 40), range(39, -1, -1), [6, 7] * 3, random.Random(0).sample(range(40), 40)):
-        assert [again.index(i) for i in asked] == [stream[i] for i in asked]
-        assert [again.row(i).place for i in asked] == [f"f:{stream[i] + 1}" for i in asked]
-
-
-def test_order_does_not_depend_on_the_process():
-    """Every hash seed and every version of Python draws these rows."""
+    again = letter_prompts("a" * 50)
+    for i in (60, 199, *random.Random(0).sample(range(200), 40)):
+        assert again.index(i) == epochs[i // 50][i % 50]
+        assert again.row(i).place == f"f:{again.index(i) + 1}"
+    # Every hash seed and every version of Python draws these rows.
     assert order(letter_prompts("a" * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
 
 
 def test_a_request_is_its_row_its_key_and_the_limits():
-    """Tokens of the row that the order gives, the id and key of the run's ordinal, a group side by side."""
+    """Tokens of the row that the order gives, the id and key of the run's ordinal; greedy ones after their group."""
     prompts = letter_prompts(["aa", "bbb", "c"], seed=4)
-    requests = prompts.requests(2, 3, group_size=2, temperature=0.7)
-    assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1)]
+    requests = prompts.requests(2, 3, group_size=2, num_greedy=1, temperature=0.7)
+    assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1, 2)]
+    assert [r.temperature for r in requests] == [0.7, 0.7, 0.0] * 3
     for request in requests:
         ordinal, sample = request.rollout_id.prompt_ordinal, request.rollout_id.sample
-        assert request.prompt_ids == prompts.prompt_ids(ordinal)
         assert request.prompt_ids == tuple(map(ord, prompts.row(ordinal).prompt))
         assert request.key == request_key(4, purpose="train", prompt_ordinal=ordinal, sample=sample)
-        assert (request.max_new_tokens, request.temperature, request.stop_ids) == (4, 0.7, frozenset({7}))
-    assert prompts.requests(5, 0, group_size=2) == []
+        assert (request.max_new_tokens, request.stop_ids) == (4, frozenset({7}))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group.
 
@@ -125,16 +113,6 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     assert any("--prompts-per-step" in note for note in notes) == (world_size > 6)
 
 
-def test_greedy_requests_come_after_the_group():
-    """Each prompt's group samples at the temperature, then its greedy ones at 0, with numbers that go on counting."""
-    served = functools.partial(letter_prompts("ab").requests, 0, 2, temperature=1.3)
-    requests = served(group_size=2, num_greedy=1)
-    assert [(r.rollout_id.sample, r.temperature) for r in requests] == [(0, 1.3), (1, 1.3), (2, 0.0)] * 2
-    assert served(group_size=2) == [request for request in requests if request.temperature]
-    only = served(group_size=0, num_greedy=1)
-    assert [(r.rollout_id.sample, r.temperature) for r in only] == [(0, 0.0)] * 2
-
-
 def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     """The same row in a later epoch, in evaluation or under another seed gets other noise, as do equal rows.
 
@@ -143,20 +121,6 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     several = [letter_prompts("aaa", seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
     keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
-
-
-def seconds(action):
-    """The least of three."""
-    return min(timeit.repeat(action, number=1, repeat=3))
-
-
-def test_a_step_of_a_large_task_does_not_shuffle_for_each_prompt():
-    """Drawing 128 prompts of 20,000 costs a few shuffles of them, not 128, also when an epoch ends in between."""
-    prompts = letter_prompts("a" * 20_000)
-    one_shuffle = seconds(lambda: random.Random("0 0").shuffle(list(range(20_000))))
-    for first in (128, 20_000 - 64):
-        assert seconds(lambda first=first: prompts.requests(first, 128, group_size=1)) < 20 * one_shuffle
-    assert seconds(lambda: [prompts.row(i) for i in [19_999, 20_000] * 64]) < 20 * one_shuffle
 
 
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
@@ -176,38 +140,21 @@ def test_a_text_gets_the_tokenizers_bos_and_a_chat_only_the_templates(chat_folde
     assert Tokenizer(chat_folder, chat=chat).encode(Row(prompt, {}, "f:1")) == ids(expected)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_rows_tokenized_together_get_the_ids_of_each_alone(chat_folder, chat):
-    """Texts and chats in turns, long and short, one that continues a message; none at all."""
-    user, assistant = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "so, "}
-    prompts = ["a", "b" * 90, [user], [user, assistant], "c", [user], "", "<eos>.", "\x00\u2028 "]
-    rows = [Row(prompt, {}, "f:1") for prompt in prompts]
-    tokenizer = Tokenizer(chat_folder, chat=chat)
-    assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
-    assert tokenizer.encode_all([]) == []
-
-
-class UpperCaseTokenizer(PreTrainedTokenizerFast):
-    """A tokenizer whose class changes texts before the Rust tokenizer gets them, as CodeLlama's does."""
-
-    def _encode_plus(self, text, **options):
-        return super()._encode_plus(text.upper(), **options)
-
-
-@pytest.mark.parametrize("tokenizer_class", [PreTrainedTokenizerFast, UpperCaseTokenizer])
-def test_texts_get_the_ids_that_transformers_gives_them(spoilt_folder, monkeypatch, tokenizer_class):
+def test_texts_and_chats_get_the_ids_that_transformers_gives_them(spoilt_folder):
     """Also where tokenizer.json asks for truncation and padding."""
     backend = json.loads((spoilt_folder / "tokenizer.json").read_text())
     backend["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     backend["padding"] = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_id": 0, "pad_type_id": 0}
     backend["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<eos>"}
     (spoilt_folder / "tokenizer.json").write_text(json.dumps(backend))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer_class.from_pretrained)
     tokenizer = Tokenizer(spoilt_folder)
-    peer = tokenizer_class.from_pretrained(spoilt_folder)
+    peer = AutoTokenizer.from_pretrained(spoilt_folder)
     for text in ("a", "hello, long text", "<eos>."):
-        assert tokenizer.encode_text(text, "f:1") == peer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.encode(Row(text, {}, "f:1")) == peer(text)["input_ids"]
+        assert tokenizer.encode_text(text, "f:1") == peer(text, add_special_tokens=False)["input_ids"]
+        chat = [*CHAT, {"role": "user", "content": text}]
+        expected = peer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.encode(Row(chat, {}, "f:1")) == expected
 
 
 def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
@@ -231,7 +178,7 @@ def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
 CONTINUED = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
 
 
-@pytest.mark.parametrize("role", ["user", "system", "tool", "assistant"])
+@pytest.mark.parametrize("role", ["tool", "assistant"])
 @pytest.mark.parametrize("end", ["", "<eos>"])
 def test_a_prompt_that_ends_with_the_assistants_message_is_continued(tmp_path, role, end):
     """As in TRL: no second header, nor the end that the template gives a message; all other roles are answered."""
@@ -242,13 +189,6 @@ def test_a_prompt_that_ends_with_the_assistants_message_is_continued(tmp_path, r
         expected += f"{end}<turn>assistant:"
     assert Tokenizer(tmp_path).encode(Row(messages, {}, "f:1")) == ids(expected)
     assert messages[1]["content"] == "one, t"
-
-
-def test_a_template_that_drops_the_message_to_be_continued_is_refused(tmp_path):
-    """The prompt would differ from the row's."""
-    save_tokenizer(tmp_path, TEMPLATE.replace("m['content']", "m['content'][:2]"))
-    with pytest.raises(InputError, match=r"f:1: the chat template of .* refuses the messages: ValueError"):
-        Tokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
@@ -269,62 +209,36 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{% if %}", "TemplateSyntaxError"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{{ nothing.here }}", "UndefinedError"),
-        ("{{ messages['a']['b'] }}", "UndefinedError"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{{ raise_exception('no tools') }}", "TemplateError: no tools"),
-        ("{% for a in range(10 ** 9) %}{% endfor %}", "OverflowError"),
-        ("{{ messages.append(1) }}", "SecurityError"),
-        (LOOPS, "TimeoutError: it takes longer than 1 s"),
-        ("{{ 'x' * 2 * 10 ** 6 }}", "adds 1999995 characters to the messages"),
+        ("{{ raise_exception('no tools') if messages[1].content }}", "TemplateError: no tools"),
+        # What is to be continued is dropped.
+        (TEMPLATE.replace("m['content']", "m['content'][:2]"), "ValueError"),
     ],
 )
-def test_a_chat_template_that_fails_hangs_or_never_ends_is_refused_with_the_row(
-    tmp_path, monkeypatch, template, message
-):
-    """It is a program of the model's folder: whatever it does, the row and the folder are named. Faults 22 and 36."""
-    monkeypatch.setattr("minirl.data.tokenizer._TEMPLATE_SECONDS", 1.0)
+def test_a_chat_template_that_fails_is_refused_with_the_row(tmp_path, template, message):
+    """It is a program of the model's folder: whatever it raises, the row and the folder are named. Fault 22."""
     save_tokenizer(tmp_path, template)
-    began = time.monotonic()
-    with pytest.raises(InputError, match=f"f:1: the chat template of {tmp_path} .*{message}"):
-        Tokenizer(tmp_path, chat=True).encode(Row("hello", {}, "f:1"))
-    assert time.monotonic() - began < 5 * SLACK
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    said = f"f:1: the chat template of {tmp_path} refuses the messages: {message}"
+    with pytest.raises(InputError, match=said):
+        Tokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
 
 
 EMPTY = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}, "added_tokens": []}
-NO_TEMPLATES = (7, [], [1], {"a": 1}, [{"name": "a"}])
-LOADED = "FOLDER: its tokenizer cannot be loaded: "
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        *(("tokenizer", text, LOADED) for text in ("", "{", "{}", "[]", "7", "null", '{"version": 1}')),
+        ("tokenizer", "{", "FOLDER: its tokenizer cannot be loaded: "),
+        ("tokenizer", '{"version": 1}', "FOLDER: its tokenizer cannot be loaded: "),
         ("tokenizer", EMPTY, r"f:1: the text cannot be tokenized: 'hello': .*UNK"),
-        *(("tokenizer_config", {"chat_template": it}, "FOLDER") for it in NO_TEMPLATES),
+        ("tokenizer_config", {"chat_template": [1]}, "FOLDER"),
         ("generation_config", "{", "generation_config.json: not JSON"),
-        ("generation_config", "[1]", "generation_config.json: expected a JSON object"),
-        ("generation_config", {"eos_token_id": "2"}, "config.json: eos_token_id is '2'; expected a token id"),
-        ("generation_config", {"eos_token_id": -1}, "eos_token_id is -1; expected a token id"),
         ("generation_config", {"eos_token_id": True}, "eos_token_id is True; expected a token id"),
-        ("generation_config", {"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]; expected a token id"),
-        ("generation_config", {"eos_token_id": {"a": 1}}, "expected a token id"),
-        (
-            "generation_config",
-            {"eos_token_id": [1, None, 2.0]},
-            "eos_token_id is .1, None, 2.0.; expected a token id",
-        ),
+        ("generation_config", {"eos_token_id": [1, None, 2.0]}, "eos_token_id is .1, None, 2.0.; expected"),
     ],
 )
 def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, said):
@@ -337,16 +251,6 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
     (spoilt_folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
         Tokenizer(spoilt_folder, chat="chat_template" in content).encode(Row("hello", {}, "f:1"))
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "7", "null", '{"version": 1}'])
-def test_a_damaged_tokenizer_config_is_refused_or_not_needed(spoilt_folder, content):
-    """Never another error than the one that names the folder. Fault 36."""
-    (spoilt_folder / "tokenizer_config.json").write_text(content)
-    try:
-        Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
-    except InputError as error:
-        assert str(spoilt_folder) in str(error)  # noqa: PT017 - refusing is one of two right answers
 
 
 @pytest.mark.parametrize(
@@ -381,35 +285,23 @@ def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_fold
         Tokenizer(text_folder, chat=True).encode_answered(prompt, "bye")
 
 
-@pytest.mark.parametrize("share_unknown", [0.0, 0.05, 0.5, 1.0])
-def test_a_text_is_that_of_its_known_parts_around_each_unknown_id(chat_folder, share_unknown):
-    """Unknown ids first, last and side by side, specials among them, none at all; a list or a tensor."""
-    tokenizer, rng = Tokenizer(chat_folder), random.Random(0)
-    known, unknown = range(len(tokenizer.backend)), (len(tokenizer.backend), 200_000, 2**31)
-    for length in (0, 1, 2, *[60] * 8):
-        sampled = [rng.choice(unknown if rng.random() < share_unknown else known) for _ in range(length)]
-        text = ""
-        for is_unknown, group in itertools.groupby(sampled, key=lambda i: i in unknown):
-            part = list(group)
-            known_text = tokenizer.backend.decode(part, skip_special_tokens=True)
-            text += "\ufffd" * len(part) if is_unknown else known_text
-        assert tokenizer.decode(sampled) == text
-        assert tokenizer.decode(torch.tensor(sampled, dtype=torch.int64)) == text
-
-
-def test_decode_drops_special_tokens_and_nothing_else(chat_folder):
-    """The reward sees the text as sampled, its spaces before punctuation too, without the stop token."""
-    assert Tokenizer(chat_folder).decode([*ids("a , b ."), EOS]) == "a , b ."
+def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(chat_folder):
+    """Unknown ids first, last and side by side, none at all; a list or a tensor; spaces before punctuation stay."""
+    tokenizer = Tokenizer(chat_folder)
+    unknown = len(tokenizer.backend)
+    assert tokenizer.decode([*ids("a , b ."), EOS]) == "a , b ."
+    assert tokenizer.decode([]) == ""
+    sampled = [unknown, *ids("<bos>ab"), 2**31, unknown, *ids("c<eos>d"), unknown]
+    for given in (sampled, torch.tensor(sampled)):
+        assert tokenizer.decode(given) == "\ufffdab\ufffd\ufffdcd\ufffd"
 
 
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [
         (None, None, {1}),
-        ({"eos_token_id": 5}, None, {1, 5}),
         ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {1, 5, 6, 7}),
         ({"eos_token_id": None}, {"eos_token_id": [1, 3]}, {1, 3}),
-        ({}, {}, {1}),
     ],
 )
 def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder, config, generation, expected):

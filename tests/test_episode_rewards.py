@@ -12,9 +12,8 @@ import torch
 
 import train_grpo
 import train_ppo
-from minirl.data.task import Row
 from minirl.errors import InputError, RolloutError
-from minirl.rewards.functions import EpisodeReward, OverlongPenalty, check_columns
+from minirl.rewards.functions import EpisodeReward, OverlongPenalty
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
@@ -324,16 +323,6 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
     collector_of({"mine": of_text, **OF_EPISODE}, giving).collect(2)
     for messages, prompt, text in texts:
         assert messages == [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-
-
-def test_a_field_with_the_name_of_what_episodes_have_is_refused_where_a_function_asks_for_it():
-    rows = [Row("a", {"episodes": 3, "messages": "mine"}, "f.jsonl:1")]
-    check_columns({"plain": lambda completions, messages, **others: None}, rows)
-    with pytest.raises(InputError, match="a reward asks for 'episodes', which every episode has; rename"):
-        check_columns({"pairs": lambda episodes: None}, rows)
-
-
-# Flags
 
 
 def test_the_flag_names_episode_rewards():

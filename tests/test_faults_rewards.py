@@ -66,10 +66,8 @@ def floods():
             pass
 
 def prints():
-    print("hello \\x1b[31m" + "x" * 5_000_000)
-    print("to stderr", file=sys.stderr)
+    print("hello")
     os.system("echo of a program")
-    os.write(1, b"to the descriptor")
 
 def starts():
     with open(__file__ + ".pids", "a") as file:
@@ -230,15 +228,12 @@ def test_row_24_a_wrong_value_stops_the_run_with_function_and_row(load, where):
     assert len(str(caught.value)) < 400
 
 
-def test_row_26_what_user_code_prints_is_shown_once_and_no_more_than_its_beginning(load, capfd):
-    """2,000 bytes, control characters spelt out, nothing of programs and descriptors; rank 0 alone shows them."""
-    function = load("acts")
-    for _ in range(2):
-        assert rewards_of(function, ["prints"]) == [1.0]
+def test_row_26_what_user_code_prints_goes_to_stderr(load, capfd):
+    """And does not end up among the answers. Rank 0 alone shows it."""
+    assert rewards_of(load("acts"), ["prints"]) == [1.0]
     out, err = capfd.readouterr()
-    assert out.startswith("note: reward acts printed (said once):\nhello \\x1b[31mxxx")
-    assert 2000 < len(out) < 2100
-    assert err == ""
+    assert out == ""
+    assert err == "hello\nof a program\n"
 
 
 UNUSABLE = {

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,10 +18,8 @@ from minirl.data.gsm8k import (
 from minirl.data.jsonl import read_rows
 from minirl.data.sorting import ALPHABET, load_sorting, score
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.run.config import RunConfig
-from minirl.run.embedded_model import VOCABULARY, save_tokenizer
 from minirl.run.load_task import load_task
 from support.rollouts import rewards_of_call
 
@@ -56,47 +53,30 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 # Numbers that both read, that only the flexible one reads, and that neither does.
 STRICT = {
     "#### 18": 18,
-    "####18": 18,
-    "####\n18": 18,
     "#### 18.": 18,
     "#### 18 .\n": 18,
-    "#### 18 \n\n": 18,
     "#### 18.0": 18,
-    "#### 1.0": 1,
     "#### 007": 7,
-    "#### 0": 0,
-    "#### -0": 0,
     "#### -7": -7,
-    "#### -$7": -7,
     "#### $18": 18,
     "#### $1,234.50": 1234.5,
-    "#### 1,234,567": 1234567,
     "#### 2.75.": 2.75,
-    "##### 5": 5,
     "she has 3 left #### 4": 4,
     "#### 5\n#### 6": 6,
     "#### 5 or #### 7": 7,
 }
 FLEXIBLE = {
     "#### 5\nNo, wait.": 5,
-    "#### 5 ####": 5,
     "#### 5 and then 6": 6,
     "a #### in the middle, then 5": 5,
     "#### 18 dollars": 18,
-    "#### 18 apples.": 18,
     "#### 50%": 50,
     "#### **5**": 5,
-    "#### x = 5": 5,
     "#### 3/4": 4,
     "#### 5 + 2 = 7": 7,
-    "### 5": 5,
-    "# # # # 5": 5,
-    "the answer is 42": 42,
     "$5 + $6 = $11": 11,
     "it costs 3,000, then 4,": 4,
-    "about 0.5 of it": 0.5,
     "it fell to -3 degrees": -3,
-    "1. one\n2. two": 2,
 }
 NO_ANSWER = ("#### five", "####", "no digits at all, $ , . - ####", "")
 
@@ -111,19 +91,6 @@ def test_answers_are_extracted_by_the_table(text):
     assert flexible_answer(text) == (STRICT | FLEXIBLE).get(text)
 
 
-def test_extraction_of_a_hostile_completion_takes_no_time():
-    """Long runs of spaces, digits, commas or hashes, as an untrained model writes them, do not stall a step.
-
-    Pitfall 20.
-    """
-    start = time.process_time()
-    for filler in ("\n", " ", "#", "9", "9,", "#### ", "#### 5 ", "-$"):
-        text = "#### 5" + filler * 20_000 + "x"
-        strict_answer(text)
-        flexible_answer(text)
-    assert time.process_time() - start < 1
-
-
 def test_scores_are_of_the_completion_alone():
     """Also where the prompt holds the answer in the right format. Chats have completions too. Pitfall 19."""
     row = Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")
@@ -134,20 +101,17 @@ def test_scores_are_of_the_completion_alone():
 
 
 def test_gsm8k_rows_have_question_instruction_and_number(write):
-    """The reference's number is parsed once, at load. Pitfall 56."""
+    """The reference's number is parsed once, at load; both scores are logged. Pitfall 56."""
     path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
-    assert list(read_gsm8k(path)) == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
     task = load_gsm8k(path, [])
+    assert task.train_rows == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
-    assert task.eval_sets == {}
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"answer": "#### 3"}', "field 'question' is None"),
-        ('{"question": " ", "answer": "#### 3"}', "field 'question' is ' '"),
-        ('{"question": "q"}', "field 'answer' is None"),
         ('{"question": "q", "answer": 3}', "field 'answer' is 3"),
         ('{"question": "q", "answer": "three"}', "field 'answer' has no number after '####'"),
     ],
@@ -170,24 +134,17 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
         assert sum(strict_score(solutions[1:] + solutions[:1], answers)) < 0.1 * count
 
 
-def test_sorting_holds_out_what_it_does_not_train_on():
-    """Distinct strings of 4 to 8 digits, none in both parts, the same each time, others by seed. Pitfall 57."""
+def test_sorting_holds_out_what_it_does_not_train_on_and_scores_the_sorted_string_alone():
+    """Distinct strings of 4 to 8 digits, none in both parts, the same each time. Pitfall 57."""
     task = load_sorting(num_train=2000, num_eval=100)
     prompts = [row.prompt for row in (*task.train_rows, *eval_rows(task))]
     assert (len(task.train_rows), len(eval_rows(task)), len(set(prompts))) == (2000, 100, 2100)
     assert {len(prompt) - 1 for prompt in prompts} == {4, 5, 6, 7, 8}
     assert set("".join(prompts)) == set(ALPHABET)
     assert load_sorting(num_train=2000, num_eval=100) == task
-    other = load_sorting(num_train=2000, num_eval=100, seed=1)
-    assert [row.prompt for row in eval_rows(other)] != [row.prompt for row in eval_rows(task)]
-
-
-def test_sorting_scores_the_sorted_string_and_nothing_else():
-    """Repeated digits count, and so does every character before and after."""
-    task = load_sorting(num_train=50, num_eval=1)
     answers = [row.columns["answer"] for row in task.train_rows]
     assert answers == ["".join(sorted(row.prompt[:-1])) for row in task.train_rows]
-    assert score(answers, answers) == [1.0] * 50
+    assert score(answers, answers) == [1.0] * 2000
     assert max(map(len, answers)) < task.max_new_tokens
     wrong = ["", "1123 ", " 1123", "1123=", "123", "11233", "3211", "1123\n"]
     assert score(wrong, ["1123"] * len(wrong)) == [0.0] * len(wrong)
@@ -208,15 +165,6 @@ def returned(functions):
     return [(name, rewards_of_call(function, rows, ["a"])) for name, function in functions.items()]
 
 
-def test_auto_is_sorting_without_data_and_jsonl_with_it(write, mine):
-    """The default needs no flags; --data alone asks for a reward, of which there may be several, in order."""
-    assert load_task(RunConfig()).name == "sorting"
-    path = write([GOOD])
-    task = load_task(RunConfig(data=path, reward=(mine("four"), mine("three"))))
-    assert (task.name, returned(task.rewards)) == ("rows", [("four", [4.0]), ("three", [3.0])])
-    assert (task.extra_scores, task.eval_sets) == ({}, {})
-
-
 def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(write, mine):
     config = RunConfig(data=write([GOOD]), reward_model=("a", "b"), reward=(mine("three"),))
     assert config.reward_models == {"reward_model": "a", "reward_model_2": "b"}
@@ -227,19 +175,20 @@ def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(writ
 
 
 def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
-    """A run trains on the user's own function; the caller adds a reward model, which is enough for --data."""
+    """A run trains on the user's functions, in order; the caller adds a reward model, which is enough for --data."""
+    assert load_task(RunConfig()).name == "sorting"
     path = write([json.dumps({"question": "q", "prompt": "q", "answer": "#### 3"})])
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
-    three = {"reward": (mine("three"),)}
+    three = {"reward": (mine("four"), mine("three"))}
+    both = [("four", [4.0]), ("three", [3.0])]
     for flags, logged in (
         ({"task": "gsm8k", "data": path, **three}, gsm8k),
         ({"task": "sorting", **three}, {"exact": score}),
-        ({"data": path, "reward_model": ("dir",), **three}, {}),
         ({"data": path, "reward_model": ("dir",)}, {}),
         ({"reward_model": ("dir",)}, {"exact": score}),
     ):
         task = load_task(RunConfig(**flags))
-        assert returned(task.rewards) == ([("three", [3.0])] if "reward" in flags else [])
+        assert returned(task.rewards) == (both if "reward" in flags else [])
         assert dict(task.extra_scores) == logged
 
 
@@ -258,13 +207,11 @@ def test_two_rewards_of_one_name_are_refused(write, mine, tmp_path):
     ("arguments", "said"),
     [
         ({"task": "gsm8k"}, "--task gsm8k needs --data"),
-        ({"task": "jsonl"}, "--task jsonl needs --data"),
         (
             {"data": "a.jsonl"},
             "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",
         ),
         ({"task": "sorting", "data": "a.jsonl"}, "leave out --data"),
-        ({"task": "calculator", "data": "a.jsonl"}, "--task calculator .*leave out --data"),
         ({"eval_data": ("a.jsonl",)}, "leave out --data and --eval-data"),
         ({"data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
     ],
@@ -273,15 +220,6 @@ def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
         load_task(RunConfig(**arguments))
-
-
-def test_a_completion_with_an_id_that_the_tokenizer_lacks_is_not_the_right_answer(tmp_path):
-    """Rewards judge the sampled tokens: an id without text does not vanish from the completion. Pitfall 6."""
-    save_tokenizer(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
-    right = [VOCABULARY[c] for c in ("1", "1", "2", "<eos>")]
-    assert score([tokenizer.decode(right)], ["112"]) == [1.0]
-    assert score([tokenizer.decode([*right[:2], len(VOCABULARY), *right[2:]])], ["112"]) == [0.0]
 
 
 def test_several_held_out_files_are_kept_apart(write, tmp_path):
@@ -296,10 +234,3 @@ def test_several_held_out_files_are_kept_apart(write, tmp_path):
     again = write([GOOD], "other/easy.jsonl")
     with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):
         load_task(replace(config, eval_data=(first, again)))
-
-
-@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_a_column_with_the_name_of_a_rewards_argument_is_refused(write, name):
-    """Otherwise the reward would read the column instead of the samples."""
-    with pytest.raises(InputError, match=rf"rows\.jsonl:1: field '{name}' has the name of an argument"):
-        read_rows(write([json.dumps({"prompt": "a", name: "b"})]))

@@ -111,7 +111,7 @@ def test_rope_is_read_from_both_places(keys):
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "gpt9"}, "gpt9"),
         ({"model_type": None}, "model_type"),
         ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -3,8 +3,6 @@
 The model writes answers, so any text must parse: `parse_error` describes a call that cannot be made.
 """
 
-import functools
-import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.task import check_text
-from minirl.data.tokenizer import MAX_TOOL_LISTS, Tokenizer
+from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 from minirl.files.json_files import parse_json
 
@@ -39,7 +37,6 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
         # Otherwise each turn of a long episode would decode everything before it.
         tail = tokenizer.decode(before[-TAIL_TOKENS:], skip_special_tokens=False)
         return _hermes_message(text, has_begun_thinking=tail.rstrip().endswith("<think>"))
-    check_readable(tokenizer)
     prefix = tokenizer.decode(before, skip_special_tokens=False)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return _by_response_template(tokenizer, text, prefix)
@@ -54,8 +51,11 @@ def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 def check_readable(tokenizer: Tokenizer) -> None:
     """Raise InputError if answers cannot be read: no usable response template, and no template of Hermes' calls."""
     if not writes_hermes(tokenizer):
-        why = _why_unreadable(tokenizer)
-        refuse(why is not None, f"{tokenizer.folder}: {why}")
+        why = _by_response_template(tokenizer, "", "").get("parse_error")
+        refuse(
+            why is not None,
+            f"{tokenizer.folder}: the response template of its tokenizer cannot be used: {why}",
+        )
 
 
 def writes_hermes(tokenizer: Tokenizer) -> bool:
@@ -64,29 +64,15 @@ def writes_hermes(tokenizer: Tokenizer) -> bool:
     return is_shown and getattr(tokenizer.backend, "response_template", None) is None
 
 
-# Cached: it takes longer than reading an answer. Each branch of an episode may show other tools.
-@functools.lru_cache(MAX_TOOL_LISTS)
-def _why_unreadable(tokenizer: Tokenizer) -> str | None:
-    backend = tokenizer.backend
-    # Before transformers 5.15, arguments do not get the types in the tools' schemas.
-    is_readable = "tools" in inspect.signature(backend.parse_response).parameters
-    if not is_readable or backend.response_template is None:
-        return (
-            "its tokenizer has no response template that transformers can read, which would say how the model writes "
-            "calls of tools; take the text"
-        )
-    try:
-        backend.get_response_parser(prefix="", tools=tokenizer.tools or None)
-    except Exception as error:
-        return f"the response template of its tokenizer cannot be used: {str(error)[:300]}"
-    return None
-
-
 def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[str, Any]:
+    backend = tokenizer.backend
+    refuse(
+        getattr(backend, "response_template", None) is None,
+        f"{tokenizer.folder}: its tokenizer has no response template, which would say how the model writes calls of "
+        "tools; take the text",
+    )
     try:
-        message: dict[str, Any] = tokenizer.backend.parse_response(
-            text, prefix=prefix, tools=tokenizer.tools or None
-        )
+        message: dict[str, Any] = backend.parse_response(text, prefix=prefix, tools=tokenizer.tools or None)
         check_text(message)
     except Exception as error:
         # The template is a program from the model's folder, and the model wrote the text: it may raise anything.
@@ -117,9 +103,7 @@ def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
     if not end:
         raise ValueError("has no </tool_call>")
     call = parse_json(content.strip())
-    if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
-        raise ValueError('expected {"name": ..., "arguments": {...}}')
-    if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
-        raise ValueError("expected a text as name, and an object as arguments")
+    if not isinstance(call, dict) or [type(call.get(key)) for key in ("name", "arguments")] != [str, dict]:
+        raise ValueError('expected {"name": text, "arguments": {...}}')
     check_text(call)
     return call

@@ -1,5 +1,6 @@
 """Tasks from JSONL files: one object with a prompt per line. Files are checked before the run starts."""
 
+import codecs
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_prompt
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
+
+# Blanks, and the byte order mark with which a file may begin.
+BLANK = b" \t\r\n" + codecs.BOM_UTF8
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
@@ -57,30 +61,21 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
     # As bytes: only "\n" ends a line, while a text may contain other line separators.
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            place = f"{path}:{number}"
-            text = _decode(line, place, is_first=number == 1)
-            if text.strip():
-                rows.append(to_row(_parse_object(text, place), place))
+            if line.strip(BLANK):
+                place = f"{path}:{number}"
+                rows.append(to_row(_parse_object(line, place), place))
     refuse(not rows, f"{path}: no rows")
     return rows
 
 
-def _decode(line: bytes, place: str, *, is_first: bool) -> str:
-    # A file may begin with a byte order mark.
+def _parse_object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        return line.decode("utf-8-sig" if is_first else "utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
-
-
-def _parse_object(line: str, place: str) -> dict[str, Any]:
-    try:
-        fields = parse_json(line)
+        fields = parse_json(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        # For example a repeated key, a number of thousands of digits, lists nested thousands deep.
+        # For example another encoding, a repeated key, a number of thousands of digits, lists nested thousands deep.
         raise InputError(f"{place}: cannot be read: {error}") from None
     if not isinstance(fields, dict):
-        raise InputError(f"{place}: expected an object, got {line.strip()[:60]}")
+        raise InputError(f"{place}: expected an object, got {str(fields)[:60]}")
     return fields

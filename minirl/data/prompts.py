@@ -1,6 +1,7 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
 import functools
+import itertools
 import random
 from array import array
 from collections.abc import Sequence
@@ -21,14 +22,11 @@ from minirl.data.task import (
     is_messages,
 )
 from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import has_messages, messages_of
+from minirl.data.view import messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import gather_objects, has_joined, rank, world_size
 from minirl.rollouts import NO_TRUNCATION, Request, Rollout, RolloutId, Truncation
-
-# Rows that are tokenized together when they are checked.
-ROWS_PER_CHECK = 64
 
 
 class PromptStream:
@@ -56,10 +54,8 @@ class PromptStream:
         vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. truncation: of the distributions
         that requests sample from; greedy ones have none.
 
-        Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. If no prompt leaves that
-        many, all that leave at least one token are kept, and their completions are shorter.
-
-        Raises InputError on every rank, naming rows and flags, also if no row is left.
+        Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. Raises InputError on every
+        rank, naming rows and flags, also if no row is left.
         """
         self.tokenizer = tokenizer
         self.purpose = purpose
@@ -70,18 +66,15 @@ class PromptStream:
         self._rows = rows
         self.truncation = truncation
         self._notes: list[str] = []
-        self._max_prompt_tokens = max_tokens
+        self._max_prompt_tokens = max_tokens - max_new_tokens
         # The indices of the rows that are served.
         self._kept = torch.arange(len(rows), dtype=torch.int32)
         # Tokens of the longest served prompt.
         self.longest_prompt = 0
         if rows:
-            lengths, hashes = _check_prompts(rows, tokenizer, self.vocab_size)
+            lengths = _check_prompts(rows, tokenizer, self.vocab_size)
             self._skip_long_prompts(lengths)
             self.longest_prompt = int(lengths[self._kept].max())
-            num_repeated = self.num_prompts - len(hashes[self._kept].unique())
-            if num_repeated:
-                self._notes.append(f"{num_repeated} of {self.num_prompts} prompts repeat an earlier one")
         # Of two epochs: a step may begin in one and end in the next.
         self._order = functools.lru_cache(2)(self._shuffled)
 
@@ -121,7 +114,8 @@ class PromptStream:
         """
         own = range(first + (rank() - first) % world_size(), first + count, world_size())
         requests = []
-        for prompt_ordinal, prompt_ids in zip(own, self._prompt_ids(own), strict=True):
+        for prompt_ordinal in own:
+            prompt_ids = self.prompt_ids(prompt_ordinal)
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
                 is_greedy = sample >= group_size
@@ -150,16 +144,15 @@ class PromptStream:
             branch=rollout_id.branch,
         )
 
-    def completion_text(self, rollout: Rollout) -> str:
-        """Return the text of a rollout's completion, without special tokens."""
-        return self.tokenizer.decode(rollout.completion)
-
     def messages(self, rollout: Rollout) -> Messages:
         """Return a rollout's conversation, without special tokens; that of its last branch, if it has several."""
         row = self.row(rollout.rollout_id.prompt_ordinal)
-        if rollout.episode.turns and has_messages(rollout):
-            return messages_of(rollout, row.prompt, self.tokenizer)
-        return conversation(as_messages(row.prompt), [([], functools.partial(self.completion_text, rollout))])
+        messages = messages_of(rollout, row.prompt, self.tokenizer)
+        if rollout.episode.turns and messages:
+            return messages
+        return conversation(
+            as_messages(row.prompt), [([], lambda: self.tokenizer.decode(rollout.completion))]
+        )
 
     def answers(self, rollout: Rollout) -> Messages:
         """Return the `messages` after the row's prompt, as far as they begin with it.
@@ -183,18 +176,11 @@ class PromptStream:
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt; the last ones if it has grown. Raises InputError naming the row."""
-        (ids,) = self._prompt_ids([prompt_ordinal])
-        return ids
-
-    def _prompt_ids(self, prompt_ordinals: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return `prompt_ids` of several prompts, in less time."""
-        rows = [self.row(prompt_ordinal) for prompt_ordinal in prompt_ordinals]
-        prompts = []
-        for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
-            # Checked again, because a chat template may write the date.
-            _check_ids(row, ids, self.vocab_size)
-            prompts.append(tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :]))
-        return prompts
+        row = self.row(prompt_ordinal)
+        ids = self.tokenizer.encode(row)
+        # Checked again, because a chat template may write the date.
+        _check_ids(row, ids, self.vocab_size)
+        return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
 
     def appended_ids(
         self,
@@ -277,21 +263,15 @@ class PromptStream:
 
     def _skip_long_prompts(self, lengths: Tensor) -> None:
         """Skip long prompts, as `__init__` describes. lengths int64 [N]: of all rows. Raises InputError."""
-        shortest = int(lengths.min())
-        longest = self.max_tokens - self.max_new_tokens
-        limit = f"{self.max_tokens} that the model, --cache-tokens and --max-tokens-per-microbatch allow"
-        refuse(
-            shortest >= self.max_tokens,
-            f"every prompt is too long: the shortest has {shortest} tokens of {limit}",
-        )
-        if shortest > longest:  # allow all that leave at least one token
-            longest = self.max_tokens - 1
-            what = f"no prompt leaves --max-new-tokens {self.max_new_tokens} of {limit}"
-            most = self.max_tokens - shortest
-            self._notes.append(f"{what}: completions get what their prompts leave, {most} at most")
-        self._max_prompt_tokens = longest
+        longest = self._max_prompt_tokens
         is_long = lengths > longest
         long_rows = is_long.nonzero()[:, 0].tolist()
+        refuse(
+            len(long_rows) == len(lengths),
+            f"every prompt is too long: the shortest has {int(lengths.min())} tokens, and --max-new-tokens "
+            f"{self.max_new_tokens} leaves {longest} of the {self.max_tokens} that the model, --cache-tokens and "
+            "--max-tokens-per-microbatch allow",
+        )
         if long_rows:
             self._kept = self._kept[~is_long]
             places = ", ".join(self._rows[i].place for i in long_rows[:3])
@@ -300,36 +280,32 @@ class PromptStream:
             self._notes.append(f"{counts} have more than {longest} tokens ({places}): left out")
 
 
-def _check_prompts(rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _check_prompts(rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int) -> Tensor:
     """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
 
     A process that has not joined the process group checks all rows.
 
-    Returns the number of tokens of each prompt and a hash of its ids, int64 [N]. Raises InputError on every rank,
-    naming the first bad row, or if the ranks do not have the same number of rows.
+    Returns the number of tokens of each prompt, int64 [N]. Raises InputError on every rank, naming the first bad row,
+    or if the ranks do not have the same number of rows.
     """
-    # The number of tokens and the hash of each prompt in turn.
-    facts = array("q")
+    own: list[int] = []
     error = None
     own_rank, num_ranks = (rank(), world_size()) if has_joined() else (0, 1)
     begin = len(rows) * own_rank // num_ranks
     end = len(rows) * (own_rank + 1) // num_ranks
     try:
-        for first in range(begin, end, ROWS_PER_CHECK):
-            part = rows[first : min(first + ROWS_PER_CHECK, end)]
-            for row, ids in zip(part, tokenizer.encode_all(part), strict=True):
-                _check_ids(row, ids, vocab_size)
-                facts.extend((len(ids), hash(tuple(ids))))
+        for row in rows[begin:end]:
+            ids = tokenizer.encode(row)
+            _check_ids(row, ids, vocab_size)
+            own.append(len(ids))
     except InputError as own_error:
         error = str(own_error)
-    own = torch.tensor(facts, dtype=torch.int64).view(-1, 2)
     errors, counts, parts = zip(*gather_objects((error, len(rows), own)), strict=True)
     for error in filter(None, errors):
         raise InputError(error)
     differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
     refuse(len(set(counts)) > 1, differ)
-    lengths, hashes = torch.cat(parts).unbind(1)
-    return lengths, hashes
+    return torch.tensor(list(itertools.chain(*parts)))
 
 
 def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int) -> None:

@@ -26,11 +26,6 @@ def tool_name(schema: dict[str, Any]) -> str:
     return name
 
 
-def renamed(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """The schema of the same tool under another name."""
-    return {**schema, "function": {**schema["function"], "name": name}}
-
-
 def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 

@@ -21,33 +21,21 @@ def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> d
 
     messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
     row's prompt, branch by branch, with special tokens spelt out; the sampled ones are the turns. {} for an episode
-    with nothing to show but its completion, see `has_turns_to_tell`.
+    that was one answer to the prompt, and could not call tools.
     """
-    if not has_turns_to_tell(rollout, tokenizer):
+    turns = rollout.episode.turns
+    is_one_answer = len(turns) <= 1 and all(
+        turn.start == turn.branch == 0 and turn.parse_error is None for turn in turns
+    )
+    if is_one_answer and not (turns and tokenizer.tools):
         return {}
-    turns = [turn.to_json() for turn in rollout.episode.turns]
     return {
         "messages": messages_of(rollout, prompt, tokenizer),
         "segments": [
             segment for branch in rollout.branches for segment in _segments(rollout, branch, tokenizer)
         ],
-        "turns": [{name: turn[name] for name in TURN_FACTS} for turn in turns],
+        "turns": [{name: getattr(turn, name) for name in TURN_FACTS} for turn in turns],
     }
-
-
-def has_turns_to_tell(rollout: Rollout, tokenizer: Tokenizer) -> bool:
-    """Return whether an episode was more than one answer to the prompt, or could call tools."""
-    turns = rollout.episode.turns
-    is_one_answer = len(turns) <= 1 and all(turn.start == turn.branch == 0 for turn in turns)
-    if is_one_answer and all(turn.parse_error is None for turn in turns):
-        return bool(tokenizer.tools and turns)
-    return True
-
-
-def has_messages(rollout: Rollout) -> bool:
-    """Return whether a rollout's last branch is a conversation: it does not begin with token ids."""
-    prompt = rollout.episode.prompt
-    return prompt is None or not is_token_ids(prompt)
 
 
 def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> Messages:
@@ -55,9 +43,9 @@ def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) 
 
     prompt: the row's. Answers have no special tokens; if the model may call tools, they have its calls.
     """
-    if not has_messages(rollout):
-        return []
     begun = prompt if rollout.episode.prompt is None else rollout.episode.prompt
+    if is_token_ids(begun):
+        return []
     tools = tokenizer.tools if rollout.episode.tools is None else rollout.episode.tools
     tokenizer = tokenizer.with_tools(tools)
     number = rollout.rollout_id.branch

@@ -14,12 +14,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import tyro
 
 from minirl.episodes.episode import one_turn
+from minirl.errors import refuse
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_object
 from minirl.model.weights import load_replica
@@ -27,6 +29,7 @@ from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
+from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
 from minirl.run.config import (
     GenerationFlags,
@@ -37,7 +40,7 @@ from minirl.run.config import (
     RunNameFlags,
 )
 from minirl.run.flags import early_value, parse
-from minirl.run.run_folder import newest_checkpoint, run_of
+from minirl.run.run_folder import is_checkpoint, run_of
 from minirl.run.setup import Setup
 from minirl.training.advantages import weighted_scores
 
@@ -134,7 +137,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
     process_group.start(hang_timeout=config.hang_timeout)
     # On rank 0 alone: meanwhile the run may save another one.
-    model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
+    model = _newest_checkpoint(config.model) if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
     setup.print_start()
     parts = gather_objects(evaluate_prompts(setup))
@@ -157,6 +160,19 @@ def main(config: Config) -> int:
         result = evaluate(config)
     print0(json.dumps(result, indent=2))
     return 0
+
+
+def _newest_checkpoint(model: str) -> str:
+    """The newest checkpoint of the run with this path or name; any other model unchanged.
+
+    Raises InputError if the run has no checkpoint.
+    """
+    run = run_of(model)
+    if run is None or is_checkpoint(Path(model)):
+        return model
+    checkpoints = checkpoints_in(run)
+    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
+    return str(checkpoints[-1])
 
 
 if __name__ == "__main__":

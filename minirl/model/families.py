@@ -7,6 +7,7 @@ docs/families.md lists the families, and says how to add one or a feature.
 """
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -221,10 +222,12 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
-    if is_other(raw):
+    if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
         from minirl.extras.hf_models.types import read_other
 
-        return read_other(raw)
+        config = _as_transformers_reads(raw)
+        scalar_head = _is_classifier(raw, config.num_labels)
+        return dataclasses.replace(read_other(raw, config), scalar_head=scalar_head)
     vision = _VISION_MODELS.get(raw["model_type"])
     raw = _text_part(raw)
     family = FAMILIES[raw["model_type"]]
@@ -248,7 +251,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "query_multiplier": _query_multiplier(config, head_dim),
         "delta_net": _delta_net(config, kinds),
         "weight_prefix": vision.prefix if vision else "model.",
-        "scalar_head": is_classifier(raw, config.num_labels),
+        "scalar_head": _is_classifier(raw, config.num_labels),
     }
     for name in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         fields[name] = getattr(config, name)
@@ -258,12 +261,6 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
     return ModelConfig(**fields)
-
-
-def is_other(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a type that has no modules here."""
-    name = str(raw.get("model_type"))
-    return name not in FAMILIES and name not in _VISION_MODELS
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -359,7 +356,8 @@ def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
     except Exception as error:  # which one depends on the version of transformers
         reason = " ".join(str(error).split())
-        raise InputError(f"config.json: transformers cannot read it: {reason}") from None
+        name = raw.get("model_type")
+        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None
 
 
 def _head_dim(config: Any) -> int:
@@ -375,7 +373,7 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
-def is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
+def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
     classes = raw.get("architectures")
     if classes in (None, []):

@@ -72,11 +72,11 @@ class StepMetrics:
         """Begin a phase; the one before ends when the device has finished it.
 
         From now on the account of time counts seconds under this name (for "generate" under "host"), except in blocks
-        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.begin_phase`).
+        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.announce_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
-        launch.begin_phase(f"step {self._step}, phase {phase}")
+        launch.announce_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
         """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.

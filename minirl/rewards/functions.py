@@ -7,8 +7,8 @@ arguments that it names, or all of them if it takes `**kwargs`, and returns one 
 Text prompts come with text completions, chat prompts with the messages after the prompt, as
 `[{"role": "assistant", "content": text}]`.
 
-A function that names them gets further lists, one entry per completion: `messages`, the whole conversation (unless the
-data has a field of this name); `rewards_given`, the episode's own rewards by name; `environments`, the objects of
+A function that names them gets further lists, one entry per completion, unless the data has a field of the name:
+`messages`, the whole conversation; `rewards_given`, the episode's own rewards by name; `environments`, the objects of
 --environment; `episodes`, objects with everything else (`episode_facts`).
 With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
 
@@ -99,19 +99,13 @@ def check_columns(
 ) -> None:
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires.
 
-    Also if a column, other than messages, has the name of an argument that episodes provide and a function asks for.
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
     required = {name: required_arguments(function) - given for name, function in functions.items()}
-    asked = asked_of_episodes(functions.values())
-    if not any(required.values()) and not asked:
+    if not any(required.values()):
         return
     for row in rows:
-        for name in asked & row.columns.keys() - {"messages"}:
-            raise InputError(
-                f"a reward asks for {name!r}, which every episode has; rename the data's field {name!r}"
-            )
         for name, columns in required.items():
             for missing in sorted(columns - row.columns.keys()):
                 raise InputError(

@@ -1,9 +1,9 @@
 """Use a reward model as a reward function."""
 
+import functools
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,8 @@ from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import value_batch
 
 
-@dataclass(frozen=True)
-class RewardModel:
-    """A reward function that judges all prompts of a step together. score: returns a reward for each completion."""
-
-    score: Callable[[Sequence[str | Messages], Sequence[str | Messages]], list[float]]
-
-    def __call__(
-        self, prompts: Sequence[str | Messages], completions: Sequence[str | Messages]
-    ) -> list[float]:
-        """Return the reward of each completion."""
-        return self.score(prompts, completions)
+class RewardModel(functools.partial[list[float]]):
+    """A reward function of prompts and completions that judges all prompts of a step together."""
 
 
 def load_reward_model(

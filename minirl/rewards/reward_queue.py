@@ -77,7 +77,7 @@ class RewardQueue:
         # Raises ValueError if they are of several prompts.
         (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
         row = self._prompts.row(ordinal)
-        texts = [self._prompts.completion_text(rollout) for rollout in group]
+        texts = [self._prompts.tokenizer.decode(rollout.completion) for rollout in group]
         given = group_arguments(self._prompts, group, texts, self._asked)
         seed = self._prompts.key(group[0].branches[0].rollout_id)
         calls = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from minirl.errors import InputError, RewardError, escaped
 from minirl.files.user_code import MAX_REPR, source_and_name
-from minirl.ranks.process_group import print_here, rank
+from minirl.ranks.process_group import rank
 from minirl.rewards.functions import checked_rewards
 from minirl.rewards.worker import LOADING
 
@@ -32,6 +32,7 @@ class RewardWorkers:
     """A reward function whose calls run in processes; its file is not loaded in this one.
 
     A process takes one call at a time, or up to MAX_TOGETHER of an `async def`. One thread here waits for all of them.
+    What rank 0's calls print goes to its stderr.
     After a process was lost, all later calls fail with the same error. Nothing here is collective.
     """
 
@@ -43,7 +44,6 @@ class RewardWorkers:
         source, self.__name__ = source_and_name("--reward", spec)
         self._timeout_s = timeout_s
         self._lost: RewardError | None = None
-        self._has_printed = False
         self._processes: list[_Process] = []
         self._free: asyncio.Queue[_Process] = asyncio.Queue()
         self._loop = asyncio.new_event_loop()
@@ -51,7 +51,7 @@ class RewardWorkers:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {spec}", daemon=True)
         self._thread.start()
         try:
-            is_async = self._wait_for(self._start(source, num_workers))
+            is_async = self._run_in_loop(self._start(source, num_workers))
         except (_WorkerError, OSError) as error:
             self.stop()
             raise InputError(f"--reward {spec}: {escaped(str(error))}") from None
@@ -78,11 +78,11 @@ class RewardWorkers:
 
     def stop(self) -> None:
         """Kill the processes and all that their code started."""
-        self._wait_for(self._end())
+        self._run_in_loop(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _wait_for(self, coroutine: Any) -> Any:
+    def _run_in_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _start(self, source: str, num_workers: int) -> bool:
@@ -96,7 +96,6 @@ class RewardWorkers:
         for description in descriptions:
             if "error" in description:
                 raise _WorkerError(description["error"])
-        self._show(descriptions[0]["printed"])
         self.__signature__ = _signature(descriptions[0]["parameters"])
         return descriptions[0]["is_async"]
 
@@ -109,22 +108,13 @@ class RewardWorkers:
         except _WorkerError as error:
             # Other calls in this process fail now, too: the first error names the cause.
             if self._lost is None:
-                others = (
-                    f", beside {process.num_calls} other calls in its process" if process.num_calls else ""
-                )
-                where = f"for the row at {place}{others}"
-                self._lost = RewardError(escaped(f"reward {self.__name__} {where}: {error}"))
+                others = f", beside {len(process.calls)} other calls in its process" if process.calls else ""
+                text = f"reward {self.__name__} for the row at {place}{others}: {error}"
+                self._lost = RewardError(escaped(text))
             raise self._lost from None
         finally:
             self._free.put_nowait(process)
-        self._show(answer["printed"])
         return checked_rewards(self.__name__, place, answer["answer"])
-
-    def _show(self, printed: str) -> None:
-        """Print the first output of user code, once and on rank 0: that of other calls and ranks is nearly the same."""
-        if printed and not self._has_printed and rank() == 0:
-            self._has_printed = True
-            print_here(f"note: reward {self.__name__} printed (said once):\n{escaped(printed)}")
 
     async def _end(self) -> None:
         for process in self._processes:
@@ -136,14 +126,17 @@ class _WorkerError(RuntimeError):
 
 
 class _Process:
-    """A process (`worker`), and the calls under way in it. Its methods run in the thread of the loop."""
+    """A process (`worker`). Its methods run in the thread of the loop.
+
+    calls: those under way in it, by number.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process):
         assert process.stdin is not None
         self._process = process
         self._requests = process.stdin
         self._numbers = itertools.count(LOADING + 1)
-        self._calls = {LOADING: asyncio.get_running_loop().create_future()}
+        self.calls = {LOADING: asyncio.get_running_loop().create_future()}
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
@@ -154,6 +147,8 @@ class _Process:
             *(sys.executable, "-P", "-c", PROGRAM, source, name, json.dumps([*sys.path, os.getcwd()])),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # What the other ranks' calls print is nearly the same.
+            stderr=None if rank() == 0 else asyncio.subprocess.DEVNULL,
             limit=MAX_ANSWER,
             start_new_session=True,
             # With a fixed hash seed, sets keep their order after a resume.
@@ -161,23 +156,18 @@ class _Process:
         )
         return cls(process)
 
-    @property
-    def num_calls(self) -> int:
-        """The number of calls under way."""
-        return len(self._calls)
-
     async def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request; returns its answer. Raises _WorkerError."""
         number = next(self._numbers)
-        self._calls[number] = asyncio.get_running_loop().create_future()
+        self.calls[number] = asyncio.get_running_loop().create_future()
         self._requests.write(json.dumps({**request, "number": number}).encode() + b"\n")
         return await self.answer(number, timeout_s)
 
     async def answer(self, number: int, timeout_s: float) -> dict[str, Any]:
         """Return the answer to a request; kill the process if it takes too long. Raises _WorkerError."""
-        ends = (self._calls[number], self._listening)
+        ends = (self.calls[number], self._listening)
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        call = self._calls.pop(number)
+        call = self.calls.pop(number)
         if call.done():
             return call.result()
         if self._listening.done():
@@ -198,7 +188,7 @@ class _Process:
         with contextlib.suppress(ValueError, LookupError, TypeError, asyncio.InvalidStateError):
             while line := await self._process.stdout.readline():
                 answer = json.loads(line)
-                self._calls[answer["number"]].set_result(answer)
+                self.calls[answer["number"]].set_result(answer)
             # One that has only closed its pipes is killed; it does not change how another one ended.
             self._kill()
             why = _ended_with(await self._process.wait())

@@ -2,15 +2,13 @@
 
 One JSON object a line. The first answer describes the function, {"parameters", "is_async"}, or tells why it cannot be
 used, {"error"}. A request is {"number", "arguments", "texts", "seed"}, its answer {"number", "answer"}: the result of
-`validate_rewards`, or a text that says what the function raised. Every answer also has "printed", the beginning of
-everything that user code has printed so far.
+`validate_rewards`, or a text that says what the function raised. What user code prints goes to stderr.
 
 Standard library only, so that the process starts quickly.
 """
 
 import asyncio
 import inspect
-import io
 import os
 import random
 import select
@@ -25,7 +23,6 @@ from typing import Any, BinaryIO
 from minirl.files.user_code import UnusableError, find_functions, users_traceback
 from minirl.rewards.values import Answer, validate_rewards
 
-MAX_PRINTED = 2000  # bytes
 LOADING = 0  # the number of the first answer
 
 Send = Callable[[dict[str, Any]], None]
@@ -125,37 +122,18 @@ def _end_with_trainer() -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, Send]:
-    """Return the requests, and the function that sends an answer. User code gets /dev/null and a buffer instead."""
+    """Return the requests, and the function that sends an answer. User code gets /dev/null and stderr instead."""
     requests = os.fdopen(os.dup(0), "rb", 1 << 20)
     answers = os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    printed = _Printed()
-    sys.stdout = io.TextIOWrapper(printed, "utf-8", errors="backslashreplace", write_through=True)
-    sys.stderr = sys.stdout
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
 
     def send(answer: dict[str, Any]) -> None:
-        line = dumps({**answer, "printed": printed.kept.decode("utf-8", "replace")})
-        answers.write(line.encode() + b"\n")
+        answers.write(dumps(answer).encode() + b"\n")
         answers.flush()
 
     return requests, send
-
-
-class _Printed(io.RawIOBase):
-    """A file that keeps the beginning of what is written to it and drops the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = b""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.kept += bytes(data[: MAX_PRINTED - len(self.kept)])
-        return len(data)
 
 
 def _seed(seed: int) -> None:

@@ -142,16 +142,3 @@ def run_of(model: str) -> Path | None:
 def is_checkpoint(folder: Path) -> bool:
     """True for a checkpoint of a run, not for another model's folder whose name is a number."""
     return folder.name.isdecimal() and (folder / "resume").is_dir()
-
-
-def newest_checkpoint(model: str, *, flag: str) -> str:
-    """The newest checkpoint of the run with this path or name; any other model unchanged.
-
-    Raises InputError, which names the flag, if the run has no checkpoint.
-    """
-    run = run_of(model)
-    if run is None or is_checkpoint(Path(model)):
-        return model
-    checkpoints = checkpoints_in(run)
-    refuse(not checkpoints, f"{flag} {model}: the run {run} has no checkpoint")
-    return str(checkpoints[-1])

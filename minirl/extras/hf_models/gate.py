@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minirl.errors import InputError, refuse
-from minirl.extras.hf_models.model import HFTransformer, build_on_meta, transformers_config
+from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.generation.kv_cache import KVCache
 from minirl.model.attention import Layout, PackedLayout
 from minirl.model.batch_invariance import head_logits
@@ -85,8 +85,7 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
             return HEADS if value == heads else min(value, HEADS // 2)
         return next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), value)
 
-    raw = shrink(config.to_dict())
-    return transformers_config(raw), windows
+    return type(config).from_dict(shrink(config.to_dict())), windows
 
 
 def ends_at_original(config: Any) -> bool:

@@ -5,9 +5,8 @@ functions are replaced by batch-invariant ones while the model runs. Parameters 
 how folders name them. `gate` decides which models may come here.
 """
 
-import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -112,17 +111,6 @@ class _Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
-
-
-def transformers_config(raw: Mapping[str, Any]) -> Any:
-    """transformers' object of a config.json. Raises InputError with its reason, which names the key."""
-    from transformers import CONFIG_MAPPING
-
-    try:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
-    except Exception as error:  # which one depends on the version of transformers
-        reason = " ".join(str(error).split())
-        raise InputError(f"config.json: transformers cannot read it: {reason}") from None
 
 
 def build_on_meta(config: Any) -> Any:
