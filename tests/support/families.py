@@ -184,6 +184,7 @@ def twin(oracle: Any, **options: bool) -> Transformer:
     model = Transformer(config_from_dict(oracle.config.to_dict()), **options)
     parameters = dict(oracle.named_parameters())
     for name, parameter in named_parameters(model).items():
+        assert parameter.shape == parameters[name].shape, name
         parameter.data = parameters[name].data
     return model
 
