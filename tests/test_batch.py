@@ -33,8 +33,9 @@ class TaughtBatch(Batch):
 
 
 def rollouts_of(ids):
-    """Those of three sampled tokens are in two branches."""
-    return [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
+    """Those of three sampled tokens are in two branches; the limit that cut off 8's came after its last branch."""
+    rollouts = [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
+    return [dataclasses.replace(r, branch_end="stop" if r.rollout_id[:2] == (8, 2) else "") for r in rollouts]
 
 
 def exchange_branches(rank, first_share, rank_of):
@@ -90,8 +91,8 @@ def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first
         ):
             # And the same dtypes.
             torch.testing.assert_close(getattr(batch, name), getattr(expected, name), rtol=0, atol=0)
-        # A limit cut off the second branch.
-        assert batch.is_truncated[batch.last_index].tolist() == [ids[i][1:] == (2, 1) for i in own]
+        cut_off = [(3, 2, 1), (7, 2, 1)]
+        assert batch.is_truncated[batch.last_index].tolist() == [ids[i] in cut_off for i in own]
         assert torch.equal(batch.taught, 3.0 * batch.sample_logprobs)
         assert batch.prefixes == expected.prefixes
         assert lasts.tolist() == sums

@@ -13,8 +13,6 @@ from minirl.data.task import Task
 from minirl.extras.evaluate import parsed
 from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import RunConfig
-from support.collecting import Prompts, facts, make_collector
-from support.collecting import evaluated as evaluated_here
 from support.scripts import (
     evaluated,
     read_metrics,
@@ -96,24 +94,6 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
     }
     shaped = values_by_prompt(records, TASK, weights={"exact": 1.0, "short": 0.1})
     assert values.keys() - shaped.keys() == judged.keys()
-
-
-def facts_by_id(parts):
-    pairs = [pair for part in parts for pair in zip(part.rollouts, part.rewards, strict=True)]
-    return {rollout.rollout_id: (facts(rollout), reward.tolist()) for rollout, reward in pairs}
-
-
-def test_rollouts_come_in_parts_and_are_those_of_one_batch(monkeypatch):
-    """With few open at a time."""
-    monkeypatch.setattr("minirl.episodes.collector.JUDGED_TOGETHER", 2)
-    prompts = Prompts()
-    requests = [prompts.requests(ordinal, 1, group_size=2) for ordinal in range(5)]
-    whole = evaluated_here(make_collector(prompts), list(itertools.chain(*requests)))
-    for num_open in (1, 4, 100):
-        collector = make_collector(prompts)
-        parts = list(collector.run(requests, num_requests=10, num_open=num_open))
-        assert all(len({r.rollout_id.prompt_ordinal for r in part.rollouts}) >= 2 for part in parts[:-1])
-        assert facts_by_id(parts) == facts_by_id([whole])
 
 
 def in_four_samples():

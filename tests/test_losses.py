@@ -27,10 +27,8 @@ from support.worked import (
     DR_GRPO,
     GRPO,
     LENGTHS,
-    OLD,
     REWARDS,
     RLOO,
-    SAMPLED,
     TRL,
     assert_six_decimals,
     double,
@@ -44,20 +42,27 @@ WITH_PROMPTS = [*(n + 2 for n in LENGTHS), 3]
 
 def packed(values):
     """The stream with these numbers of the 14 sampled tokens, and 0 elsewhere."""
-    return torch.zeros(len(MASK), dtype=values.dtype).masked_scatter(MASK, values)
+    stream = torch.zeros(len(MASK), dtype=torch.float64)
+    stream[MASK] = torch.as_tensor(values, dtype=torch.float64)
+    return stream
 
 
 def spread(per_sequence):
     return packed(per_sequence.repeat_interleave(torch.tensor(LENGTHS)))
 
 
+OLD = packed(
+    [-0.50, -1.20, -0.80, -0.90, -0.10, -2.00, -0.40, -1.50, -0.70, -0.05, -1.10, -0.60, -0.20, -3.00]
+)
+SAMPLED = packed(
+    [-0.52, -1.15, -0.80, -0.88, -0.12, -2.90, -0.40, -1.45, -0.70, -0.05, -1.12, -0.58, -0.20, -2.20]
+)
 NEW = packed(
-    double([-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80])
+    [-0.40, -1.45, -0.50, -1.30, -0.05, -1.40, -0.50, -1.30, -0.70, -0.03, -0.75, -0.75, -0.15, -1.80]
 )
 REF = packed(
-    double([-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60])
+    [-0.60, -1.00, -0.90, -1.00, -0.30, -1.80, -0.70, -1.60, -0.65, -0.10, -1.00, -0.50, -0.30, -2.60]
 )
-OLD, SAMPLED = packed(OLD), packed(SAMPLED)
 NORMS = ("token_mean", "sequence_mean", "constant")
 
 PPO = {"clip_low": 0.2, "clip_high": 0.2}

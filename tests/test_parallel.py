@@ -190,7 +190,8 @@ def two_updates(rank, folder, options):
 def test_neither_host_memory_nor_another_node_changes_a_bit(request, folders, pool, options):
     """Of weights, moments, step counts and norms. Pitfall 47.
 
-    Nodes that each hold the model stay equal; the first one's ranks save it.
+    Nodes that each hold the model stay equal; the first one's ranks save it. Where bf16 computes, masters and moments
+    are fp32: in bf16 small updates would vanish. Pitfall 43.
     """
     ranks = request.getfixturevalue(pool)
     expected, found = (
@@ -202,6 +203,7 @@ def test_neither_host_memory_nor_another_node_changes_a_bit(request, folders, po
     for rank, (weights, saved) in enumerate(expected):
         torch.testing.assert_close(weights, expected[0][0], rtol=0, atol=0)
         assert bool(saved) == (rank < options.get("num_shards", len(expected)))
+        assert all(tensor.dtype == torch.float32 for tensor in saved.values())
 
 
 def check_refreshes(rank, folder, dtype):
@@ -241,22 +243,6 @@ def test_weights_are_one_storage_refreshed_in_place(request, ranks, folders, nam
     Steps that move every tensor of the policy move none of a reference from the same folder. Pitfall 9.
     """
     request.getfixturevalue(ranks).run(check_refreshes, folders[name], dtype)
-
-
-def tiny_steps(rank, folder):
-    """How far five steps with a learning rate of 1e-6 lead each master of a policy that computes in bf16."""
-    model = sharded(folder, torch.bfloat16)
-    before = {name: master.full_tensor().double() for name, master in model.masters.items()}
-    optimizer = adamw(model)
-    for _ in range(5):
-        stepped(model, optimizer, lr=1e-6)
-    return {n: float((m.full_tensor().double() - before[n]).abs().max()) for n, m in model.masters.items()}
-
-
-def test_updates_too_small_for_bf16_add_up(two_ranks, folders):
-    """Five Adam steps of 1e-6 move every master by 5e-6, far below a bf16 weight's spacing. Pitfall 43."""
-    for moved in two_ranks.run(tiny_steps, folders["untied"]):
-        assert moved == pytest.approx(dict.fromkeys(moved, 5e-6), rel=0.1)
 
 
 def bf16_gradients(rank, folder, scales):

@@ -86,7 +86,9 @@ def test_a_microbatch_may_hold_more_tokens_than_it_computes():
     assert len(plan_microbatches(lengths, num_ranks=1, max_tokens=170)[0]) == 8
 
 
-@pytest.mark.parametrize(("group_size", "limit", "cost"), [(1, 0.005, 1.0), (8, 0.03, 1.06)])
+@pytest.mark.parametrize(
+    ("group_size", "limit", "cost"), [(1, 0.005, 1.0), (8, 0.03, 1.06), (64, 0.05, 1.06)]
+)
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens(group_size, limit, cost):
     """512 rollouts with prompts of 20 to 400 tokens: the fullest rank has at most 0.5 % more than the mean.
 

@@ -25,8 +25,14 @@ from support.models import RAW_CONFIG
 
 # The head.
 
-# Of logprobs and entropies; of their gradients, in relation to their norm.
-ERRORS = {torch.float64: (1e-12, 1e-11), torch.float32: (5e-5, 3e-6), torch.bfloat16: (5e-5, 2**-8)}
+# Relative errors of logprobs and entropies, and of their gradients.
+ERRORS = {torch.float64: (1e-14, 1e-11), torch.float32: (1e-6, 3e-6), torch.bfloat16: (1e-6, 2**-8)}
+
+
+def full_logits(hidden, head, targets, divisor):
+    """Logprobs and entropies."""
+    logprobs = (hidden @ head.T / divisor).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
 @pytest.mark.parametrize("sizes", [(7, 64), (30, 7), (40, 400), (89, 1099), (90, 1100), (99, 2048)])
@@ -38,27 +44,21 @@ def test_results_and_gradients_of_the_head_are_those_of_full_logits(dtype, sizes
     once, not in each tile. Pitfall 7.
     """
     generator = torch.Generator().manual_seed(6)
-    leaves = [
-        torch.randn(n, 300, generator=generator).mul(scale).to(dtype) for n, scale in ((90, 1), (1100, 0.1))
-    ]
+    hidden, head = torch.randn(90, 300, generator=generator), torch.randn(1100, 300, generator=generator) / 10
     targets = torch.randint(0, 1100, (90,), generator=generator)
     weights = torch.randn(2, 90, generator=generator)
     divisor = torch.tensor([0.75, 1.0, 1.5]).repeat(30)[:, None]
-    hidden, head = narrow = [leaf.clone().requires_grad_() for leaf in leaves]
-    got = ChunkedLogprobs.apply(hidden, head, targets, divisor, *sizes)
-    hidden, head = wide = [leaf.double().requires_grad_() for leaf in leaves]
-    all_logprobs = (hidden @ head.T / divisor).log_softmax(-1)
-    entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
-    expected = all_logprobs.gather(1, targets[:, None])[:, 0], entropies
-    of_outputs, of_gradients = ERRORS[dtype]
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, atol=of_outputs, rtol=0)
     for used in ([0], [1], [0, 1]):
-        objectives = [sum((outputs[i] * weights[i]).sum() for i in used) for outputs in (got, expected)]
-        found = torch.autograd.grad(objectives[0], narrow, retain_graph=True)
-        for x, y in zip(found, torch.autograd.grad(objectives[1], wide, retain_graph=True), strict=True):
-            assert x.dtype == dtype
-            assert (x.double() - y).norm() < of_gradients * y.norm()
+        narrow = [leaf.to(dtype).requires_grad_() for leaf in (hidden, head)]
+        wide = [leaf.detach().double().requires_grad_() for leaf in narrow]
+        chunked = ChunkedLogprobs.apply(*narrow, targets, divisor, *sizes)
+        results = []
+        for outputs, leaves in ((chunked, narrow), (full_logits(*wide, targets, divisor), wide)):
+            objective = sum((outputs[i] * weights[i]).sum() for i in used)
+            results.append((outputs, torch.autograd.grad(objective, leaves)))
+        for got, expected, error in zip(*results, ERRORS[dtype], strict=True):
+            for x, y in zip(got, expected, strict=True):
+                assert (x.double() - y).norm() < error * y.norm()
 
 
 @pytest.mark.parametrize(("vocab", "tile"), [(37, 2048), (700, 512), slow(2049, 2048), slow(4500, 2048)])
@@ -143,10 +143,9 @@ score_sampled = partial(score_at, temperature=0.75)
 @pytest.mark.parametrize("padding_rule", [nullcontext, pad_as_on_cuda], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("lengths", [(), (6, 3)], ids=["no sequence", "nothing selected"])
 @pytest.mark.parametrize("scalar_head", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scalar_head, padding_rule):
+def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, scalar_head, padding_rule):
     """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
-    model = make_model(dtype, scalar_head=scalar_head)
+    model = make_model(torch.bfloat16, scalar_head=scalar_head)
     tokens = torch.arange(sum(lengths))
     with padding_rule():
         outputs = (value_batch if scalar_head else score_sampled)(model, Batch(lengths, tokens, tokens < 0))
@@ -154,8 +153,7 @@ def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, dtype, scala
         torch.cat(outputs).sum().mul(0 if scalar_head else 1).backward()
     for name, param in model.named_parameters():
         assert param.grad is not None, name
-        assert param.grad.dtype == dtype
-        assert (param.grad == 0).all(), name
+        assert not param.grad.any(), name
 
 
 GROUPS = [(1, 3, 60), (127, 1, 2, 60), (128, 9, 1, 0), (129, 40, 2, 1, 7, 7), (5, 30)]
@@ -221,31 +219,14 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
     assert torch.equal(~scores.isnan(), is_chosen[batch.last_index])
 
 
-def test_a_frozen_model_is_pinned_once_and_parking_copies_nothing(monkeypatch):
-    """Each use costs one copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
+def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):
+    """Each use costs a copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
     model = make_model(torch.float32, tied=True)
-    values = [parameter.clone() for parameter in model.parameters()]
-    pinned, on_device = [], []
-
-    def pin(tensor):
-        if tensor.data_ptr() in addresses(pinned):
-            return tensor
-        pinned.append(tensor.clone())
-        return pinned[-1]
-
-    def to(tensor, device, *, non_blocking):
-        on_device.append(tensor.clone())
-        return on_device[-1]
-
-    def addresses(tensors):
-        return [tensor.data_ptr() for tensor in tensors]
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    monkeypatch.setattr(Tensor, "to", to)
-    for _ in range(3):
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # as a pinned one does
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
+    on_host = [parameter.data_ptr() for parameter in model.parameters()]
+    for _ in range(2):
         with unparked(model, torch.device("cuda"), park=True):
-            assert addresses(model.parameters()) == addresses(on_device[-len(values) :])
+            assert {*on_host}.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
             assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert addresses(model.parameters()) == addresses(pinned)
-        assert all(map(torch.equal, model.parameters(), values))
-    assert len(on_device) == 3 * len(values)
+        assert on_host == [parameter.data_ptr() for parameter in model.parameters()]

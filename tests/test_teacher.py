@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 from minirl.errors import InputError
 from minirl.model.weights import load_replica, resize_vocabulary
-from support.resuming import resume
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
@@ -34,13 +33,6 @@ def teacher(embedded_model, tmp_path_factory) -> Path:
     weights["model.embed_tokens.weight"] = torch.cat([table, torch.ones(5, table.shape[1])])
     save_file(weights, folder / "model.safetensors")
     return folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    """Prompts without answers."""
-    rows = [{"prompt": f"{i}{9 - i}{i % 4}="} for i in range(9)]
-    return str(write_rows(tmp_path_factory.mktemp("data") / "data.jsonl", rows))
 
 
 def train(pool, runs, name, *flags):
@@ -67,33 +59,20 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(two_ranks, runs, embedded_
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-@pytest.mark.slow
-def test_without_rewards_the_loss_is_the_kl_and_a_resume_has_the_same_bits(
-    one_rank, two_ranks, runs, teacher, data
+def test_a_teacher_alone_makes_the_loss_its_kl_and_beside_rewards_is_added_to_their_advantages(
+    one_rank, runs, teacher
 ):
-    """On one rank in small microbatches and on two; a token without a teacher's value would make the loss NaN.
+    """With its weight, whatever the rewards' baseline. A token without a teacher's value would make the loss NaN.
 
     Pitfall 64.
     """
-    flags = f"--data {data} --teacher {teacher} --temperature 0.7"
-    metrics = train(two_ranks, runs, "alone", flags)
-    for line in metrics:
-        assert line["teacher/kl_k1"] > 0
-        assert line["policy/loss"] == pytest.approx(line["teacher/kl_k1"], rel=1e-5)
-        assert "reward/mean" not in line
-    resume(two_ranks, "train_grpo.py", runs / "alone", TINY, flags)
-
-    small = f"{flags} --max-tokens-per-microbatch 40 --num-steps 1"
-    alone = train(one_rank, runs, "alone-one", small)[0]
-    for metric in ("teacher/kl_k1", "policy/loss", "optim/grad_norm"):
-        assert alone[metric] == pytest.approx(metrics[0][metric], rel=1e-4)
-
-
-def test_beside_rewards_the_teachers_part_is_added_to_their_advantages(one_rank, runs, teacher):
-    """With its weight, whatever the rewards' baseline."""
     advantages = []
     for i, coef in enumerate(("", "--teacher-coef 1e-12", "--teacher-coef 0.5")):
-        train(one_rank, runs, f"beside-{i}", f"--teacher {teacher} --num-steps 1 {coef}")
+        flags = f"--teacher {teacher} --temperature 0.7 --num-steps 1 --max-tokens-per-microbatch 40 {coef}"
+        (line,) = train(one_rank, runs, f"beside-{i}", flags)
+        assert line["teacher/kl_k1"] > 0
+        if not coef:
+            assert line["policy/loss"] == pytest.approx(line["teacher/kl_k1"], rel=1e-5)
         advantages.append([rollout["advantage"] for rollout in read_rollouts(runs / f"beside-{i}", 1)])
     alone, rewards, half = map(torch.tensor, advantages)
     torch.testing.assert_close(half, rewards + alone / 2)
@@ -111,26 +90,27 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"),
+    ("file", "old", "new", "message"),
     [
+        ("tokenizer.json", '"="', '"+"', r"its tokenizer differs: token 12 is '\+', and '='"),
         (
-            "other",
-            r"--teacher \S+other: its tokenizer differs: token 12 is '\+', and '='",
+            "config.json",
+            '"vocab_size": 16',
+            '"vocab_size": 9',
+            "has 9 embeddings and the tokenizer 16 tokens",
         ),
-        ("small", r"--teacher \S+small: has 9 embeddings and the tokenizer 16 tokens"),
     ],
+    ids=["tokenizer", "vocabulary"],
 )
-def test_teachers_that_cannot_be_used_are_refused_before_work(tmp_path, embedded_model, teacher, message):
+def test_teachers_that_cannot_be_used_are_refused_before_work(
+    tmp_path, embedded_model, file, old, new, message
+):
     """By flag or token, in a dry run as in a run. Pitfall 63."""
+    teacher = shutil.copytree(embedded_model, tmp_path / "teacher")
+    text = (teacher / file).read_text()
+    assert old in text
+    (teacher / file).write_text(text.replace(old, new))
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": "12="}])
-    for name, file, old, new in (
-        ("other", "tokenizer.json", '"="', '"+"'),
-        ("small", "config.json", '"vocab_size": 16', '"vocab_size": 9'),
-    ):
-        shutil.copytree(embedded_model, tmp_path / name)
-        text = (tmp_path / name / file).read_text()
-        assert old in text
-        (tmp_path / name / file).write_text(text.replace(old, new))
-    config = train_grpo.Config(teacher=str(tmp_path / teacher), data=str(data), dry_run=True)
-    with pytest.raises(InputError, match=message):
+    config = train_grpo.Config(teacher=str(teacher), data=str(data), dry_run=True)
+    with pytest.raises(InputError, match=rf"--teacher \S+teacher: {message}"):
         train_grpo.main(config)

@@ -26,7 +26,7 @@ from minirl.model.weights import (
     named_parameters,
     save_folder,
 )
-from support.families import PUBLISHED
+from support.families import PUBLISHED, PUBLISHED_KEYS
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -111,7 +111,7 @@ def test_rope_is_read_from_both_places(keys):
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "gpt9"}, "gpt9"),
         ({"model_type": None}, "model_type"),
         ({"vocab_size": None}, "'vocab_size' expected int, got NoneType"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -126,7 +126,7 @@ def test_rope_is_read_from_both_places(keys):
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "'factor': 0"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
-        ({"rope_theta": None}, "rope_theta=None"),
+        ({"rope_theta": None}, "'rope_theta': None"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         # A key of another family.
         ({"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
@@ -155,66 +155,9 @@ def test_row_33_a_missing_size_is_named():
         config_from_dict({key: value for key, value in TINY.items() if key != "num_hidden_layers"})
 
 
-# What published config.json have beside `TINY`'s keys, of families that `support.families` has no published model of.
-OTHERS = {
-    "Llama 3.2": {
-        "attention_bias": False,
-        "eos_token_id": [128001, 128008, 128009],
-        "head_dim": 4,
-        "mlp_bias": False,
-        "rope_scaling": {"rope_type": "llama3"} | LLAMA3,
-        "rope_theta": 500000.0,
-    },
-    "Mistral 0.1": {"model_type": "mistral", "sliding_window": 4096, "attention_dropout": 0.0},
-    "Qwen3": {
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "head_dim": 128,
-        "max_window_layers": 36,
-        "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
-    },
-}
-# Text in vision models is written by other classes.
-CONFIGS = {name: raw for name, (raw, _) in PUBLISHED.items() if "text_config" not in raw}
-CONFIGS |= {name: TINY | raw for name, raw in OTHERS.items()}
-# Copies of published models have these, by Unsloth, of SmolLM2 and others.
-OF_COPIES = {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "is_llama_config": True,
-    "pretraining_tp": 1,
-    "rope_interleaved": False,
-    "torch_dtype": "float16",
-    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
-    "unsloth_fixed": True,
-    "unsloth_version": "2024.9",
-    "use_cache": True,
-    "use_mrope": False,
-    "_attn_implementation_autoset": True,
-}
-# What transformers 4 writes besides when it is asked for all keys, with its defaults.
-WRITTEN_BY_4 = {
-    **dict.fromkeys(
-        "bad_words_ids begin_suppress_tokens cross_attention_hidden_size decoder_start_token_id "
-        "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id pad_token_id "
-        "prefix problem_type sep_token_id suppress_tokens task_specific_params tokenizer_class".split()
-    ),
-    **dict.fromkeys(
-        "add_cross_attention do_sample early_stopping is_decoder is_encoder_decoder output_attentions "
-        "output_hidden_states output_scores remove_invalid_values return_dict_in_generate tf_legacy_loss "
-        "tie_encoder_decoder torchscript use_bfloat16".split(),
-        False,
-    ),
-    **dict.fromkeys(
-        "diversity_penalty encoder_no_repeat_ngram_size min_length no_repeat_ngram_size".split(), 0
-    ),
-    **dict.fromkeys("length_penalty num_beams num_beam_groups num_return_sequences".split(), 1),
-    **dict.fromkeys("repetition_penalty temperature top_p typical_p".split(), 1.0),
-    **{"chunk_size_feed_forward": 0, "max_length": 20, "top_k": 50, "pruned_heads": {}, "return_dict": True},
-    **{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}},
-}
+# Of families that have no published model there. Text in vision models is written by other classes.
+CONFIGS = {name: TINY | raw for name, raw in PUBLISHED_KEYS["keys of others"].items()}
+CONFIGS |= {name: raw for name, (raw, _) in PUBLISHED.items() if "text_config" not in raw}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -222,7 +165,8 @@ def test_published_configs_are_read_with_all_of_their_keys(name):
     """The keys of the models that people train, of their copies, and all that transformers 4 and 5 write. Fault 33."""
     raw = CONFIGS[name]
     config = config_from_dict(raw)
-    assert config_from_dict(WRITTEN_BY_4 | OF_COPIES | raw) == config
+    more = PUBLISHED_KEYS["keys that transformers 4 writes"] | PUBLISHED_KEYS["keys of copies"]
+    assert config_from_dict(more | raw) == config
     assert config_from_dict(CONFIG_MAPPING[raw["model_type"]].from_dict(raw).to_dict()) == config
 
 

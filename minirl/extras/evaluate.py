@@ -11,15 +11,18 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import tyro
 
 from minirl.episodes.episode import one_turn
+from minirl.errors import refuse
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_object
 from minirl.model.weights import load_replica
@@ -27,6 +30,7 @@ from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import write_args
+from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
 from minirl.run.config import (
     GenerationFlags,
@@ -37,7 +41,7 @@ from minirl.run.config import (
     RunNameFlags,
 )
 from minirl.run.flags import early_value, parse
-from minirl.run.run_folder import newest_checkpoint, run_of
+from minirl.run.run_folder import runs_root
 from minirl.run.setup import Setup
 from minirl.training.advantages import weighted_scores
 
@@ -70,10 +74,35 @@ class Config(EvaluationFlags, RunConfig):
         return False
 
 
+def _is_checkpoint(model: str) -> bool:
+    """True for a checkpoint of a run."""
+    return os.path.isdir(os.path.join(model, "resume"))
+
+
+def _run_of(model: str) -> Path | None:
+    """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
+    folder = Path(model)
+    if _is_checkpoint(model):
+        return folder.resolve().parent.parent
+    is_model = os.path.exists(folder / "config.json")
+    runs = () if is_model else (folder, runs_root() / model)
+    return next((run for run in runs if os.path.exists(run / "args.json")), None)
+
+
+def _newest_checkpoint(model: str) -> str:
+    """The newest checkpoint of a run; any other model unchanged. Raises InputError if the run has none."""
+    run = _run_of(model)
+    if run is None or _is_checkpoint(model):
+        return model
+    checkpoints = checkpoints_in(run)
+    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
+    return str(checkpoints[-1])
+
+
 def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = early_value("model", arguments)
-    run = run_of(model) if model else None
+    run = _run_of(model) if model else None
     args = read_json_object(run / "args.json") if run else {}
     if early_value("data", arguments):
         args["eval_data"] = []
@@ -134,7 +163,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
     process_group.start(hang_timeout=config.hang_timeout)
     # On rank 0 alone: meanwhile the run may save another one.
-    model = newest_checkpoint(config.model, flag="--model") if config.model and rank() == 0 else None
+    model = _newest_checkpoint(config.model) if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
     setup.print_start()
     parts = gather_objects(evaluate_prompts(setup))

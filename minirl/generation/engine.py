@@ -327,6 +327,15 @@ class Engine:
         Blocks are reserved only for the tokens that exist: lengths are not known in advance. But a request is admitted
         only if all can then decode `room_tokens` more, because a prefill is wasted on a request that is soon
         preempted. `_extend_or_preempt` copes with a full cache.
+
+        Example: a group of four with a prompt of 70 tokens, 10 free blocks of 32, room for 32 tokens. The stem takes 3
+        blocks; each request may need one for its room and one for its copy of the stem's last, partial block.
+
+            request   spare blocks   promised before   needs
+            first     10 - 3 = 7     0                 2       the stem is added
+            second    7              2                 2
+            third     7              4                 2
+            fourth    7              6                 2       it waits, and the stem stays for it
         """
         admitted: list[tuple[Request, _Stem]] = []
         self.lacks_room = False
@@ -456,6 +465,10 @@ class Engine:
         Each token is decoded like the newest token of a separate sequence, all with the request's block table. A step
         computes up to `max_prefill_tokens`, later steps the rest. A request whose tokens are all computed samples the
         next one and runs.
+
+        Example: of a request of 110 tokens, 70 are in the cache, and blocks have 32. Tokens 70 to 95, the rest of its
+        third block, are decoded as 26 sequences of 71 to 96 tokens; in the next step tokens 96 to 109 as 14, and the
+        state of the last one gives the next token.
         """
         cache = self._live_cache
         num_places = self.max_running_requests - len(self._running)

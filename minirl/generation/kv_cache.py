@@ -15,7 +15,6 @@ regardless of the number and length of the sequences.
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -134,15 +133,6 @@ class Blocks:
         return moves
 
 
-@dataclass(frozen=True)
-class _LastIndex:
-    """The portable kernel's index for these rows at this version of the pool's tables."""
-
-    version: int
-    rows: list[int]
-    index: DecodeIndex
-
-
 class KVCache:
     """Cache for `num_tokens` tokens per layer (rounded up to blocks) and up to `max_sequences` sequences.
 
@@ -207,8 +197,8 @@ class KVCache:
 
             for layer in delta_net.layers:
                 self.states[layer] = make_states(delta_net, max_sequences + 1, dtype=dtype, device=device)
-        # For each pool the portable kernel's index of the last decode step.
-        self._last_index: list[_LastIndex | None] = [None] * len(self.pools)
+        # By pool: the version of its tables, the rows and the portable kernel's index of the last decode step.
+        self._last_index: dict[int, tuple[int, list[int], DecodeIndex]] = {}
 
     def _first_block(self, pool: CachePool, position: int) -> int:
         """The number within its sequence of the first block that a token at `position` sees."""
@@ -497,9 +487,9 @@ class KVCache:
         """
         blocks = self.blocks[pool_index]
         row_numbers = rows.tolist()
-        last = self._last_index[pool_index]
-        if last is not None and last.version == blocks.version and last.rows == row_numbers:
-            return last.index
+        *made_for, index = self._last_index.get(pool_index, (None, None, None))
+        if index is not None and made_for == [blocks.version, row_numbers]:
+            return index
         index = index_decode(
             [blocks.of_row(row)[1] for row in row_numbers],
             num_kv=self.num_kv_heads,
@@ -507,5 +497,5 @@ class KVCache:
             min_users=self.min_users,
             num_padded=padding.num_padded(len(rows), self.device),
         )
-        self._last_index[pool_index] = _LastIndex(blocks.version, row_numbers, index)
+        self._last_index[pool_index] = (blocks.version, row_numbers, index)
         return index

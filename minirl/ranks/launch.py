@@ -59,7 +59,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     torchrun.
     """
     _prepare_process()
-    begin_phase(START)
+    announce_phase(START)
     try:
         exit_code = main() or 0
         if dist.is_initialized():
@@ -69,7 +69,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     leave_now(exit_code)
 
 
-def begin_phase(phase: str) -> None:
+def announce_phase(phase: str) -> None:
     """Tell the other ranks the step and phase that begin on this one. Not collective."""
     this_process.phase = phase
     rendezvous().set(f"phase/{_rank()}", phase)

@@ -51,7 +51,7 @@ class RewardWorkers:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {spec}", daemon=True)
         self._thread.start()
         try:
-            is_async = self._wait_for(self._start(source, num_workers))
+            is_async = self._run_in_loop(self._start(source, num_workers))
         except (_WorkerError, OSError) as error:
             self.stop()
             raise InputError(f"--reward {spec}: {escaped(str(error))}") from None
@@ -78,11 +78,11 @@ class RewardWorkers:
 
     def stop(self) -> None:
         """Kill the processes and all that their code started."""
-        self._wait_for(self._end())
+        self._run_in_loop(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _wait_for(self, coroutine: Any) -> Any:
+    def _run_in_loop(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _start(self, source: str, num_workers: int) -> bool:

@@ -257,24 +257,22 @@ def exchange(
         rank 1 sends row 3 to rank 0 and row 1 to itself, and receives rows 0, 4 and 1, which it sorts
     """
     branches = all_branches(rollouts)
-    row_of = {rollout_id: row for row, rollout_id in enumerate(table.ids)}
-    index_of = {row_of[branch.rollout_id]: i for i, branch in enumerate(branches)}
+    index_of = {branch.rollout_id: i for i, branch in enumerate(branches)}
     own = pack(branches, batch_type).replace(**(streams or {}))
-    holders = table.holder.tolist()
-
-    def rows_from(sender: int, receiver: int) -> list[int]:
-        return [row for row, holder in enumerate(holders) if (holder, rank_of[row]) == (sender, receiver)]
-
-    sent = []
-    arrived = []
-    for other in range(world_size()):
-        sent.append(own.select([index_of[row] for row in rows_from(rank(), other)])._streams())
-        arrived.append(torch.tensor(rows_from(other, rank()), dtype=torch.int64))
-    num_tokens = [int(table.num_tokens[rows].sum()) for rows in arrived]
+    sent: list[list[int]] = [[] for _ in range(world_size())]  # to each rank, indices into `own`
+    arriving: list[list[int]] = [[] for _ in sent]  # from each rank, rows
+    owners = zip(table.ids, table.holder.tolist(), rank_of, strict=True)
+    for row, (rollout_id, sender, receiver) in enumerate(owners):
+        if sender == rank() and receiver is not None:
+            sent[receiver].append(index_of[rollout_id])
+        if receiver == rank():
+            arriving[sender].append(row)
+    parts = [own.select(indices)._streams() for indices in sent]
+    num_tokens = [int(table.num_tokens[rows].sum()) for rows in arriving]
     received = {}
     for name in own._streams():
-        received[name] = _all_to_all([streams_of[name] for streams_of in sent], num_tokens)
-    rows = torch.cat(arrived)
+        received[name] = _all_to_all([part[name] for part in parts], num_tokens)
+    rows = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64)
     unsorted = dataclasses.replace(
         own,
         lengths=tuple(table.num_tokens[rows].tolist()),

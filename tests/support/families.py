@@ -1,6 +1,8 @@
 """Tiny random models of every family, made by transformers."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,128 +139,9 @@ CASES = {
 }
 
 
-WINDOWED = ["sliding_attention"] * 3 + ["full_attention"]
-YARN_8 = {
-    "rope_type": "yarn",
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-
-
-def _published(
-    model_type: str, sizes: str, billions: float, rms_norm_eps: float = 1e-6, **keys: Any
-) -> tuple[dict[str, Any], float]:
-    names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-        "max_position_embeddings"
-    )
-    shape = dict(zip(names.split(), map(int, sizes.split()), strict=True))
-    return {"model_type": model_type, "rms_norm_eps": rms_norm_eps, **shape, **keys}, billions
-
-
-def _beside_vision(sizes: str, billions: float, **keys: Any) -> tuple[dict[str, Any], float]:
-    """A Qwen3.5 text model inside its vision model."""
-    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-    text, _ = _published(
-        "qwen3_5_text",
-        sizes,
-        billions,
-        head_dim=256,
-        full_attention_interval=4,
-        attn_output_gate=True,
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        mamba_ssm_dtype="float32",
-        mtp_num_hidden_layers=1,
-        rope_parameters=rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
-        **keys,
-    )
-    ids = {"image_token_id": 248056, "vision_start_token_id": 248053}
-    return {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, **ids, **keys}, billions
-
-
-# Published models from memory: config.json without keys of the tokenizer, and billions of parameters.
-PUBLISHED = {
-    "Qwen2.5-7B with YaRN": _published(
-        "qwen2",
-        "152064 3584 18944 28 28 4 32768",
-        7.62,
-        rope_theta=1e6,
-        sliding_window=131072,
-        max_window_layers=28,
-        use_sliding_window=False,
-        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    ),
-    "gemma-3-1b": _published(
-        "gemma3_text",
-        "262144 1152 6912 26 4 1 32768",
-        1.0,
-        head_dim=256,
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=256,
-        sliding_window=512,
-        sliding_window_pattern=6,
-        rope_theta=1e6,
-        rope_local_base_freq=10000,
-        rope_scaling=None,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-        cache_implementation="hybrid",
-    ),
-    "gemma-3-4b-it": (
-        {
-            "model_type": "gemma3",
-            "architectures": ["Gemma3ForConditionalGeneration"],
-            "boi_token_index": 255999,
-            "eoi_token_index": 256000,
-            "image_token_index": 262144,
-            "mm_tokens_per_image": 256,
-            "text_config": {
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "model_type": "gemma3_text",
-                "num_hidden_layers": 34,
-                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                "sliding_window": 1024,
-            },
-            "vision_config": {"model_type": "siglip_vision_model"},
-        },
-        3.88,
-    ),
-    "OLMo-2-7B": _published(
-        "olmo2", "100352 4096 11008 32 32 32 4096", 7.3, rope_theta=5e5, attention_bias=False
-    ),
-    "Olmo-3-7B": _published(
-        "olmo3",
-        "100278 4096 11008 32 32 32 65536",
-        7.3,
-        sliding_window=4096,
-        layer_types=WINDOWED * 8,
-        rope_theta=5e5,
-        rope_scaling=YARN_8 | {"attention_factor": 1.2079441541679836},
-    ),
-    "Qwen3.5-0.8B": _beside_vision("248320 1024 3584 24 8 2 262144", 0.752, tie_word_embeddings=True),
-    "SmolLM3-3B": _published(
-        "smollm3",
-        "128256 2048 11008 36 16 4 65536",
-        3.08,
-        no_rope_layer_interval=4,
-        no_rope_layers=[1, 1, 1, 0] * 9,
-        layer_types=["full_attention"] * 36,
-        max_window_layers=28,
-        pretraining_tp=2,
-        sliding_window=None,
-        use_sliding_window=False,
-        rope_theta=5e6,
-        rope_scaling=None,
-        tie_word_embeddings=True,
-    ),
-}
+# Published models, from memory: "models" has config.json without keys of the tokenizer, and billions of parameters.
+PUBLISHED_KEYS = json.loads(Path(__file__).with_name("published.json").read_text())
+PUBLISHED = PUBLISHED_KEYS["models"]
 
 
 @functools.cache

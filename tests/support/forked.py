@@ -47,22 +47,12 @@ class ForkedScript:
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], output: Path):
         """command: the script and its arguments. output: the file that takes stdout and stderr."""
-        self._output = output
         self._process = fork(_run_script, [*map(str, command)], dict(env), str(output), os.getcwd())
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
     def poll(self) -> int | None:
-        return self.returncode
-
-    def communicate(self) -> tuple[str, None]:
-        """Wait for the end; returns the whole output."""
-        self.wait()
-        return self._output.read_text(errors="replace"), None
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

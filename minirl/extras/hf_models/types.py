@@ -11,9 +11,8 @@ from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.extras.hf_models.gate import Facts, measure, model_config
-from minirl.extras.hf_models.model import HFTransformer, build_on_meta, transformers_config
+from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.model.config import ModelConfig
-from minirl.model.families import is_classifier
 
 # Keys that say which class wrote the file, not what it computes.
 _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "transformers_version")
@@ -32,7 +31,7 @@ class HFModel:
 
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `OtherModel`."""
-        hf = build_on_meta(transformers_config(json.loads(self.text)))
+        hf = build_on_meta(_config(self.text))
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
@@ -60,37 +59,33 @@ class HFModel:
         return parameter[0] if isinstance(parameter, list) else parameter
 
 
-def read_other(raw: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a config.json. Raises InputError for a model that transformers or minirl lacks."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def read_other(raw: Mapping[str, Any], config: Any) -> ModelConfig:
+    """The `ModelConfig` of a config.json, which transformers reads as `config`.
 
-    name = raw.get("model_type")
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise InputError(f"config.json: model_type {name!r} is not a language model of this transformers")
-    model = hf_model(raw)
-    config = transformers_config(raw)
-    shape = model_config(config, _facts(model.text))
-    scalar_head = is_classifier(raw, config.num_labels)
-    return dataclasses.replace(shape, scalar_head=scalar_head, other=model)
+    Raises InputError, naming what differs, for a model that does not pass the gate.
+    """
+    known = {key: value for key, value in raw.items() if key not in _OF_CLASS}
+    model = HFModel(json.dumps(known, sort_keys=True))
+    return dataclasses.replace(model_config(config, _facts(model.text)), other=model)
 
 
-def hf_model(raw: Mapping[str, Any]) -> HFModel:
-    """The model of a config.json."""
-    return HFModel(
-        json.dumps({key: value for key, value in raw.items() if key not in _OF_CLASS}, sort_keys=True)
-    )
+def _config(text: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    raw = json.loads(text)
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
 
 
 @functools.cache
 def _facts(text: str) -> Facts:
-    raw = json.loads(text)
+    config = _config(text)
     try:
-        return measure(transformers_config(raw))
+        return measure(config)
     except InputError as error:
-        raise InputError(f"config.json: model_type {raw['model_type']!r} is not supported: {error}") from None
+        raise InputError(f"config.json: model_type {config.model_type!r} is not supported: {error}") from None
 
 
 @functools.cache
 def _for_names(text: str) -> Any:
     """A model on the meta device, for transformers' conversion of names."""
-    return build_on_meta(transformers_config(json.loads(text)))
+    return build_on_meta(_config(text))
