@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
-from minirl.rewards.functions import OverlongPenalty, functions_and_weights
+from minirl.rewards.functions import OverlongPenalty, arguments_of, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
 from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
@@ -48,6 +48,8 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     }
     assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]
     assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
+    # What episodes give must be named.
+    assert arguments_of(everything, {"messages": [3], "answer": [1]}, ["answer"]) == {"answer": [1]}
     scaled = functools.partial(lambda scale, answer, *, level="unused": [scale * a for a in answer], 10)
     assert rewards_of(scaled) == [10.0, 10.0]
     with pytest.raises(ZeroDivisionError):  # the user needs their own traceback
