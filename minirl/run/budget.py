@@ -159,6 +159,8 @@ def _layer_bytes(work: Workload, model: ModelConfig) -> float:
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
     if model.norm_adds_one:  # their inputs are kept in fp32
         factor *= 1.35
+    if model.other is not None:  # transformers' rotation, gate and other norms keep more (docs/families.md)
+        factor *= 1.5
     return factor * work.dtype.itemsize * kept
 
 

@@ -15,16 +15,21 @@ from torch import Tensor
 
 from minirl.errors import InputError, refuse
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
-from minirl.generation.kv_cache import KVCache
-from minirl.model.attention import Layout, PackedLayout
-from minirl.model.batch_invariance import head_logits
+from minirl.generation.engine import Engine
+from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig
+from minirl.rollouts import Request, Rollout, RolloutId
+from minirl.training.batch import pack
+from minirl.training.scoring import score_batch
 
-MAX_ERROR = 1e-4  # relative, of fp32 logits; right models have 5e-7, with sharp attention 3e-5
+MAX_ERROR = 1e-4  # relative; right models have 5e-7, with sharp attention 3e-5
 # The least window.
 FIRST_WINDOW = 16
-LENGTHS = (36, 14, 94)
-PROMPTS = (30, 8, 88)
+PROMPTS = (5, 30, 82)
+NUM_NEW = 8
+# So high that the tokens are about equally likely.
+TEMPERATURE = 16.0
+CPU = torch.device("cpu")
 HEADS = 4
 HEAD_DIM = 16
 # The sizes of the small model, by patterns of the whole key; the first that fits.
@@ -66,9 +71,7 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
     def small(key: str, value: Any) -> Any:
         if isinstance(value, dict):
             return shrink(value)
-        if key.endswith("_factor") and isinstance(
-            value, list
-        ):  # longrope: a number for each pair of channels
+        if isinstance(value, list) and key.endswith("_factor"):  # of each pair of a head's channels
             return value[: HEAD_DIM // 2]
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             return value
@@ -139,6 +142,7 @@ def model_config(config: Any, facts: Facts) -> ModelConfig:
     )
 
 
+@torch.no_grad()
 def measure(config: Any) -> Facts:
     """Compare, see the module. Raises InputError, naming what differs."""
     try:
@@ -149,7 +153,6 @@ def measure(config: Any) -> Facts:
         raise InputError(f"a small model of it does not run: {error!r}") from error
 
 
-@torch.no_grad()
 def _measure(config: Any) -> Facts:
     from transformers import AutoModelForCausalLM
 
@@ -162,43 +165,69 @@ def _measure(config: Any) -> Facts:
         not oracle._can_set_attn_implementation(),
         "its attention does not use transformers' AttentionInterface",
     )
-    generator = torch.Generator().manual_seed(1)
-    sequences = [torch.randint(3, 100, (length,), generator=generator) for length in LENGTHS]
-    expected = [oracle(sequence[None], use_cache=False).logits[0] for sequence in sequences]
-    text = small.get_text_config()
     is_tied = oracle.get_output_embeddings().weight is oracle.get_input_embeddings().weight
-    unknown = Facts((), 1, 1, is_tied=is_tied, is_exact=False)
-    model = HFTransformer(build_on_meta(small), model_config(small, unknown))
+    kv_heads, head_dim = heads_of(small.get_text_config())
+    facts = Facts((), kv_heads, head_dim, is_tied=is_tied, is_exact=False)
+    model = HFTransformer(build_on_meta(small), model_config(small, facts))
     model.load_state_dict(oracle.state_dict(), strict=False, assign=True)
     model.tie_weights()
-
-    # In the order in which a difference has the plainest reason.
     calls: list[Any] = []
     model.stream.calls = calls
-    _check(model, sequences[1:2], expected[1:2], "its attention, or what it does to logits after the head")
+    layout = PackedLayout((8,), CPU)
+    model(layout.positions + 5, layout.positions, layout)
     model.stream.calls = None
-    _check(model, sequences[:1], expected[:1], "windows, or ropes at later positions")
-    _check(model, [*sequences[1::-1]], expected[1::-1], "a sequence sees another, or positions are ignored")
-    packed = _check(model, sequences, expected, "it depends on the longest sequence")
-    shapes = {shapes for _, _, shapes in calls}
-    refuse(len(shapes) != 1, f"its layers have keys of several shapes: {sorted(shapes)}")
     layers = [layer for layer, _, _ in calls]
     refuse(
-        layers != list(range(text.num_hidden_layers)), f"its layers {layers} have attention, not each once"
+        layers != list(range(model.config.num_hidden_layers)),
+        f"attention is called in its layers {layers}, not once in each; others may keep another state",
     )
-    ((query, key, _),) = shapes
-    kv_heads, head_dim = heads_of(text)
-    refuse(tuple(key[1:]) != (kv_heads, head_dim), f"its keys have the shape {tuple(key[1:])}")
-    small_windows = [window for _, window, _ in calls]
-    refuse(set(small_windows) - real_windows.keys(), "it has windows that its config does not say")
-    decoded = _decoded(model, sequences, dict(enumerate(small_windows)), query[1] // kv_heads)
-    of_packed = torch.cat([part[n:] for part, n in zip(packed, PROMPTS, strict=True)])
-    refuse(
-        _error(decoded, of_packed) > MAX_ERROR,
-        "cached decoding: layers keep another state than keys and values",
+    shapes = {tuple(shape[1:]) for _, _, shape in calls}
+    refuse(shapes != {(kv_heads, head_dim)}, f"its layers have keys of the shapes {shapes}")
+    windows = tuple(window for _, window, _ in calls)
+    refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
+    model.config = model_config(small, facts._replace(windows=windows))
+    is_exact = _compare(model, oracle)
+    windows = tuple(real_windows[window] for window in windows)
+    return Facts(windows, *heads_of(config.get_text_config()), is_tied, is_exact)
+
+
+def _compare(model: Any, oracle: Any) -> bool:
+    """Generate with both; returns whether decoding has the bits of scoring. Raises InputError if the models differ."""
+    engine = Engine(model, max_running_requests=8, cache_tokens=1024, dtype=torch.float32, device=CPU)
+    requests = [
+        Request(tuple(range(3, 3 + length)), RolloutId(i, 0), i, NUM_NEW, TEMPERATURE, frozenset())
+        for i, length in enumerate(PROMPTS)
+    ]
+    rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.rollout_id)
+    expected = []
+    for rollout in rollouts:
+        logits = oracle(rollout.tokens[None], use_cache=False).logits[0, -NUM_NEW - 1 : -1]
+        logprobs = (logits / TEMPERATURE).log_softmax(-1)
+        expected.append(logprobs.gather(1, rollout.tokens[-NUM_NEW:, None])[:, 0])
+
+    def check(got: Tensor, wanted: Tensor, reason: str) -> None:
+        error = float((got - wanted).norm() / wanted.norm())
+        refuse(
+            not error < MAX_ERROR,
+            f"logprobs of a small model of it differ from transformers' by {error:.0e}: {reason}",
+        )
+
+    def scored(*rollouts: Rollout) -> Tensor:
+        batch = pack(rollouts)
+        return score_batch(model, batch)[0][batch.loss_index]
+
+    # In the order in which a difference has the plainest reason.
+    check(scored(rollouts[0]), expected[0], "its attention, or what it does to logits after the head")
+    check(scored(rollouts[1]), expected[1], "later positions, by windows or ropes")
+    packed, wanted = scored(*rollouts), torch.cat(expected)
+    check(
+        packed,
+        wanted,
+        "a sequence depends on others, by a state, ignored positions, or a rope of the longest",
     )
-    windows = tuple(real_windows[window] for window in small_windows)
-    return Facts(windows, *heads_of(config.get_text_config()), is_tied, torch.equal(decoded, of_packed))
+    decoded = torch.cat([rollout.sample_logprobs[-NUM_NEW:] for rollout in rollouts])
+    check(decoded, wanted, "layers keep another state than keys and values")
+    return torch.equal(decoded, packed)
 
 
 def heads_of(config: Any) -> tuple[int, int]:
@@ -206,53 +235,3 @@ def heads_of(config: Any) -> tuple[int, int]:
     heads = config.num_attention_heads
     width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return getattr(config, "num_key_value_heads", None) or heads, width or config.hidden_size // heads
-
-
-def _run(model: HFTransformer, tokens: Tensor, layout: Layout) -> Tensor:
-    """Logits [T, V] of the stream."""
-    return head_logits(model(tokens, layout.positions, layout), model.lm_head.weight)
-
-
-def _check(
-    model: HFTransformer, sequences: list[Tensor], expected: list[Tensor], reason: str
-) -> tuple[Tensor, ...]:
-    """The logits of packed sequences. Raises InputError, with the reason, if they differ from the expected ones."""
-    lengths = tuple(map(len, sequences))
-    got = _run(model, torch.cat(sequences), PackedLayout(lengths, torch.device("cpu")))
-    error = _error(got, torch.cat(expected))
-    refuse(
-        not error < MAX_ERROR,
-        f"a small model of it differs from transformers' by {error:.0e} of the logits: {reason}",
-    )
-    return got.split(lengths)
-
-
-def _error(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
-
-
-def _decoded(
-    model: HFTransformer, sequences: list[Tensor], windows: dict[int, int | None], num_groups: int
-) -> Tensor:
-    """The logits of the tokens after PROMPTS, decoded one after another with a cache, sequence by sequence."""
-    kv_heads, head_dim = heads_of(model._hf.config.get_text_config())
-    cache = KVCache(
-        windows,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        num_query_groups=num_groups,
-        num_tokens=1024,
-        max_sequences=len(sequences),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    rows = [row for row in map(cache.add, PROMPTS) if row is not None]
-    prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, PROMPTS, strict=True)])
-    _run(model, prompts, cache.prefill_layout(rows))
-    steps = []
-    for i in range(LENGTHS[0] - PROMPTS[0]):
-        for row in rows:
-            cache.extend(row)
-        tokens = torch.stack([sequence[n + i] for sequence, n in zip(sequences, PROMPTS, strict=True)])
-        steps.append(_run(model, tokens, cache.decode_layout(torch.tensor(rows))))
-    return torch.stack(steps, 1).flatten(0, 1)

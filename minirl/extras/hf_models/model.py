@@ -5,6 +5,7 @@ functions are replaced by batch-invariant ones while the model runs. Parameters 
 how folders name them. `gate` decides which models may come here.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,11 +45,11 @@ _ELEMENTWISE = {
 class Stream:
     """What the modules of one model know of the stream that they run on.
 
-    calls: if a list, gets each call of attention as (layer, window, shapes of query, key and value).
+    calls: if a list, gets each call of attention as (layer, window, shape of the keys).
     """
 
     layout: Layout = field(default_factory=lambda: PackedLayout((), torch.device("cpu")))
-    calls: list[tuple[int, int | None, tuple[torch.Size, ...]]] | None = None
+    calls: list[tuple[int, int | None, torch.Size]] | None = None
 
 
 def packed_attention(
@@ -73,7 +74,7 @@ def packed_attention(
     stream: Stream = module.stream
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if stream.calls is not None:
-        stream.calls.append((module.layer_idx, sliding_window, (q.shape, k.shape, v.shape)))
+        stream.calls.append((module.layer_idx, sliding_window, k.shape))
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
         q = q * (scaling * q.shape[-1] ** 0.5)
     width = v.shape[-1]
@@ -113,15 +114,32 @@ class _Linear(Linear):
         return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
 
 
+def _fused_norm(norm: Any) -> Callable[[Tensor], Tensor] | None:
+    """`F.rms_norm` with the norm's weight, which keeps less for backward; None if it is another norm."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    twin = copy.deepcopy(norm).to_empty(device="cpu")
+    x, values = torch.randn(2, len(weight), generator=generator)
+    with torch.no_grad():
+        twin.weight.copy_(values)
+        is_same = torch.allclose(twin(x), F.rms_norm(x, x.shape, values, eps), rtol=1e-5)
+    return (lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)) if is_same else None
+
+
 def build_on_meta(config: Any) -> Any:
     """transformers' model of its config: parameters without values, buffers that no file has with theirs."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("minirl", packed_attention)
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     hf.set_attn_implementation("minirl")
     for module in hf.modules():
+        fused = _fused_norm(module)
+        if fused is not None:
+            module.forward = fused
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in module._non_persistent_buffers_set:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)

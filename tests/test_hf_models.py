@@ -1,0 +1,213 @@
+"""Types that minirl has no modules for: the gate, bits of decoding, names of tensors, steps on two ranks.
+
+`PYTHONPATH=tests python tests/test_hf_models.py` prints the table of docs/families.md.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import train_grpo
+from minirl.errors import InputError
+from minirl.extras.hf_models import gate
+from minirl.files.json_files import read_json_object
+from minirl.model.families import config_from_dict
+from minirl.model.transformer import is_batch_invariant
+from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.run.embedded_model import write_shape
+from support.engines import make_engine, make_request, scores_of
+from support.families import logit_error
+from support.marks import slow
+from support.resuming import digests, interrupted_copy
+from support.scripts import read_config, read_metrics, reward_of, run_in_pool, write_rows
+
+CPU = torch.device("cpu")
+DOCS = Path(__file__).parent.parent / "docs" / "families.md"
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
+# Keys without which transformers' defaults are no model, or one with states.
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2}
+KEYS = {
+    "deepseek_v2": EXPERTS,
+    "dots1": EXPERTS,
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "granitemoehybrid": {"layer_types": ["attention"] * 4},
+}
+# The flags of steps on two ranks.
+RUNS = {
+    "stablelm": ("train_ppo.py", ""),
+    "gpt2": ("train_grpo.py", "--recompute-layers on"),
+    "cohere": ("train_grpo.py", "--lora-rank 2 --kl-coef 0.1"),
+    "qwen3_moe": ("train_grpo.py", "--kl-coef 0.1"),
+}
+
+
+def make_config(kind, **keys):
+    return CONFIG_MAPPING[kind](**{"num_hidden_layers": 2} | KEYS.get(kind, {}) | keys)
+
+
+def make_checkpoint(folder, kind, **keys):
+    """A small random model of transformers, saved by it."""
+    config, _ = gate.small_config(make_config(kind, **keys))
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    gate.scramble(oracle)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "cohere2", slow("granite"), slow("gpt_neox"), "mixtral", slow("deepseek_v3")]
+)
+def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_folder(tmp_path, kind):
+    oracle = make_checkpoint(tmp_path / "read", kind)
+    model = load_replica(tmp_path / "read", dtype=torch.float32)
+    assert logit_error(oracle, model) < 1e-5
+    requests = [
+        make_request(list(range(3, 3 + length)), number=length, member=member, max_new_tokens=24)
+        for length in (5, 14, 100)
+        for member in range(2)
+    ]
+    rollouts = make_engine(model).generate(requests)
+    assert is_batch_invariant(model.config, torch.float32, CPU)
+    assert torch.equal(
+        scores_of(model, rollouts), torch.cat([rollout.sample_logprobs for rollout in rollouts])
+    )
+    raw = read_json_object(tmp_path / "read" / "config.json")
+    save_folder(tmp_path / "saved", named_parameters(model), config=raw, tokenizer_from=None)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "saved"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "reason"),
+    [
+        ("gemma2", {}, "softcap"),
+        ("gemma2", {"attn_logit_softcapping": None}, "logits after the head"),
+        ("gpt_oss", {}, "s_aux"),
+        ("phi", {}, "logits after the head"),
+        ("jamba", {}, "keep another state"),
+        ("falcon", {}, "AttentionInterface"),
+        ("llama4_text", {"attention_chunk_size": 64}, "later positions"),
+        ("bert", {"is_decoder": False}, "not causal"),
+        ("falcon_mamba", {}, "num_attention_heads"),
+    ],
+)
+def test_what_would_be_computed_in_another_way_is_refused_by_name(kind, keys, reason):
+    raw = make_config(kind, **keys).to_dict()
+    with pytest.raises(InputError, match=f"{kind}.* is not supported.*{reason}"):
+        config_from_dict(json.loads(json.dumps(raw)))
+
+
+def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change():
+    """Beyond, the gate sees it."""
+    raw = make_config("phi3", rope_parameters=LONGROPE, max_position_embeddings=131072).to_dict()
+    assert config_from_dict(raw).max_position_embeddings == 4096
+    sees = pytest.raises(InputError, match="rope of the longest")
+    with mock.patch.object(gate, "ends_at_original", return_value=False), sees:
+        gate.measure(CONFIG_MAPPING["phi3"].from_dict(raw))
+
+
+def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
+    """Qwen3-30B-A3B by its published config.json; on two cards of 80 GB it does not fit."""
+    raw = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    folder = write_shape(tmp_path)
+    (folder / "config.json").write_text(json.dumps(raw))
+    data = f"--data {write_rows(tmp_path / 'data.jsonl', [{'prompt': '1'}])} {reward_of(tmp_path, 'float(len(c))')}"
+    flags = f"--model {folder} {data} --lora-rank 16 --dry-run --gpus"
+    assert train_grpo.main(read_config(train_grpo, [f"{flags} 8x80"])) == 0
+    assert "model    30,5" in capsys.readouterr().out
+    with pytest.raises(InputError, match="60 GB is too small"):
+        train_grpo.main(read_config(train_grpo, [f"{flags} 1x60"]))
+
+
+@pytest.mark.parametrize("kind", [slow(kind) for kind in RUNS])
+def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(two_ranks, runs, tmp_path, kind):
+    folder = tmp_path / kind
+    make_checkpoint(folder, kind)
+    write_shape(tmp_path / "tokens")
+    for path in (tmp_path / "tokens").glob("tokenizer*"):
+        path.rename(folder / path.name)
+    script, more = RUNS[kind]
+    data = f"--data {write_rows(tmp_path / 'data.jsonl', [{'prompt': f'{i}{9 - i}='} for i in range(9)])}"
+    flags = f"--model {folder} {data} {reward_of(tmp_path, 'len(set(c)) / 8')} {more} --num-steps 2 --save-every 1"
+    flags += " --prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9 --run-name"
+    run_in_pool(two_ranks, script, f"{flags} {kind}", runs=runs)
+    for line in read_metrics(runs / kind):
+        assert line["policy/logp_equal_frac"] == 1
+    if "lora" not in more:
+        before, after = (
+            load_file(path / "model.safetensors") for path in (folder, runs / kind / "checkpoints/000002")
+        )
+        assert before.keys() == after.keys()
+        assert not all(torch.equal(before[name], after[name]) for name in before)
+    interrupted_copy(runs / kind, f"{kind}-resumed", 1)
+    run_in_pool(two_ranks, script, f"{flags} {kind}-resumed", runs=runs)
+    assert digests(runs / f"{kind}-resumed") == digests(runs / kind)
+
+
+def passing_types():
+    """The types of transformers that pass the gate with 4 layers: dense ones, and mixtures of experts."""
+    dense, mixtures = [], []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = make_config(kind, num_hidden_layers=4)
+            gate.measure(config)
+        except Exception as error:
+            print(kind, repr(error)[:150], file=sys.stderr)
+            continue
+        raw = config.to_dict()
+        (mixtures if re.search("expert", " ".join(map(str, raw))) else dense).append(kind)
+    return dense, mixtures
+
+
+@pytest.mark.slow
+def test_the_page_lists_the_types_that_pass():
+    for kinds in passing_types():
+        assert ", ".join(f"`{kind}`" for kind in kinds) in " ".join(DOCS.read_text().split())
+
+
+if __name__ == "__main__":
+    for kinds in passing_types():
+        print(len(kinds), ", ".join(f"`{kind}`" for kind in kinds))
