@@ -575,6 +575,7 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
 
     async def agent(post, episode):
         episodes.append(episode)
+        await post(messages=[HI, rewritten, HI])
         own = [system, HI]
         for _ in range(2):
             _, answer = await post(messages=own)
@@ -582,15 +583,14 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
         await post(messages=[HI])
         await post(messages=[HI])
         await post(messages=[HI], tools=[other])
-        await post(messages=[system, HI, rewritten, HI])
         await post(messages=own)
 
     asked, _ = drive(agent, *[{}] * 7)
-    assert [one.branch for one in asked] == [1, 1, 0, 2, 3, 4, 1]
-    assert [one.after for one in asked] == ["", [HI], "", "", "", "", [HI]]
+    assert [one.branch for one in asked] == [1, 2, 2, 0, 3, 4, 2]
+    assert [one.after for one in asked] == ["", "", [HI], "", "", "", [HI]]
     branches = episodes[0].branches
-    assert [branches[number].tools for number in (0, 1, 3)] == [[TOOL], [TOOL], [other]]
-    assert branches[1].prompt == [system, HI]
+    assert [branches[number].tools for number in (0, 2, 4)] == [[TOOL], [TOOL], [other]]
+    assert branches[2].prompt == [system, HI]
     # Templates get arguments as structures, and text.
-    (call,) = branches[4].prompt[2]["tool_calls"]
-    assert (branches[4].prompt[2]["content"], call["function"]["arguments"]) == ("", {"a": 1})
+    (call,) = branches[1].prompt[1]["tool_calls"]
+    assert (branches[1].prompt[1]["content"], call["function"]["arguments"]) == ("", {"a": 1})

@@ -34,7 +34,7 @@ FIRST = [
     ([raises], r"raised\n(.|\n)*KeyError: 'at its beginning'"),
     ([asks(after=MESSAGE)], ".*before the first turn; see episode.branch"),
     ([begins(7)], NO_PROMPT),
-    ([begins([])], NO_PROMPT),
+    ([begins([])], ".*the prompt has no tokens"),
     ([begins([{"role": "user"}])], NO_PROMPT),
     ([begins("a" * 100)], ".*the prompt of its first turn leaves no room"),
 ]
