@@ -59,7 +59,7 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
     model = tmp_path / "model"
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
     flags = f"{TINY} --model {model} --lr 1e-3 --lr-schedule constant --eval-every 1 --data {data} --eval-data {data}"
-    flags += f" {reward_of(tmp_path, 'float(len(c))')}"
+    flags += f" --max-new-tokens 20 {reward_of(tmp_path, 'float(len(c))')}"
 
     def train(name, *more):
         return run_in_pool(one_rank, "train_grpo.py", flags, f"--run-name {name}", *more, runs=runs)
