@@ -37,6 +37,8 @@ _SIZES = (
     (r"vocab_size.*", 128),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 192),
     (r"qk_head_dim", 2 * HEAD_DIM),
+    (r"mamba_n_heads", 8),
+    (r"mamba_d_head", HEAD_DIM),
     (r".*(head_dim|head_size|kv_channels)", HEAD_DIM),
     (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 96),
     (r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size", 64),
@@ -84,9 +86,10 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
             short = known[0] if known else FIRST_WINDOW + len(windows) - 1
             windows[short] = value
             return short
-        if re.fullmatch(r".*(heads?|kv_heads|multi_query_group_num)", key):
+        sizes = [size for pattern, size in _SIZES if re.fullmatch(pattern, key)]
+        if not sizes and re.fullmatch(r".*heads?", key):
             return HEADS if value == heads else min(value, HEADS // 2)
-        return next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), value)
+        return sizes[0] if sizes else value
 
     return type(config).from_dict(shrink(config.to_dict())), windows
 
