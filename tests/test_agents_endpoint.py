@@ -19,8 +19,6 @@ from minirl.episodes.turn import BranchTokens, Turn
 from minirl.errors import InputError, RolloutError
 from minirl.extras.agents.endpoint import run_program, serve
 from minirl.extras.agents.openai_format import read_request
-from minirl.rewards.functions import EpisodeReward
-from minirl.rollouts import all_branches
 from support.collecting import (
     assert_pauses_change_nothing,
     chat_prompts,
@@ -54,18 +52,15 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
 async def unseen(episode):
     """Turns that nobody saw."""
     await episode.generate(max_tokens=4)
-    episode.reward(1.0)
     other = episode.branch("abc")
     await other.generate(max_tokens=3)
     await episode.generate(after="q", max_tokens=5)
-    episode.reward(2.0)
     other.drops_last = episode.drops_last = True
     await episode.branch("xyz").generate(max_tokens=6)
 
 
 async def seen(episode):
     await episode.generate(max_tokens=4)
-    episode.reward(3.0)
     episode.branch("abc")
     await episode.branch("xyz").generate(max_tokens=6)
 
@@ -74,8 +69,8 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
     """Fault 60."""
 
     def made(rollout):
-        groups = make_collector(functions={"mine": EpisodeReward()}, rollout=rollout).collect(2)
-        return [(facts(one), one.episode) for one in groups.rewarded.rollouts]
+        rollouts = make_collector(rollout=rollout).collect(2).rewarded.rollouts
+        return [(facts(one), one.episode) for one in rollouts]
 
     assert made(unseen) == made(seen)
 
@@ -149,55 +144,28 @@ async def in_turns(episode):
 
 @pytest.mark.parametrize("name", ["client_async", "client_sync", slow("program")])
 def test_an_agent_makes_the_rollouts_of_a_function_that_asks_here(load, name):
-    """However late it asks, with a small cache, in parts, and after a resume. Fault 54."""
+    """However late it asks, with a small cache, in parts, and after a resume. Fault 54.
+
+    What is trained is what the client was sent: the tokens before each turn, and in it.
+    """
     pytest.importorskip("openai")
-    tight = {"cache_tokens": 512, "max_running_requests": 5}
     prompts = chat_prompts(120)
-    make = partial(make_collector, prompts, rollout=load(name, AGENTS), group_size=2, engine_options=tight)
+    rollout = load(name, AGENTS)
+    tight = {"cache_tokens": 512, "max_running_requests": 5}
+    make = partial(make_collector, prompts, rollout=rollout, group_size=2, engine_options=tight)
     if name == "client_async":
         found = assert_pauses_change_nothing(make)
     else:
         found = {row[0]: row for row in collected(make(), 1, 1)[0]}
     twin = make_collector(prompts, rollout=in_turns, group_size=2)
-    (whole,) = collected(twin, 1, 1 + max(found)[0])
-    assert found == {row[0]: row for row in whole if row[0] in found}
-
-
-def test_the_trained_tokens_are_those_that_the_client_was_sent_before_and_in_its_turns(load):
-    pytest.importorskip("openai")
-    rollout = load("client_async", AGENTS)
-    groups = make_collector(chat_prompts(120), rollout=rollout).collect(3)
+    rollouts = twin.collect(1 + max(found)[0]).rewarded.rollouts
+    assert all(found.get(one.rollout_id, facts(one))[:-1] == facts(one) for one in rollouts)
     sent = rollout.__wrapped__.__globals__["SENT"]
-    assert len(sent) == len(groups.rewarded.rollouts) == 9
-    trained = []
-    for one in groups.rewarded.rollouts:
+    for one in rollouts if name == "client_async" else ():
         tokens = one.tokens.tolist()
         bounds = [(one.num_prompt_tokens + turn.start, turn.num_tokens) for turn in one.episode.turns]
-        trained.append([(tokens[:start], tokens[start : start + size]) for start, size in bounds])
-        assert len(bounds) == 3
-        assert int(one.loss_mask.sum()) == sum(size for _, size in bounds)
-    assert sorted(trained) == sorted(map(list, sent.values()))
-
-
-def test_a_history_that_an_agent_rewrites_is_a_branch_of_what_it_rewrote_and_all_is_trained():
-    @serve
-    async def rewriting(url, episode):
-        prompt = [{"role": "user", "content": episode.row.prompt}]
-        (message,) = (await post(url, messages=prompt, max_tokens=5))[1]["choices"]
-        said = message["message"]
-        await post(url, messages=[*prompt, said, HI], max_tokens=4)
-        shorter = {**said, "content": said["content"][:1]}
-        await post(url, messages=[*prompt, shorter, HI], max_tokens=3)
-
-    async def branching(episode):
-        turn = await episode.generate(max_tokens=5)
-        await episode.generate(after=HI, max_tokens=4)
-        shorter = {"role": "assistant", "content": turn.text[:1]}
-        await episode.branch([*episode.messages[:1], shorter, HI]).generate(max_tokens=3)
-
-    assert rollouts_of(rewriting) == rollouts_of(branching)
-    (rollout, *_) = make_collector(chat_prompts(120), rollout=rewriting).collect(1).rewarded.rollouts
-    assert len(list(all_branches([rollout]))) == 2
+        trained = [(tokens[:start], tokens[start : start + size]) for start, size in bounds]
+        assert sent[tuple(tokens[: one.num_prompt_tokens]), prompts.key(one.rollout_id)] == trained
 
 
 @pytest.mark.parametrize("num_agents", [200, slow(1024)])
@@ -208,7 +176,7 @@ def test_many_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load,
 import openai
 from minirl.extras.agents.endpoint import serve
 
-CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0, timeout=120)
+CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0, timeout=600)
 
 @serve
 async def agent(url, episode):
@@ -354,39 +322,39 @@ def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field():
 
 
 def test_fields_without_effect_are_named_in_a_header_and_noted_once(capfd):
-    closed = {"temperature": 0.7, "top_p": 0.9, "reasoning_effort": "low", "model": "gpt", "n": 1, "é\n": 1}
     headers = []
 
     async def agent(post, _):
         for _ in range(2):
-            assert (await post(messages=[HI], stop=None, headers=headers, **closed))[0] == 200
+            await post(
+                messages=[HI], headers=headers, temperature=0.7, reasoning_effort="low", model="gpt", n=1
+            )
 
     asked, _ = drive(agent, {}, {})
     assert asked[0] == Generate()
-    ignored = ["reasoning_effort", "temperature", "top_p", "é\n"]
-    assert [json.loads(given["x-minirl-ignored"]) for given in headers] == [ignored] * 2
+    given = [json.loads(one["x-minirl-ignored"]) for one in headers]
+    assert given == [["reasoning_effort", "temperature"]] * 2
     assert capfd.readouterr().out.count("'reasoning_effort', which has no effect") == 1
 
 
 def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_goes_on(caplog):
     """The answer says why, in OpenAI's form."""
-    no_path = "there are only GET models and POST chat/completions"
     refused = [
         ({"messages": [HI], "n": 2}, 400, "n: only 1 is possible here"),
-        ({"data": "{"}, 400, "the request is no JSON"),
-        ({"data": "[" * 100_000}, 400, "the request is no JSON"),
-        ({"data": b"\xff"}, 400, "the request is no JSON"),
+        ({"data": "["}, 400, "the request is no JSON"),
         ({"data": "x" * 5_000_000}, 413, "Maximum request body size 4194304 exceeded"),
-        ({"path": "completions"}, 404, f"POST completions: {no_path}"),
-        ({"method": "GET"}, 404, f"GET chat/completions: {no_path}"),
+        (
+            {"path": "completions"},
+            404,
+            "POST completions: there are only GET models and POST chat/completions",
+        ),
         ({"messages": [HI], "max_tokens": 0}, 400, "generate(max_tokens=0): must be at least 1"),
     ]
 
     async def agent(post, episode):
         for asked, status, said in refused:
             found, answer = await post(**asked)
-            assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
-            assert answer["error"]["message"].startswith(said)
+            assert (found, answer["error"]["message"][: len(said)]) == (status, said)
         _, answer = await post(messages=[HI])
         episode.max_tokens = 3
         status, answer = await post(messages=[HI, message_in(answer), HI])
@@ -397,16 +365,14 @@ def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_go
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(
-    "sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\na b\r\n\r\n", b"POST /" + b"x" * 99_999]
-)
-def test_row_60_what_is_no_http_ends_its_connection_without_a_traceback(caplog, sent):
+def test_row_60_what_is_no_http_ends_its_connection_without_a_traceback(caplog):
     async def agent(post, _):
         host, port = post.args[0].split("/")[2].split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(sent)
-        assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), 10 * SLACK)
-        writer.close()
+        for sent in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\na b\r\n\r\n", b"POST /" + b"x" * 99_999):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), 10 * SLACK)
+            writer.close()
         await post(messages=[HI])
 
     assert drive(agent, {})[1] == Ended()
@@ -480,22 +446,9 @@ def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_pa
     until(lambda: not is_alive(int(pid.read_text())))
 
 
-def test_a_command_has_the_url_and_a_text_and_gives_what_it_prints():
-    run = partial(run_program, "http://a", "sh", "-c")
-
-    async def conversation():
-        assert await run("cat; echo $OPENAI_BASE_URL", text="hi ") == "hi http://a\n"
-        with pytest.raises(RuntimeError, match="sh ended with exit code 3"):
-            await run("exit 3", text="x" * 10_000_000)
-        with pytest.raises(FileNotFoundError):
-            await run_program("http://a", "no-such-program")
-
-    asyncio.run(asyncio.wait_for(conversation(), 60))
-
-
 HOSTILE = """
 import asyncio, json, sys, time, urllib.request
-from minirl.extras.agents.endpoint import serve
+from minirl.extras.agents.endpoint import run_program, serve
 
 def asks(url, episode):
     fields = {"messages": [{"role": "user", "content": episode.row.prompt}], "max_tokens": 3}
@@ -522,9 +475,8 @@ def exits(url, episode):
     sys.exit(3)
 
 @serve
-async def exits_in_loop(url, episode):
-    await asyncio.to_thread(asks, url, episode)
-    sys.exit(3)
+async def starts_a_command(url, episode):
+    await run_program(url, "sh", "-c", "exit 3")
 
 @serve
 def stops_in_thread(url, episode):
@@ -544,7 +496,10 @@ async def never_asks(url, episode):
         ("silent_thread", "after turn 1: took more than 0.7 s; see --call-timeout"),
         ("raises", r"after turn 1: raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
         ("exits", r"after turn 1: raised\n(.|\n)*SystemExit\(3\)"),
-        ("exits_in_loop", r"after turn 1: raised\n(.|\n)*SystemExit: 3"),
+        (
+            "starts_a_command",
+            r"before its first turn: raised\n(.|\n)*RuntimeError: sh ended with exit code 3",
+        ),
         ("stops_in_thread", r"after turn 1: raised\n(.|\n)*StopIteration"),
         ("never_asks", "ended without a turn"),
     ],
@@ -558,7 +513,6 @@ def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name, said):
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
-ARGUMENTS = '{"a": "é", "b": [1, 2]}'
 
 
 def called(arguments):
@@ -566,71 +520,57 @@ def called(arguments):
     return [{"id": "c00001000", "type": "function", "function": {"name": "add", "arguments": arguments}}]
 
 
-def test_calls_of_tools_have_openais_form_and_their_results_continue_the_episode():
-    result = {"role": "tool", "content": "3", "tool_call_id": "c00001000"}
-    episodes = []
-
-    async def agent(post, episode):
-        episodes.append(episode)
-        status, answer = await post(messages=[HI], tools=[TOOL], return_token_ids=True)
-        (choice,) = answer["choices"]
-        assert (status, choice["finish_reason"]) == (200, "tool_calls")
-        said = {"role": "assistant", "content": "so", "tool_calls": called(ARGUMENTS)}
-        assert choice["message"] == {**said, "reasoning_content": "hm"}
-        assert (answer["prompt_token_ids"], choice["token_ids"]) == ([5, 6], [115, 111])
-        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
-        # As agents send it back: without the reasoning, with other spaces, with fields of None.
-        said["tool_calls"] = called('{"b":[1,2],"a":"\\u00e9"}')
-        await post(messages=[HI, {**said, "refusal": None}, {**result, "name": None}])
-        history = {"role": "assistant", "content": None, "tool_calls": called('{"a": 1}')}
-        await post(messages=[HI, history, HI])
-
-    (_, second, third), _ = drive(
-        agent, {"text": "so", "tool_calls": [CALL], "reasoning_content": "hm"}, {}, {}
-    )
-    assert (second.branch, second.after) == (0, [result])
-    # Templates get arguments as structures, and text.
-    rewritten = episodes[0].branches[third.branch].prompt[1]
-    assert rewritten["content"] == ""
-    assert rewritten["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+CALLED = called('{"a": "é", "b": [1, 2]}')
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("asked", "turn", "said", "finish_reason"),
     [
+        ({}, {"text": "so", "tool_calls": [CALL]}, {"content": "so", "tool_calls": CALLED}, "tool_calls"),
+        ({}, {"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": CALLED}, "tool_calls"),
+        ({}, {"reasoning_content": "hm"}, {"content": "yes", "reasoning_content": "hm"}, "stop"),
         # The stop string and the rest of its token are left out.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
         # An agent that wants no calls gets the text of a call.
         ({"tool_choice": "none"}, {"text": "<c>", "tool_calls": [CALL]}, {"content": "<c>"}, "stop"),
-        # Calls alone.
-        (
-            {},
-            {"content": None, "tool_calls": [CALL]},
-            {"content": "", "tool_calls": called(ARGUMENTS)},
-            "tool_calls",
-        ),
     ],
 )
-def test_an_answer_is_continued_as_an_agent_sends_it_back(asked, turn, said, finish_reason):
-    """An answer without text may come back as None."""
+def test_an_answer_has_openais_form_and_is_continued_as_an_agent_sends_it_back(
+    asked, turn, said, finish_reason, is_stream
+):
+    """Without the reasoning, with other spaces, with None for no text."""
+    result = {"role": "tool", "content": "3", "tool_call_id": "c00001000"}
 
     async def agent(post, _):
-        _, answer = await post(messages=[HI], tools=[TOOL], **asked)
+        _, answer = await post(messages=[HI], return_token_ids=True, stream=is_stream, **asked)
+        if is_stream:
+            event, end, _ = answer.split("\n\n")
+            assert end == "data: [DONE]"
+            answer = json.loads(event.removeprefix("data: "))
         (choice,) = answer["choices"]
-        assert choice["message"] == {"role": "assistant", **said}
-        assert choice["finish_reason"] == finish_reason
-        back = {**choice["message"], "content": said["content"] or None}
-        await post(messages=[HI, back, HI], tools=[TOOL])
+        message = choice["delta" if is_stream else "message"]
+        if is_stream and "tool_calls" in message:
+            assert message["tool_calls"][0].pop("index") == 0
+        assert (message, choice["finish_reason"]) == ({"role": "assistant", **said}, finish_reason)
+        assert answer["prompt_token_ids"] == [5, 6]
+        assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+        message.pop("reasoning_content", None)
+        message["content"] = message["content"] or None
+        if "tool_calls" in message:
+            message["tool_calls"] = called('{"b":[1,2],"a":"\\u00e9"}')
+        await post(messages=[HI, {**message, "refusal": None}, {**result, "name": None}])
 
     (first, second), _ = drive(agent, turn, {})
     assert first.stop == tuple(asked.get("stop", ()))
-    assert (first.branch, second.branch, second.after) == (0, 0, [HI])
+    assert (first.branch, second.branch, second.after) == (0, 0, [result])
 
 
 def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():
     """A system's message of the agent's own, other tools, the same question once more, another history."""
     system = {"role": "system", "content": "be brief"}
     other = {**TOOL, "function": {**TOOL["function"], "name": "sub"}}
+    rewritten = {"role": "assistant", "content": None, "tool_calls": called('{"a": 1}')}
     episodes = []
 
     async def agent(post, episode):
@@ -642,7 +582,7 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
         await post(messages=[HI])
         await post(messages=[HI])
         await post(messages=[HI], tools=[other])
-        await post(messages=[system, HI, {"role": "assistant", "content": "otherwise"}, HI])
+        await post(messages=[system, HI, rewritten, HI])
         await post(messages=own)
 
     asked, _ = drive(agent, *[{}] * 7)
@@ -651,16 +591,6 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
     branches = episodes[0].branches
     assert [branches[number].tools for number in (0, 1, 3)] == [[TOOL], [TOOL], [other]]
     assert branches[1].prompt == [system, HI]
-
-
-def test_an_answer_comes_as_a_stream_of_events_with_calls_numbered():
-    async def agent(post, _):
-        _, text = await post(messages=[HI], stream=True, stream_options={"include_usage": True})
-        first, end, _ = text.split("\n\n")
-        assert end == "data: [DONE]"
-        chunk = json.loads(first.removeprefix("data: "))
-        (choice,) = chunk["choices"]
-        assert (choice["finish_reason"], chunk["usage"]["completion_tokens"]) == ("tool_calls", 3)
-        assert choice["delta"]["tool_calls"][0]["index"] == 0
-
-    assert drive(agent, {"tool_calls": [CALL]})[1] == Ended()
+    # Templates get arguments as structures, and text.
+    (call,) = branches[4].prompt[2]["tool_calls"]
+    assert (branches[4].prompt[2]["content"], call["function"]["arguments"]) == ("", {"a": 1})

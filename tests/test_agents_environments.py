@@ -1,18 +1,13 @@
 """TRL's tools and environments: run as they are, with the messages and tokens that TRL makes of them."""
 
 import asyncio
-import contextlib
 import copy
 import inspect
 import json
-import os
-import re
 import signal
-import sqlite3
 import threading
-import types
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +19,6 @@ from minirl.data.tools import tool_schemas
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
-from minirl.model.transformer import Transformer
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_tokenizer
@@ -39,7 +33,6 @@ from support.collecting import (
 )
 from support.engines import cached_model, make_engine
 from support.texts import CHATML, HERMES, save_chat_tokenizer
-from support.turns import told_turn
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
@@ -181,10 +174,7 @@ def said_turn(episode, tokenizer, asked, text):
     """A turn of an episode with this text, after its request."""
     ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
     message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
-    branch = episode.branches[asked.branch]
-    return told_turn(
-        len(branch.tokens), ids, text, message=message, branch=asked.branch, inserted=asked.inserted
-    )
+    return SimpleNamespace(branch=asked.branch, ids=ids, message=message)
 
 
 def converse(rollout, tokenizer, texts, columns=None):
@@ -311,7 +301,7 @@ def test_a_tokenizer_without_a_response_template_does_for_an_environment_without
 
 def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path):
     """Refused with the tokenizer, before there is a model."""
-    tools = types.SimpleNamespace(tools=tool_schemas([add]))
+    tools = SimpleNamespace(tools=tool_schemas([add]))
     config = RunConfig(tools="mine.py:add", chat=True)
     only_users = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
     for template, own, said in (
@@ -328,97 +318,91 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path):
             load_tokenizer(config, tmp_path, own, tools)
 
 
-def long_engine():
-    short = cached_model("full", torch.float32)
-    model = Transformer(replace(short.config, max_position_embeddings=4096))
-    model.load_state_dict(short.state_dict())
-    return make_engine(model, cache_tokens=32768)
+# Programs of the shape of TRL's examples: Echo, Wordle and grpo_agent, whose queries an alarm ends.
+PROGRAMS = """
+import signal
 
+class Client:
+    def step(self, message):
+        return message * 2
 
-# A checkout of TRL, whose programs are run without a change; its packages have none of them.
-TRL = os.environ.get("MINIRL_TRL_SOURCE")
-# Their other imports: their trainer, which does nothing here, and the clients of servers that are not here.
-TRL_STAND_INS = {
-    "trl.py": """
-class GRPOTrainer:
-    def __init__(self, *arguments, **options):
-        pass
-
-    def train(self):
-        pass
-
-GRPOConfig = ModelConfig = ScriptArguments = TrlParser = GRPOTrainer
-""",
-    "datasets.py": """
-class Dataset:
-    from_dict = staticmethod(dict)
-
-load_dataset = None
-""",
-    "textarena_env.py": """
-import types
-
-class TextArenaAction:
-    def __init__(self, message):
-        self.message = message
-
-class TextArenaEnv:
-    def __init__(self, base_url):
-        self.base_url = base_url
-
-    def reset(self):
-        self.said = " guess "
-        return self._result(False)
-
-    def step(self, action):
-        self.said += f"you said {action.message} "
-        return self._result(action.message == "[abcde]")
-
-    def _result(self, is_right):
-        message = types.SimpleNamespace(content=self.said)
-        observation = types.SimpleNamespace(messages=[message])
-        return types.SimpleNamespace(observation=observation, reward=float(is_right), done=is_right)
-""",
-}
-
-
-class Door:
-    """An environment without `get_reward`, a tool with a parameter named function, and a list as its result."""
-
+class Echo:
     def __init__(self):
-        self.client = object()
+        self.env = Client()
+        self.reward = 0.0
 
-    def reset(self, function, prompt, **row):
-        self.wanted, self.tried, self.reward = function, [], 0.0
-        return " with a key"
+    def reset(self, **kwargs) -> str | None:
+        self.reward = 0.0
+        return None
 
-    def open(self, function: str) -> list[tuple]:
-        """Try a key.
+    def echo(self, message: str) -> str:
+        '''
+        Echo the message back from the environment.
 
         Args:
-            function: The key.
-        """
-        self.tried.append(function)
-        self.reward = float(function == self.wanted) / len(self.tried)
-        return [(function, self.reward)]
+            message: The message to echo
 
+        Returns:
+            The echoed message.
+        '''
+        said = self.env.step(message)
+        self.reward = float(len(said))
+        return said
 
-def reward_func(environments, **kwargs):
-    return [env.reward + 10 * len(env.tried) for env in environments]
+class Wordle:
+    def __init__(self):
+        self.client = Client()
 
+    def reset(self, **kwargs) -> str | None:
+        self.reward, self.done = 0.0, False
+        return " with a word"
 
-def shape_reward(completions, **kwargs):
-    """TRL's shapes: calls as structures, lists as lists, no prompt among the messages."""
-    for completion in completions:
-        calls = [call["function"] for said in completion for call in said.get("tool_calls", [])]
-        results = [said["content"] for said in completion if said["role"] == "tool"]
-        keys = [call["arguments"]["function"] for call in calls]
-        assert [[row[0] for row in rows] for rows in results] == [[key] for key in keys]
+    def guess(self, guess: str) -> str:
+        '''
+        Make a guess.
+
+        Args:
+            guess: The guessed word
+        '''
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = guess == "[abcde]"
+        self.reward = float(self.done)
+        return self.client.step(guess)
+
+def reward_func(environments, **kwargs) -> list[float]:
+    return [env.reward for env in environments]
+
+class TimeoutError(Exception):
+    pass
+
+def handler(signum, frame):
+    raise TimeoutError("Operation timed out")
+
+def query(sql_command: str) -> list[tuple]:
+    '''
+    Execute a command.
+
+    Args:
+        sql_command: The command.
+    '''
+    signal.signal(signal.SIGALRM, handler)
+    signal.alarm(5)
+    try:
+        return [(sql_command, b"raw")]
+    finally:
+        signal.alarm(0)
+
+def query_reward(completions, answer, **kwargs):
+    rewards = []
+    for completion, ans in zip(completions, answer, strict=False):
+        calls = [c["function"]["arguments"]["sql_command"] for m in completion for c in m.get("tool_calls") or ()]
+        results = [m["content"] for m in completion if m["role"] == "tool"]
+        assert [[row[0] for row in rows] for rows in results] == [[call] for call in calls]
         assert completion[0]["role"] == completion[-1]["role"] == "assistant"
-    return [float(len(completion)) for completion in completions]
-
-
-OWN = "\n\n".join(map(inspect.getsource, (Door, reward_func, shape_reward)))
+        rewards.append(10.0 * len(results) + (completion[-1]["content"] == ans))
+    return rewards
+"""
 
 
 def said(content, *calls):
@@ -429,112 +413,47 @@ def said(content, *calls):
     return {"role": "assistant", "content": content} | ({"tool_calls": structures} if calls else {})
 
 
-def sql(command):
-    return ("query_biogrid", {"sql_command": command})
-
-
-WORDS = ("[a]", "[abcde]", "[b]")  # the second wins, the third comes too late
-# For each program: the flag and the name of its code, its rewards; by row the model's texts, and the scores.
-PROGRAMS = {
-    "own": (
-        "environment",
-        "Door",
-        ["reward_func", "shape_reward"],
-        {
-            "twice": ([*(said("", ("open", {"function": key})) for key in "ba"), said("in")], [20.5, 5]),
-        },
-    ),
-    "wordle": (
-        "environment",
-        "WordleEnv",
-        ["reward_func"],
-        {
-            "right": ([*(said("", ("guess", {"guess": word})) for word in WORDS), said("won")], [1]),
-            "wrong": ([said("", ("guess", {"guess": "[a]"})), said("lost")], [0]),
-        },
-    ),
-    "grpo_agent": (
-        "tools",
-        "query_biogrid",
-        ["query_reward", "structure_reward", "correctness_reward"],
-        {
-            "hit": (
-                [said("", sql("select a from t where a = 1")), said("*Yes*")],
-                [2.4, 0.1, 0.6],
-            ),
-            "none": ([said("*no*")], [-1.5, 0, -1]),
-        },
-    ),
-}
-
-
-def program_of_trl(name):
-    """A program's text in TRL's documentation, as it is."""
-    if name == "grpo_agent":
-        return Path(TRL, "examples/scripts/grpo_agent.py").read_text()
-    page = Path(TRL, "docs/source/openenv.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (environment,) = (block for block in blocks if "class WordleEnv" in block and "def guess" in block)
-    (training,) = (block for block in blocks if "environment_factory=WordleEnv" in block)
-    return f"{environment}\n{training}"
-
-
-def said_by(rows):
-    """Reads turns: the turns of a row have the texts written there, whatever was sampled."""
-
-    def message(tokenizer, ids, before):
-        text = tokenizer.decode(before, skip_special_tokens=False)
-        ((turns, _),) = [row for name, row in rows.items() if f"<turn>u:{name}" in text]
-        return turns[text.count("<turn>a:") - 1]
-
-    return message
-
-
-@pytest.fixture
-def beside_stand_ins(tmp_path, monkeypatch):
-    """Processes that are started find the modules above, and a database of two rows in their folder."""
-    for name, text in TRL_STAND_INS.items():
-        file = tmp_path / "modules" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.chdir(tmp_path)
-    with contextlib.closing(sqlite3.connect("biogrid.db")) as database:
-        database.execute("create table t as select 1 as a union select 2")
-        database.commit()
+GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "[b]")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("kind", "name", "reward", "turns", "score"),
+    [
+        ("environment", "Echo", "reward_func", [said("", ("echo", {"message": "abc"})), said("done")], 6),
+        # The second wins, the third comes too late.
+        ("environment", "Wordle", "reward_func", [*GUESSES, said("won")], 1),
+        ("environment", "Wordle", "reward_func", [GUESSES[0], said("lost")], 0),
+        ("tools", "query", "query_reward", [said("", ("query", {"sql_command": "a"})), said("Yes")], 11),
+        ("tools", "query", "query_reward", [said("no")], 0),
+    ],
+)
 def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
-    tmp_path, monkeypatch, beside_stand_ins, name
+    tmp_path, monkeypatch, kind, name, reward, turns, score
 ):
-    if name != "own" and TRL is None:
-        pytest.skip("MINIRL_TRL_SOURCE names no checkout of TRL")
-    kind, object_name, rewards, rows = PROGRAMS[name]
-    file = tmp_path / "program.py"
-    file.write_text(OWN if name == "own" else program_of_trl(name))
-    lines = []
-    for row in rows:
-        prompt = [{"role": "user", "content": row}]
-        lines.append(json.dumps({"prompt": prompt, "answer": "Yes", "function": "a"}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr("minirl.data.answers.parsed_answer", said_by(rows))
-    config = RunConfig(
-        data=str(tmp_path / "rows.jsonl"),
-        reward=tuple(f"{file}:{reward}" for reward in rewards),
-        **{kind: f"{file}:{object_name}"},
-    )
+    """Whatever is sampled, the turns have these texts."""
+    (tmp_path / "program.py").write_text(PROGRAMS)
+    row = {"prompt": [{"role": "user", "content": "a b"}], "answer": "Yes"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+
+    def turn_before(tokenizer, ids, before):
+        return turns[tokenizer.decode(before, skip_special_tokens=False).count("<turn>a:") - 1]
+
+    monkeypatch.setattr("minirl.data.answers.parsed_answer", turn_before)
+    code = {kind: f"{tmp_path}/program.py:{name}", "reward": (f"{tmp_path}/program.py:{reward}",)}
+    config = RunConfig(data=str(tmp_path / "rows.jsonl"), **code)
     loaded, task = load_rollout(config), load_task(config)
     try:
         tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
         tokenizer.tools = loaded.tools
-        prompts = Prompts(tokenizer=tokenizer, max_new_tokens=3000, num_rows=len(rows))
+        prompts = Prompts(tokenizer=tokenizer, max_new_tokens=1000, num_rows=1)
         prompts._rows = task.train_rows
-        collector = Collector(long_engine(), prompts, task.rewards, rollout=loaded.function, group_size=2)
-        groups = collector.collect(len(rows))
-        for row, scores in zip(groups.rewarded.rows, groups.rewarded.rewards.tolist(), strict=True):
-            assert scores == pytest.approx(rows[row.prompt[0]["content"]][1])
+        model = copy.deepcopy(cached_model("full", torch.float32))
+        model.config = replace(model.config, max_position_embeddings=2048)
+        collector = Collector(
+            make_engine(model, cache_tokens=16384), prompts, task.rewards, rollout=loaded.function
+        )
+        assert collector.collect(1).rewards.tolist() == [[[score]]]
     finally:
         for function in task.rewards.values():
             if isinstance(function, RewardWorkers):

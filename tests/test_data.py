@@ -1,6 +1,5 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
-import copy
 import itertools
 import json
 import random
@@ -36,13 +35,6 @@ WORDS = ["a", "bb", "ccc", "dd"]
 def chat_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     save_tokenizer(folder, TEMPLATE)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    save_tokenizer(folder, None)
     return folder
 
 
@@ -109,8 +101,6 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     assert sum(map(len, groups)) == 6, "a group is split"
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
     assert num_alone == [8] * world_size
-    notes = prompts.notes(per_step=6)
-    assert any("--prompts-per-step" in note for note in notes) == (world_size > 6)
 
 
 def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
@@ -126,35 +116,31 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
 CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
 
 
-@pytest.mark.parametrize(
-    ("chat", "prompt", "expected"),
-    [
-        (False, "abc", "<bos>abc"),
-        (False, CHAT, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:"),
-        (True, CHAT, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:"),
-        (True, "hello", "<bos><turn>user:hello<turn>assistant:"),
-    ],
-)
-def test_a_text_gets_the_tokenizers_bos_and_a_chat_only_the_templates(chat_folder, chat, prompt, expected):
-    """Each has one BOS. With `chat` a text is one user message, and a chat is not wrapped again. Pitfall 17."""
-    assert Tokenizer(chat_folder, chat=chat).encode(Row(prompt, {}, "f:1")) == ids(expected)
+CONTINUED = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
 
 
-def test_texts_and_chats_get_the_ids_that_transformers_gives_them(spoilt_folder):
-    """Also where tokenizer.json asks for truncation and padding."""
+def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
+    """Each has one BOS, the tokenizer's or the template's. With `chat` a text is one user message. Pitfall 17.
+
+    As in TRL, an answer continues the assistant's last message. tokenizer.json may ask for truncation and padding.
+    """
     backend = json.loads((spoilt_folder / "tokenizer.json").read_text())
     backend["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    backend["padding"] = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_id": 0, "pad_type_id": 0}
-    backend["padding"] |= {"pad_to_multiple_of": None, "pad_token": "<eos>"}
     (spoilt_folder / "tokenizer.json").write_text(json.dumps(backend))
-    tokenizer = Tokenizer(spoilt_folder)
-    peer = AutoTokenizer.from_pretrained(spoilt_folder)
-    for text in ("a", "hello, long text", "<eos>."):
-        assert tokenizer.encode(Row(text, {}, "f:1")) == peer(text)["input_ids"]
-        assert tokenizer.encode_text(text, "f:1") == peer(text, add_special_tokens=False)["input_ids"]
-        chat = [*CHAT, {"role": "user", "content": text}]
-        expected = peer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert tokenizer.encode(Row(chat, {}, "f:1")) == expected
+    tokenizer, peer = Tokenizer(spoilt_folder), AutoTokenizer.from_pretrained(spoilt_folder)
+
+    def encoded(prompt):
+        return tokenizer.encode(Row(prompt, {}, "f:1"))
+
+    assert encoded("hello.") == peer("hello.")["input_ids"] == ids("<bos>hello.")
+    assert encoded(CHAT) == peer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    goes_on = peer.apply_chat_template(CONTINUED, continue_final_message=True, return_dict=False)
+    assert encoded(CONTINUED) == goes_on == ids("<bos><turn>user:hello<turn>assistant:one, t")
+    assert encoded([*CONTINUED, {"role": "tool", "content": "a"}])[-11:] == ids("<turn>assistant:")
+    rows = [Row(prompt, {}, "f:1") for prompt in ("a", CHAT, CONTINUED, "b" * 90, "", "<eos>.")]
+    assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
+    tokenizer.chat = True
+    assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
 
 def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
@@ -166,29 +152,11 @@ def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
     assert (request.prompt_ids, request.max_new_tokens) == ((2, 3, 4), 5)
 
 
-def test_a_chat_prompt_without_a_template_is_refused_with_its_row(text_folder):
-    """Messages or the chat flag need a template; the error names the row. Fault 22."""
-    with pytest.raises(ValueError, match=r"my\.jsonl:7.*no chat template"):
-        Tokenizer(text_folder).encode(Row([{"role": "user", "content": "a"}], {}, "my.jsonl:7"))
-    with pytest.raises(ValueError, match=r"my\.jsonl:8.*no chat template"):
-        Tokenizer(text_folder, chat=True).encode(Row("a", {}, "my.jsonl:8"))
-    assert Tokenizer(text_folder).encode(Row("a", {}, "my.jsonl:9")) == ids("<bos>a")
-
-
-CONTINUED = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
-
-
-@pytest.mark.parametrize("role", ["tool", "assistant"])
-@pytest.mark.parametrize("end", ["", "<eos>"])
-def test_a_prompt_that_ends_with_the_assistants_message_is_continued(tmp_path, role, end):
-    """As in TRL: no second header, nor the end that the template gives a message; all other roles are answered."""
-    save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{end}{{% endfor %}}"))
-    messages = [CONTINUED[0], {"role": role, "content": "one, t"}]
-    expected = f"<bos><turn>user:hello{end}<turn>{role}:one, t"
-    if role != "assistant":
-        expected += f"{end}<turn>assistant:"
-    assert Tokenizer(tmp_path).encode(Row(messages, {}, "f:1")) == ids(expected)
-    assert messages[1]["content"] == "one, t"
+def test_a_chat_prompt_without_a_template_is_refused_with_its_row(tmp_path):
+    """Fault 22."""
+    save_tokenizer(tmp_path, None)
+    with pytest.raises(InputError, match=r"my\.jsonl:7.*no chat template; leave out --chat"):
+        Tokenizer(tmp_path, chat=True).encode(Row("a", {}, "my.jsonl:7"))
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
@@ -233,11 +201,9 @@ EMPTY = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}, "add
     ("name", "content", "said"),
     [
         ("tokenizer", "{", "FOLDER: its tokenizer cannot be loaded: "),
-        ("tokenizer", '{"version": 1}', "FOLDER: its tokenizer cannot be loaded: "),
         ("tokenizer", EMPTY, r"f:1: the text cannot be tokenized: 'hello': .*UNK"),
         ("tokenizer_config", {"chat_template": [1]}, "FOLDER"),
         ("generation_config", "{", "generation_config.json: not JSON"),
-        ("generation_config", {"eos_token_id": True}, "eos_token_id is True; expected a token id"),
         ("generation_config", {"eos_token_id": [1, None, 2.0]}, "eos_token_id is .1, None, 2.0.; expected"),
     ],
 )
@@ -253,36 +219,11 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
         Tokenizer(spoilt_folder, chat="chat_template" in content).encode(Row("hello", {}, "f:1"))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "<bos>ab, cd<eos>"),
-        ({"single": "<bos> $A <eos>"}, "<bos>ab, cd<eos>"),
-        ({"eos_token": None}, "<bos>ab, cd"),
-    ],
-    ids=["appended", "tokenizers_own", "no_eos"],
-)
-def test_an_answered_text_ends_with_one_end_token(tmp_path, options, expected):
-    """Prompt and completion are one text with the tokenizer's own BOS and, if it has one, one EOS. Pitfall 18."""
-    save_tokenizer(tmp_path, TEMPLATE, **options)
-    assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids(expected)
-
-
-@pytest.mark.parametrize("prompt", ["hello", CHAT, CONTINUED], ids=["text", "chat", "continued"])
-def test_an_answered_chat_goes_through_the_template_alone(chat_folder, text_folder, prompt):
-    """Messages, or a text with `chat`, then the answer: one BOS, no generation prompt, nothing after it.
-
-    An answer that continues a message is under one header with it.
-    """
-    before = copy.deepcopy(prompt)
-    tokenizer = Tokenizer(chat_folder, chat=True)
-    assert tokenizer.encode_answered(prompt, "bye") == [
-        *tokenizer.encode(Row(prompt, {}, "f:1")),
-        *ids("bye"),
-    ]
-    assert prompt == before, "the row's own messages were changed"
-    with pytest.raises(ValueError, match=r"reward model.*no chat template"):
-        Tokenizer(text_folder, chat=True).encode_answered(prompt, "bye")
+def test_an_answered_text_ends_with_one_end_token(tmp_path):
+    """Also where the tokenizer's own template of a text has one. Pitfall 18."""
+    for single in ("<bos> $A", "<bos> $A <eos>"):
+        save_tokenizer(tmp_path, TEMPLATE, single=single)
+        assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids("<bos>ab, cd<eos>")
 
 
 def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(chat_folder):
@@ -296,20 +237,13 @@ def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_specia
         assert tokenizer.decode(given) == "\ufffdab\ufffd\ufffdcd\ufffd"
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        (None, None, {1}),
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {1, 5, 6, 7}),
-        ({"eos_token_id": None}, {"eos_token_id": [1, 3]}, {1, 3}),
-    ],
-)
-def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder, config, generation, expected):
+def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder):
     """Tokenizer, config.json and generation_config.json may each list one id, several or none. Pitfall 14."""
-    for name, content in (("config.json", config), ("generation_config.json", generation)):
-        if content is not None:
-            (spoilt_folder / name).write_text(json.dumps({"model_type": "llama", **content}))
-    assert Tokenizer(spoilt_folder).stop_ids == frozenset(expected)
+    assert Tokenizer(spoilt_folder).stop_ids == {EOS}
+    (spoilt_folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": [5, 6]}')
+    assert Tokenizer(spoilt_folder).stop_ids == {EOS, 5, 6}
+    (spoilt_folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert Tokenizer(spoilt_folder).stop_ids == {EOS, 5, 6, 7}
 
 
 # Stop strings.

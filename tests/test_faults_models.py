@@ -82,7 +82,7 @@ def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path)
 
 
 INDEX = "model.safetensors.index.json"
-NOT_IN_THE_FOLDER = ["../x", "..", "\ud800.safetensors"]  # half a surrogate pair, as JSON can hold it
+NOT_IN_THE_FOLDER = ["../x", ".."]
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
             "count/tokens": 6.0,
             "count/rollouts": 2.0,
             "finish/stop": 0.5,
+            "env/turns_mean": 1.0,
+            "env/tokens": 0.0,
             "finish/length": 0.5,
             "reward/mean": 0.75,
             "reward/std": 0.5,

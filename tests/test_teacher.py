@@ -90,26 +90,27 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"),
+    ("file", "old", "new", "message"),
     [
+        ("tokenizer.json", '"="', '"+"', r"its tokenizer differs: token 12 is '\+', and '='"),
         (
-            "other",
-            r"--teacher \S+other: its tokenizer differs: token 12 is '\+', and '='",
+            "config.json",
+            '"vocab_size": 16',
+            '"vocab_size": 9',
+            "has 9 embeddings and the tokenizer 16 tokens",
         ),
-        ("small", r"--teacher \S+small: has 9 embeddings and the tokenizer 16 tokens"),
     ],
+    ids=["tokenizer", "vocabulary"],
 )
-def test_teachers_that_cannot_be_used_are_refused_before_work(tmp_path, embedded_model, teacher, message):
+def test_teachers_that_cannot_be_used_are_refused_before_work(
+    tmp_path, embedded_model, file, old, new, message
+):
     """By flag or token, in a dry run as in a run. Pitfall 63."""
+    teacher = shutil.copytree(embedded_model, tmp_path / "teacher")
+    text = (teacher / file).read_text()
+    assert old in text
+    (teacher / file).write_text(text.replace(old, new))
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": "12="}])
-    for name, file, old, new in (
-        ("other", "tokenizer.json", '"="', '"+"'),
-        ("small", "config.json", '"vocab_size": 16', '"vocab_size": 9'),
-    ):
-        shutil.copytree(embedded_model, tmp_path / name)
-        text = (tmp_path / name / file).read_text()
-        assert old in text
-        (tmp_path / name / file).write_text(text.replace(old, new))
-    config = train_grpo.Config(teacher=str(tmp_path / teacher), data=str(data), dry_run=True)
-    with pytest.raises(InputError, match=message):
+    config = train_grpo.Config(teacher=str(teacher), data=str(data), dry_run=True)
+    with pytest.raises(InputError, match=rf"--teacher \S+teacher: {message}"):
         train_grpo.main(config)

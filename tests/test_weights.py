@@ -126,7 +126,7 @@ def test_rope_is_read_from_both_places(keys):
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "'factor': 0"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
-        ({"rope_theta": None}, "rope_theta=None"),
+        ({"rope_theta": None}, "'rope_theta': None"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         # A key of another family.
         ({"sliding_window": 5}, "sliding_window=5 is not supported for llama"),

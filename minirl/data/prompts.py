@@ -1,14 +1,10 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
 import functools
-import itertools
 import random
 from array import array
 from collections.abc import Sequence
 from typing import Any, cast
-
-import torch
-from torch import Tensor
 
 from minirl.data.answers import check_readable
 from minirl.data.appended_messages import following_ids
@@ -18,15 +14,18 @@ from minirl.data.task import (
     Row,
     as_messages,
     conversation,
-    is_message,
     is_messages,
+    is_prompt,
 )
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
-from minirl.ranks.process_group import gather_objects, has_joined, rank, world_size
+from minirl.ranks.process_group import rank, world_size
 from minirl.rollouts import NO_TRUNCATION, Request, Rollout, RolloutId, Truncation
+
+# Rows that are tokenized together when they are checked.
+ROWS_PER_CHECK = 64
 
 
 class PromptStream:
@@ -48,14 +47,14 @@ class PromptStream:
         vocab_size: int | None = None,
         truncation: Truncation = NO_TRUNCATION,
     ):
-        """Tokenize all rows once to check their lengths and ids, each rank its share of them (collective).
+        """Tokenize all rows once to check their lengths and ids.
 
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
         vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. truncation: of the distributions
         that requests sample from; greedy ones have none.
 
-        Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. Raises InputError on every
-        rank, naming rows and flags, also if no row is left.
+        Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. Raises InputError naming
+        rows and flags, also if no row is left.
         """
         self.tokenizer = tokenizer
         self.purpose = purpose
@@ -63,25 +62,20 @@ class PromptStream:
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.vocab_size = vocab_size or tokenizer.num_ids
-        self._rows = rows
         self.truncation = truncation
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens - max_new_tokens
-        # The indices of the rows that are served.
-        self._kept = torch.arange(len(rows), dtype=torch.int32)
+        lengths = self._checked_lengths(rows)
+        self._rows = self._without_long_prompts(rows, lengths)
         # Tokens of the longest served prompt.
-        self.longest_prompt = 0
-        if rows:
-            lengths = _check_prompts(rows, tokenizer, self.vocab_size)
-            self._skip_long_prompts(lengths)
-            self.longest_prompt = int(lengths[self._kept].max())
+        self.longest_prompt = max((n for n in lengths if n <= self._max_prompt_tokens), default=0)
         # Of two epochs: a step may begin in one and end in the next.
         self._order = functools.lru_cache(2)(self._shuffled)
 
     @property
     def num_prompts(self) -> int:
         """The number of prompts in an epoch."""
-        return len(self._kept)
+        return len(self._rows)
 
     def notes(self, *, per_step: int = 0) -> list[str]:
         """Return notes on unusual rows.
@@ -91,11 +85,6 @@ class PromptStream:
         notes = list(self._notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
-        if 0 < per_step < world_size():
-            notes.append(
-                f"--prompts-per-step {per_step}: one rank samples all completions of a prompt, so "
-                f"{world_size() - per_step} of {world_size()} ranks sample none"
-            )
         can_stop = any(stop_id < self.vocab_size for stop_id in self.tokenizer.stop_ids)
         if per_step and not can_stop:
             notes.append(
@@ -179,7 +168,7 @@ class PromptStream:
         row = self.row(prompt_ordinal)
         ids = self.tokenizer.encode(row)
         # Checked again, because a chat template may write the date.
-        _check_ids(row, ids, self.vocab_size)
+        self._check_ids(row, ids)
         return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
 
     def appended_ids(
@@ -220,11 +209,9 @@ class PromptStream:
         may be too long.
         """
         what = f"{place}: branch({prompt!r:.80})"
-        is_list = isinstance(prompt, list | tuple) and len(prompt) > 0
-        is_chat = is_list and all(map(is_message, prompt))
-        is_ids = is_list and all(type(i) is int and i >= 0 for i in prompt)
+        is_ids = isinstance(prompt, list | tuple) and all(type(i) is int and i >= 0 for i in prompt)
         refuse(
-            not isinstance(prompt, str) and not is_chat and not is_ids,
+            not is_prompt(prompt) and not is_ids,
             f"{what}: expected text or messages with role and content, both text, or token ids",
         )
         row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
@@ -235,12 +222,12 @@ class PromptStream:
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
         ids = list(prompt) if is_ids else tokenizer.encode(row)
-        _check_ids(row, ids, self.vocab_size)
+        self._check_ids(row, ids)
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
         """Return the row of a prompt."""
-        return self._rows[int(self._kept[self.index(prompt_ordinal)])]
+        return self._rows[self.index(prompt_ordinal)]
 
     def index(self, prompt_ordinal: int) -> int:
         """Return the number of a prompt among the rows that are served.
@@ -261,58 +248,39 @@ class PromptStream:
         """Return the number of epochs before a prompt, as a fraction."""
         return prompt_ordinal / self.num_prompts
 
-    def _skip_long_prompts(self, lengths: Tensor) -> None:
-        """Skip long prompts, as `__init__` describes. lengths int64 [N]: of all rows. Raises InputError."""
+    def _without_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
+        """Return the rows that are served, see `__init__`. lengths: the tokens of each. Raises InputError."""
         longest = self._max_prompt_tokens
-        is_long = lengths > longest
-        long_rows = is_long.nonzero()[:, 0].tolist()
+        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
+        places = [row.place for row, length in zip(rows, lengths, strict=True) if length > longest]
+        if places:
+            refuse(
+                not kept,
+                f"every prompt is too long: the shortest has {min(lengths)} tokens, and --max-new-tokens "
+                f"{self.max_new_tokens} leaves {longest} of the {self.max_tokens} that the model, --cache-tokens and "
+                "--max-tokens-per-microbatch allow",
+            )
+            listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+            counts = f"{len(places)} of {len(rows)} prompts"
+            self._notes.append(f"{counts} have more than {longest} tokens ({listed}): left out")
+        return kept
+
+    def _checked_lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Return the number of tokens of each row's prompt. Raises InputError naming the first bad row."""
+        lengths = []
+        for first in range(0, len(rows), ROWS_PER_CHECK):
+            part = rows[first : first + ROWS_PER_CHECK]
+            for row, ids in zip(part, self.tokenizer.encode_all(part), strict=True):
+                self._check_ids(row, ids)
+                lengths.append(len(ids))
+        return lengths
+
+    def _check_ids(self, row: Row, prompt_ids: Sequence[int]) -> None:
+        """Raise InputError naming the row if the prompt is empty or has ids that the model does not know."""
+        refuse(not prompt_ids, f"{row.place}: the prompt has no tokens")
+        largest = max(prompt_ids)
         refuse(
-            len(long_rows) == len(lengths),
-            f"every prompt is too long: the shortest has {int(lengths.min())} tokens, and --max-new-tokens "
-            f"{self.max_new_tokens} leaves {longest} of the {self.max_tokens} that the model, --cache-tokens and "
-            "--max-tokens-per-microbatch allow",
+            largest >= self.vocab_size,
+            f"{row.place}: the prompt has token id {largest}, the model {self.vocab_size} embeddings; the tokenizer is "
+            "another model's",
         )
-        if long_rows:
-            self._kept = self._kept[~is_long]
-            places = ", ".join(self._rows[i].place for i in long_rows[:3])
-            places += ", ..." if len(long_rows) > 3 else ""
-            counts = f"{len(long_rows)} of {len(lengths)} prompts"
-            self._notes.append(f"{counts} have more than {longest} tokens ({places}): left out")
-
-
-def _check_prompts(rows: Sequence[Row], tokenizer: Tokenizer, vocab_size: int) -> Tensor:
-    """Tokenize and check the prompts of all N rows, each rank a contiguous share (collective).
-
-    A process that has not joined the process group checks all rows.
-
-    Returns the number of tokens of each prompt, int64 [N]. Raises InputError on every rank, naming the first bad row,
-    or if the ranks do not have the same number of rows.
-    """
-    own: list[int] = []
-    error = None
-    own_rank, num_ranks = (rank(), world_size()) if has_joined() else (0, 1)
-    begin = len(rows) * own_rank // num_ranks
-    end = len(rows) * (own_rank + 1) // num_ranks
-    try:
-        for row in rows[begin:end]:
-            ids = tokenizer.encode(row)
-            _check_ids(row, ids, vocab_size)
-            own.append(len(ids))
-    except InputError as own_error:
-        error = str(own_error)
-    errors, counts, parts = zip(*gather_objects((error, len(rows), own)), strict=True)
-    for error in filter(None, errors):
-        raise InputError(error)
-    differ = f"the ranks have {min(counts)} to {max(counts)} rows: the data must be the same on all nodes"
-    refuse(len(set(counts)) > 1, differ)
-    return torch.tensor(list(itertools.chain(*parts)))
-
-
-def _check_ids(row: Row, prompt_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InputError naming the row if the prompt is empty or has ids that the model does not know."""
-    if not prompt_ids:
-        raise InputError(f"{row.place}: the prompt has no tokens")
-    largest = max(prompt_ids)
-    if largest >= vocab_size:
-        what = f"the prompt has token id {largest}, the model {vocab_size} embeddings"
-        raise InputError(f"{row.place}: {what}; the tokenizer is another model's")

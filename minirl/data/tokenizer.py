@@ -90,15 +90,32 @@ class Tokenizer:
         They have either the tokenizer's own special tokens (text) or those of the chat template, never both.
         Raises InputError naming the row if the prompt cannot be encoded.
         """
-        if isinstance(row.prompt, str) and not self.chat:
-            refuse(bool(self.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
-            return self.encode_text(row.prompt, row.place, add_special_tokens=True)
-        text = self.apply_template(as_messages(row.prompt), row.place, is_prompt=True)
-        return self.encode_text(text, row.place)
+        text, adds_special_tokens = self._prompt_text(row)
+        return self.encode_text(text, row.place, add_special_tokens=adds_special_tokens)
+
+    def encode_all(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return `encode` of each row, in less time. Raises InputError like `encode`."""
+        texts = [self._prompt_text(row) for row in rows]
+        ids: list[list[int]] = []
+        try:
+            for adds_special_tokens, group in itertools.groupby(texts, key=lambda text: text[1]):
+                same_kind = [text for text, _ in group]
+                ids += self.backend(same_kind, add_special_tokens=adds_special_tokens)["input_ids"]
+        except Exception:
+            # One by one, so that the error names its row.
+            return [self.encode(row) for row in rows]
+        return ids
 
     def is_chat(self, prompt: str | Messages | list[int]) -> bool:
         """Return whether a prompt goes through the chat template; for token ids, whether it may have."""
         return self.chat or not isinstance(prompt, str)
+
+    def _prompt_text(self, row: Row) -> tuple[str, bool]:
+        """Return the text of a row's prompt, and whether the tokenizer adds its special tokens to it."""
+        if isinstance(row.prompt, str) and not self.chat:
+            refuse(bool(self.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
+            return row.prompt, True
+        return self.apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
 
     def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
@@ -196,18 +213,16 @@ class Tokenizer:
         An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
         that, a wrong completion could get the reward of a right one.
         """
-        tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        tokens = ids.tolist() if isinstance(ids, Tensor) else ids
         cleans_spaces = bool(self.backend.clean_up_tokenization_spaces)
-        if not tokens or max(tokens) < self.num_ids:
-            return self.decode_known(tokens, skip_special_tokens, cleans_spaces)
-        # The known ids between unknown ones.
-        parts: list[list[int]] = [[]]
-        for token in tokens:
-            if token < self.num_ids:
-                parts[-1].append(token)
+        parts = []
+        for is_known, group in itertools.groupby(tokens, key=lambda token: token < self.num_ids):
+            part = list(group)
+            if is_known:
+                parts.append(self.decode_known(part, skip_special_tokens, cleans_spaces))
             else:
-                parts.append([])
-        return "\ufffd".join(self.decode_known(part, skip_special_tokens, cleans_spaces) for part in parts)
+                parts.append("\ufffd" * len(part))
+        return "".join(parts)
 
     def decode_known(self, ids: list[int], skip_special_tokens: bool, cleans_spaces: bool) -> str:
         """Return the text of ids that the tokenizer has. cleans_spaces: removes spaces before punctuation."""

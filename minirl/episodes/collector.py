@@ -34,18 +34,12 @@ from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 
-# Tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts take the
-# places of finished ones sooner; with more, the ranks exchange less often.
+# The default tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts
+# take the places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
 # Prompts of an evaluation that are judged in one call of a reward model, which may have to come from the host's memory.
 JUDGED_TOGETHER = 64
-
-
-def default_round_tokens(max_new_tokens: int) -> int:
-    """The tokens of a rollout in a round, if completions have up to `max_new_tokens`."""
-    least, most = ROUND_LIMITS
-    return min(max(least, round(ROUND_FRAC * max_new_tokens)), most)
 
 
 class Collector:
@@ -99,7 +93,9 @@ class Collector:
         self._max_staleness = max_staleness
         self._round_tokens = NO_BUDGET
         if max_staleness:
-            self._round_tokens = round_tokens or default_round_tokens(prompts.max_new_tokens)
+            least, most = ROUND_LIMITS
+            share = round(ROUND_FRAC * prompts.max_new_tokens)
+            self._round_tokens = round_tokens or min(max(least, share), most)
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from minirl.run.config import (
     RunNameFlags,
 )
 from minirl.run.flags import early_value, parse
-from minirl.run.run_folder import is_checkpoint, run_of
+from minirl.run.run_folder import runs_root
 from minirl.run.setup import Setup
 from minirl.training.advantages import weighted_scores
 
@@ -73,10 +74,35 @@ class Config(EvaluationFlags, RunConfig):
         return False
 
 
+def _is_checkpoint(model: str) -> bool:
+    """True for a checkpoint of a run."""
+    return os.path.isdir(os.path.join(model, "resume"))
+
+
+def _run_of(model: str) -> Path | None:
+    """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
+    folder = Path(model)
+    if _is_checkpoint(model):
+        return folder.resolve().parent.parent
+    is_model = os.path.exists(folder / "config.json")
+    runs = () if is_model else (folder, runs_root() / model)
+    return next((run for run in runs if os.path.exists(run / "args.json")), None)
+
+
+def _newest_checkpoint(model: str) -> str:
+    """The newest checkpoint of a run; any other model unchanged. Raises InputError if the run has none."""
+    run = _run_of(model)
+    if run is None or _is_checkpoint(model):
+        return model
+    checkpoints = checkpoints_in(run)
+    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
+    return str(checkpoints[-1])
+
+
 def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = early_value("model", arguments)
-    run = run_of(model) if model else None
+    run = _run_of(model) if model else None
     args = read_json_object(run / "args.json") if run else {}
     if early_value("data", arguments):
         args["eval_data"] = []
@@ -160,19 +186,6 @@ def main(config: Config) -> int:
         result = evaluate(config)
     print0(json.dumps(result, indent=2))
     return 0
-
-
-def _newest_checkpoint(model: str) -> str:
-    """The newest checkpoint of the run with this path or name; any other model unchanged.
-
-    Raises InputError if the run has no checkpoint.
-    """
-    run = run_of(model)
-    if run is None or is_checkpoint(Path(model)):
-        return model
-    checkpoints = checkpoints_in(run)
-    refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
-    return str(checkpoints[-1])
 
 
 if __name__ == "__main__":

@@ -52,15 +52,7 @@ def loading(what: str) -> Iterator[None]:
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
     """Return functions of one file or module. Raises UnusableError; exceptions of its code pass through."""
-    if source.endswith(".py"):
-        module = _run_file(source)
-    else:
-        try:
-            module = importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-                raise
-            raise UnusableError(f"there is no module {error.name!r} here; is it installed?") from None
+    module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
         raise UnusableError(f"{source} has no function {missing[0]}")

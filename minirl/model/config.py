@@ -107,23 +107,24 @@ class ModelConfig:
     # How many tokens each layer's attention sees, the token itself included. None: all.
     layer_windows: tuple[int | None, ...]
     tie_word_embeddings: bool
+    # A plain Llama has the values that follow. Qwen2 has biases of queries, keys and values.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    # Norms of queries and keys: of each head, or with `qk_norm_over_heads` of all heads together.
+    # Norms of queries and keys (Qwen3, Gemma 3): of each head, or with `qk_norm_over_heads` of all together (OLMo).
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
     norms: LayerNorms = NORMS_BEFORE
-    # Norms multiply by 1 + weight.
+    # Norms multiply by 1 + weight (Gemma 3, Qwen3.5).
     norm_adds_one: bool = False
-    # Attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query.
+    # Attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query (Qwen3.5).
     attention_gate: bool = False
-    # Some layers have it instead of attention.
+    # Some layers have it instead of attention (Qwen3.5).
     delta_net: DeltaNet | None = None
     activation: str = "silu"
-    # Embeddings are multiplied by the square root of the hidden size.
+    # Embeddings are multiplied by the square root of the hidden size (Gemma 3).
     scales_embeddings: bool = False
-    query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim)
+    query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim) (Gemma 3)
     # In a folder: the prefix of the decoder's tensors, and tensors outside the model that are saved with it.
     weight_prefix: str = "model."
     kept_weights: tuple[str, ...] = ()

@@ -43,9 +43,8 @@ class Family:
 class VisionModel:
     """A model of images and text, of which minirl reads the text model."""
 
-    # The model_type of its text_config, and its class.
+    # The model_type of its text_config.
     text: str
-    architecture: str
     # The prefix of the names of the decoder's tensors.
     prefix: str
     # Names of keys beside text_config that change nothing in the text model.
@@ -114,13 +113,11 @@ _KEYS_OF_VISION = ("model_type", "architectures", "text_config", "vision_config"
 _VISION_MODELS = {
     "qwen3_5": VisionModel(
         "qwen3_5_text",
-        "Qwen3_5ForConditionalGeneration",
         "model.language_model.",
         "image_token_id video_token_id vision_start_token_id vision_end_token_id",
     ),
     "gemma3": VisionModel(
         "gemma3_text",
-        "Gemma3ForConditionalGeneration",
         "language_model.model.",
         "image_token_index boi_token_index eoi_token_index mm_tokens_per_image",
     ),
@@ -231,7 +228,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         config = _as_transformers_reads(raw)
         scalar_head = _is_classifier(raw, config.num_labels)
         return dataclasses.replace(read_other(raw, config), scalar_head=scalar_head)
-    prefix = weight_prefix(raw)
+    vision = _VISION_MODELS.get(raw["model_type"])
     raw = _text_part(raw)
     family = FAMILIES[raw["model_type"]]
     known = _KEYS_OF_ALL.union(family.keys.split())
@@ -241,8 +238,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     config = _as_transformers_reads(raw)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
-    ropes = _ropes(config, head_dim, family)
-    fields: dict[str, Any] = {
+    fields = _ropes(config, kinds, head_dim, family) | {
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
@@ -254,23 +250,17 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
         "query_multiplier": _query_multiplier(config, head_dim),
         "delta_net": _delta_net(config, kinds),
-        "weight_prefix": prefix,
+        "weight_prefix": vision.prefix if vision else "model.",
         "scalar_head": _is_classifier(raw, config.num_labels),
     }
     for name in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         fields[name] = getattr(config, name)
-    fields |= _ropes_of_layers(config, ropes, kinds) | dict(family.features)
+    fields |= family.features
     refuse(
         fields["activation"] not in ACTIVATIONS,
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
     )
     return ModelConfig(**fields)
-
-
-def weight_prefix(raw: Mapping[str, Any]) -> str:
-    """Return the prefix of the names of the decoder's tensors in a folder with this config.json."""
-    vision = _VISION_MODELS.get(str(raw.get("model_type")))
-    return "model." if vision is None else vision.prefix
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -288,11 +278,6 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != vision.text:
         raise InputError(f"config.json: text_config does not have the model_type {vision.text!r}")
-    classes = raw.get("architectures")
-    refuse(
-        bool(classes) and classes != [vision.architecture],
-        f"config.json: architectures={classes!r} is not supported; expected {vision.architecture}",
-    )
     defaults = CONFIG_MAPPING[vision.text]()
     tied = text.get("tie_word_embeddings", defaults.tie_word_embeddings)
     refuse(
@@ -308,12 +293,11 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     raw = _text_part(raw)
-    classes = raw.get("architectures") or [str(raw["model_type"]).capitalize()]
-    family = classes[0].split("For")[0]
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(raw["model_type"])
+    family = str(raw["model_type"])
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(family, family.capitalize() + _CLASSIFIER)
     return {
         **raw,
-        "architectures": [name or f"{family}ForSequenceClassification"],
+        "architectures": [name],
         "id2label": {"0": "score"},
         "label2id": {"score": 0},
     }
@@ -344,7 +328,7 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         refuse(key not in raw, f"config.json: has no {key}")
     for key, largest in _SIZES.items():
         value = raw.get(key)
-        is_size = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest
+        is_size = isinstance(value, int) and 1 <= value <= largest
         expected = f"expected a positive integer, {largest} at most"
         refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
     eps = raw.get("rms_norm_eps", 1.0)
@@ -465,71 +449,56 @@ def _max_positions(config: Any) -> int:
     return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
 
 
-def _ropes_of_layers(config: Any, ropes: Mapping[str, Rope], kinds: list[str]) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that say which rope each layer has.
+def _ropes(config: Any, kinds: list[str], head_dim: int, family: Family) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that say which rope each layer has. Raises InputError.
 
-    ropes: by kind of layer; "" is the kind of all.
+    kinds: those of the layers.
     """
+    found = config.rope_parameters
+    if not family.has_rope_of_kind:
+        found = dict.fromkeys(kinds, found)
+    is_known = all(isinstance(found.get(kind), dict) for kind in kinds)
+    refuse(not is_known, f"config.json: rope_parameters={found}; expected one for each kind of layer")
+    ropes = {kind: _rope(config, found[kind], kind, head_dim, family) for kind in set(kinds)}
     listed = getattr(config, "no_rope_layers", [True] * len(kinds))
     refuse(
         len(listed) < len(kinds), f"config.json: no_rope_layers={listed}; expected one number for each layer"
     )
-    of_layers = [
-        ropes.get(kind, ropes.get("")) if has_rope else Rope(())
-        for kind, has_rope in zip(kinds, listed, strict=False)
-    ]
+    of_layers = [ropes[kind] if has_rope else Rope(()) for kind, has_rope in zip(kinds, listed, strict=False)]
     distinct = list(dict.fromkeys(of_layers))
     return {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
 
 
-def _ropes(config: Any, head_dim: int, family: Family) -> dict[str, Rope]:
-    """Return the rope of each kind of layer; the kind "" stands for all layers. Raises InputError."""
-    found = config.rope_parameters
-    if not family.has_rope_of_kind:
-        return {"": _rope(config, found, None, head_dim, family)}
-    is_known = found.keys() == family.layer_types and all(isinstance(rope, dict) for rope in found.values())
-    refuse(
-        not is_known,
-        f"config.json: rope_parameters={found}; expected one for each of {sorted(family.layer_types)}",
-    )
-    return {kind: _rope(config, rope, kind, head_dim, family) for kind, rope in found.items()}
-
-
-def _rope(config: Any, keys: Mapping[str, Any], kind: str | None, head_dim: int, family: Family) -> Rope:
-    """Return one rope of transformers' config. keys: its `rope_parameters`, of one kind of layer.
+def _rope(config: Any, keys: Mapping[str, Any], kind: str, head_dim: int, family: Family) -> Rope:
+    """Return the rope of a kind of layer, by transformers' functions. keys: its `rope_parameters`.
 
     Raises InputError if it is not supported.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    keys = {**keys}
-    type_name = keys.pop("rope_type", None)
-    theta = keys.pop("rope_theta", None)
-    for ignored in ("type", *family.ignored_keys.split()):
-        keys.pop(ignored, None)
-    part = keys.pop("partial_rotary_factor", 1.0) if "partial_rotary_factor" in family.keys else 1.0
-    refuse(not _is_positive(theta), f"config.json: rope_theta={theta!r}; expected a positive number")
-    of_type = set(_ROPE_KEYS.get(str(type_name), "").split())
+    name = str(keys.get("rope_type"))
+    known = f"rope_type type rope_theta {family.ignored_keys} {_ROPE_KEYS.get(name)}".split()
+    if "partial_rotary_factor" in family.keys:
+        known.append("partial_rotary_factor")
     refuse(
-        str(type_name) not in _ROPE_KEYS or keys.keys() - of_type,
-        f"config.json: rope type {type_name!r} with {keys} is not supported; expected one of {_ROPE_KEYS}",
+        name not in _ROPE_KEYS or keys.keys() - set(known),
+        f"config.json: the rope {keys} is not supported; expected one of {_ROPE_KEYS}",
     )
+    part = keys.get("partial_rotary_factor", 1.0)
     size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0
     refuse(
         size == 0 or size % 2,
         f"config.json: partial_rotary_factor={part!r} of {head_dim} channels; expected an even number of them",
     )
-    if type_name == "default":
-        exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-        frequencies, amplitude = 1.0 / theta**exponent, 1.0
-    else:
-        try:
-            frequencies, amplitude = ROPE_INIT_FUNCTIONS[type_name](config, "cpu", layer_type=kind)
-        except Exception as error:  # which one depends on the version of transformers
-            raise InputError(f"config.json: transformers cannot make a rope of {keys}: {error!r}") from None
+    try:
+        if name == "default":
+            exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+            frequencies, amplitude = 1.0 / keys["rope_theta"] ** exponent, 1.0
+        else:
+            of_kind = kind if family.has_rope_of_kind else None
+            frequencies, amplitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=of_kind)
+    except Exception as error:  # which one depends on the version of transformers
+        raise InputError(f"config.json: transformers cannot make the rope {keys}: {error!r}") from None
     is_usable = frequencies.isfinite().all() and _is_positive(amplitude)
-    refuse(
-        not is_usable,
-        f"config.json: the rope with theta {theta} and {keys} has frequencies that are not finite",
-    )
+    refuse(not is_usable, f"config.json: the rope {keys} has frequencies that are not finite")
     return Rope(tuple(frequencies.tolist()), amplitude)

@@ -4,8 +4,10 @@
 differ in their layout. It returns hidden states; callers compute logits, a chunk at a time
 (`training.scoring`, `generation.sampling`).
 
-The model branches on the features in `config.ModelConfig`, never on the name of a family; `families` says which
-features a family has. Norm statistics, rope tables and rotations are fp32 (fp64 in an fp64 model).
+Read it as a Llama: each layer adds attention of the normed stream, then a gated MLP of it. What other families do
+besides, or otherwise, is behind a field of `config.ModelConfig` (`qk_norm`, `attention_gate`, `norms`, `delta_net`,
+`scales_embeddings`), never behind a family's name; `families` says which fields a family sets. Norm statistics, rope
+tables and rotations are fp32 (fp64 in an fp64 model).
 
 In shapes: T tokens, D hidden size, C channels of a head.
 """
@@ -95,9 +97,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention or a gated delta net, then feed-forward: each is added to the residual stream.
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Norms come before them, after them or both. is_recomputed: the model runs the whole layer again in backward.
+    `config.norms` may put the norms after attention and MLP, or before and after; some layers have a gated delta net
+    instead of attention. is_recomputed: the model runs the whole layer again in backward.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, is_recomputed: bool = False):

@@ -236,18 +236,9 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map; fetch or save it again")
     for file_name in weight_map.values():
-        if not isinstance(file_name, str) or not _is_file_name(file_name):
+        if not isinstance(file_name, str) or not Path(file_name).name == file_name != "..":
             raise InputError(f"{index}: weight_map names {file_name!r}; expected a file in the same folder")
     return {name: folder / file_name for name, file_name in weight_map.items()}
-
-
-def _is_file_name(name: str) -> bool:
-    """Return whether a file in a folder can have this name: not a path, and text (not half a surrogate pair)."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return Path(name).name == name != ".."
 
 
 @torch.no_grad()

@@ -136,11 +136,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
-def has_joined() -> bool:
-    """Return whether this process is in the process group and can communicate."""
-    return dist.is_initialized()
-
-
 def world_size() -> int:
     """The number of ranks. Before `start`, torchrun's, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
@@ -180,7 +175,7 @@ def gather_objects(value: Any) -> list[Any]:
 
     A process that has not joined the process group, as in a notebook, is alone.
     """
-    if not has_joined():
+    if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)

@@ -157,7 +157,8 @@ def add_rollouts(
     for rollout in rollouts:
         metrics.add_total(f"finish/{rollout.finish_reason}", 1)
     turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
-    metrics.add_total("env/turns", len(turns) + sum(not rollout.episode.turns for rollout in rollouts))
+    num_turns = sum(len(rollout.episode.turns) or 1 for rollout in rollouts)
+    metrics.add("env/turns_mean", num_turns, len(rollouts))
     metrics.add_total("env/tokens", sum(len(rollout.completion) for rollout in rollouts) - lengths.sum())
     if num_parse_errors := sum(turn.parse_error is not None for turn in turns):
         metrics.add_total("count/parse_errors", num_parse_errors)
@@ -307,18 +308,12 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
     Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
-    and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares, and that of turns by
-    their mean, or by nothing where each rollout is one answer.
+    and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares.
     """
     all_metrics = dict(metrics)
     for name in metrics:
         if name.startswith("finish/"):
             all_metrics[name] /= metrics["count/rollouts"]
-    num_turns = all_metrics.pop("env/turns", 0.0)
-    if metrics.get("env/tokens") or num_turns > metrics.get("count/rollouts", 0.0):
-        all_metrics["env/turns_mean"] = num_turns / metrics["count/rollouts"]
-    else:
-        all_metrics.pop("env/tokens", None)
     found = defaultdict(float, metrics)  # names that no rank has counted are missing
     idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
     all_metrics["perf/idle_frac"] = idle / metrics["time/step"]

@@ -181,11 +181,6 @@ class RunConfig(
         return self.model is None
 
     @property
-    def warm_start_task(self) -> str:
-        """The embedded task that warm-starts the embedded model."""
-        return "calculator" if self.task == "calculator" else "sorting"
-
-    @property
     def template_arguments(self) -> dict[str, Any]:
         """The object of --chat-template-kwargs. Raises InputError if it is not a JSON object."""
         text = self.chat_template_kwargs

@@ -26,7 +26,7 @@ def load_prompts(
     tools: Sequence[Tool],
     user_rollout: UserRollout | None,
 ) -> tuple[PromptStream, PromptStream]:
-    """The training prompts and the held-out ones, with their tokenizer (collective, like `PromptStream`).
+    """The training prompts and the held-out ones, with their tokenizer.
 
     Raises InputError naming rows and flags.
     """

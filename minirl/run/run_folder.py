@@ -127,18 +127,3 @@ def find_run(name: str, part: str) -> Path:
         if os.path.exists(folder / part):
             return folder
     raise InputError(f"{name}: no {part} in {folders[0]} or {folders[1]}; give a run's folder or name")
-
-
-def run_of(model: str) -> Path | None:
-    """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
-    folder = Path(model)
-    if is_checkpoint(folder):
-        return folder.resolve().parent.parent
-    is_model = os.path.exists(folder / "config.json")
-    runs = () if is_model else (folder, runs_root() / model)
-    return next((run for run in runs if os.path.exists(run / "args.json")), None)
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """True for a checkpoint of a run, not for another model's folder whose name is a number."""
-    return folder.name.isdecimal() and (folder / "resume").is_dir()

@@ -164,17 +164,16 @@ class Setup:
             **options,
         )
 
-    def load_reference(self, folder: Path | None = None) -> FrozenModel:
-        """The model for `ref_logprobs` (collective).
+    def load_reference(self) -> FrozenModel:
+        """The model for `ref_logprobs`, which the run began with (collective).
 
-        folder: another model with the policy's tokens; None: the model that the run began with. With adapters this is
-        the policy without them, on the same storage.
+        With adapters this is the policy without them, on the same storage.
         """
-        if folder is None and self.config.adapters:
+        if self.config.adapters:
             assert self._models, "load the policy before its reference"
             policy = next(iter(self._models.values()))
             return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
-        return self.frozen(folder or self._original_model(), score_batch, ["ref_logprobs"])
+        return self.frozen(self._original_model(), score_batch, ["ref_logprobs"])
 
     def load_teacher(self) -> FrozenModel:
         """The model of --teacher, for `teacher_logprobs` (collective if weights are sharded)."""
@@ -325,7 +324,8 @@ class Setup:
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""
         if self.config.model is None:
-            return embedded_model_folder(runs_root(), self.config.warm_start_task)
+            warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
+            return embedded_model_folder(runs_root(), warm_start_task)
         return resolve_folder(self.config.model)
 
     def _fit_memory(self) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import support.scripts
 import train_grpo
 import train_ppo
-from minirl.data import prompts
+from minirl.data.prompts import PromptStream
 from minirl.run import embedded_model
 from minirl.run.config import RunConfig
 
@@ -24,19 +24,19 @@ torch.set_num_threads(1)
 _task = embedded_model.load_sorting()
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
 RunConfig.eval_rows = 8  # of 256: evaluations take most of a short run
-_check_prompts = prompts._check_prompts
-_checked = {}
+_checked_lengths = PromptStream._checked_lengths
+_found = {}
 
 
-def _check_prompts_once(rows, tokenizer, vocab_size, **options):
-    if rows is not _task.train_rows or tokenizer.chat or options:
-        return _check_prompts(rows, tokenizer, vocab_size, **options)
-    key = (vocab_size, (tokenizer.folder / "tokenizer.json").read_bytes())
-    if key not in _checked:
-        _checked[key] = _check_prompts(rows, tokenizer, vocab_size)
-    return _checked[key]
+def _check_once(stream, rows):
+    if rows is not _task.train_rows or stream.tokenizer.chat:
+        return _checked_lengths(stream, rows)
+    key = (stream.vocab_size, (stream.tokenizer.folder / "tokenizer.json").read_bytes())
+    if key not in _found:
+        _found[key] = _checked_lengths(stream, rows)
+    return _found[key]
 
 
-prompts._check_prompts = _check_prompts_once
+PromptStream._checked_lengths = _check_once
 gc.collect()
 gc.freeze()  # a collection in a forked process would copy the memory of all this

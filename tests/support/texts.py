@@ -105,6 +105,9 @@ class Letters:
     def encode(self, row):
         return [ord(letter) for letter in row.prompt]
 
+    def encode_all(self, rows):
+        return [self.encode(row) for row in rows]
+
 
 def letter_prompts(texts, *, tokenizer=None, **options):
     """Prompts of one token per letter, unless a tokenizer is given; row i is at f:i."""

@@ -29,7 +29,7 @@ OWN_METHODS = ("reset", "get_reward", "close")
 
 def of_tools(tools: Sequence[Callable[..., Any]]) -> UserRollout:
     """Return the rollout of the functions of --tools. Raises InputError for one without a schema."""
-    return UserRollout(rollout_of(lambda: EpisodeTools(tools)), tool_schemas(tools))
+    return UserRollout(rollout_of(lambda: EpisodeTools(tools=tools)), tool_schemas(tools))
 
 
 def of_environment(factory: Callable[[], Any]) -> UserRollout:
@@ -41,7 +41,7 @@ def of_environment(factory: Callable[[], Any]) -> UserRollout:
     if not hasattr(environment, "reset"):
         raise UnusableError(f"{factory.__name__} has no method reset(**row)")
     return UserRollout(
-        rollout_of(lambda: EnvironmentTools(factory)),
+        rollout_of(lambda: EpisodeTools(factory=factory)),
         tool_schemas(methods_of(environment)),
         gives_reward=hasattr(environment, "get_reward"),
     )
@@ -78,18 +78,38 @@ def methods_of(environment: Any) -> list[Callable[..., Any]]:
 
 
 class EpisodeTools:
-    """The tools of one episode.
+    """The tools of one episode: functions, or the methods of an object that lives as long as the episode.
 
     by_name: the functions that the model calls.
     """
 
-    def __init__(self, tools: Sequence[Callable[..., Any]] = ()):
+    def __init__(self, *, tools: Sequence[Callable[..., Any]] = (), factory: Callable[[], Any] | None = None):
+        """tools: the functions; or factory: makes the object."""
         self.by_name = {tool.__name__: tool for tool in tools}
+        self._factory = factory
+        self._environment: Any = None
+        # The reward so far.
+        self._given = 0.0
         self._thread = ThreadPoolExecutor(1)
 
     async def begin(self, episode: Episode) -> Branch:
-        """Return the branch to continue: the one after the row's prompt, or after another one."""
-        return episode
+        """Make the object, and append the text that its `reset` returns to the prompt's last message.
+
+        Returns the branch to continue.
+        """
+        if self._factory is None:
+            return episode
+        self._environment = episode.environment = await self.value(self._factory)
+        self.by_name = {method.__name__: method for method in methods_of(self._environment)}
+        messages = as_messages(episode.row.prompt)
+        row = {**episode.row.columns, "prompt": messages}
+        observation = await self.value(self._environment.reset, **row)
+        if observation is None:
+            return episode
+        if not isinstance(observation, str):
+            raise TypeError(f"reset returned {observation!r:.80}; expected text or None")
+        *others, last = messages
+        return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
     async def results(self, message: Mapping[str, Any]) -> tuple[Messages, list[list[Any] | None]]:
         """Call a turn's tools; returns the results in order of the calls. A call that cannot be read is last.
@@ -103,10 +123,18 @@ class EpisodeTools:
         return [message for message, _ in results], [content for _, content in results]
 
     async def give_reward(self, episode: Episode) -> None:
-        """Give the episode's reward so far, earlier rewards included."""
+        """Give the object's reward: the last result of `get_reward` counts; None adds nothing."""
+        if not hasattr(self._environment, "get_reward"):
+            return
+        reward = await self.value(self._environment.get_reward)
+        if reward is not None:
+            episode.reward(float(reward) - self._given)
+            self._given = float(reward)
 
     async def close(self) -> None:
-        """Clean up after the episode, however it ended."""
+        """Close an object that has a `close`, however the episode ended."""
+        if hasattr(self._environment, "close"):
+            await self.value(self._environment.close)
         self._thread.shutdown(wait=False)
 
     async def value(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -131,45 +159,6 @@ class EpisodeTools:
             return _message(name, await self.value(self.by_name[name], **call["arguments"]))
         except (Exception, SystemExit) as error:
             return _message(name, {"error": str(error)})
-
-
-class EnvironmentTools(EpisodeTools):
-    """The tools of one episode are the methods of an object that lives as long as the episode."""
-
-    def __init__(self, factory: Callable[[], Any]):
-        super().__init__()
-        self._factory = factory
-        self._environment: Any = None
-        self._given = 0.0
-
-    async def begin(self, episode: Episode) -> Branch:
-        """Make the object, and append the text that `reset` returns to the prompt's last message."""
-        self._environment = episode.environment = await self.value(self._factory)
-        self.by_name = {method.__name__: method for method in methods_of(self._environment)}
-        messages = as_messages(episode.row.prompt)
-        row = {**episode.row.columns, "prompt": messages}
-        observation = await self.value(self._environment.reset, **row)
-        if observation is None:
-            return episode
-        if not isinstance(observation, str):
-            raise TypeError(f"reset returned {observation!r:.80}; expected text or None")
-        *others, last = messages
-        return episode.branch([*others, {**last, "content": last["content"] + observation}])
-
-    async def give_reward(self, episode: Episode) -> None:
-        """Give the reward: the last result of `get_reward` counts; None adds nothing."""
-        if not hasattr(self._environment, "get_reward"):
-            return
-        reward = await self.value(self._environment.get_reward)
-        if reward is not None:
-            episode.reward(float(reward) - self._given)
-            self._given = float(reward)
-
-    async def close(self) -> None:
-        """Close an object that has a `close`."""
-        if hasattr(self._environment, "close"):
-            await self.value(self._environment.close)
-        await super().close()
 
 
 def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:
