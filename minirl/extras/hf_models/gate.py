@@ -23,6 +23,7 @@ from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 
 MAX_ERROR = 1e-4  # relative; right models have 5e-7, with sharp attention 3e-5
+# The width of feed-forwards is no multiple of a vector, so that functions of it have a scalar tail.
 # The least window.
 FIRST_WINDOW = 16
 PROMPTS = (5, 30, 82)
@@ -40,7 +41,7 @@ _SIZES = (
     (r"mamba_n_heads", 8),
     (r"mamba_d_head", HEAD_DIM),
     (r".*(head_dim|head_size|kv_channels)", HEAD_DIM),
-    (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 96),
+    (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 100),
     (r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size", 64),
     (r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
