@@ -23,6 +23,7 @@ from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 
 MAX_ERROR = 1e-4  # relative; right models have 5e-7, with sharp attention 3e-5
+# The width of feed-forwards is no multiple of a vector, so that functions of it have a scalar tail.
 # The least window.
 FIRST_WINDOW = 16
 PROMPTS = (5, 30, 82)
@@ -37,8 +38,10 @@ _SIZES = (
     (r"vocab_size.*", 128),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 192),
     (r"qk_head_dim", 2 * HEAD_DIM),
+    (r"mamba_n_heads", 8),
+    (r"mamba_d_head", HEAD_DIM),
     (r".*(head_dim|head_size|kv_channels)", HEAD_DIM),
-    (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 96),
+    (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 100),
     (r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size", 64),
     (r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
@@ -84,9 +87,10 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
             short = known[0] if known else FIRST_WINDOW + len(windows) - 1
             windows[short] = value
             return short
-        if re.fullmatch(r".*(heads?|kv_heads|multi_query_group_num)", key):
+        sizes = [size for pattern, size in _SIZES if re.fullmatch(pattern, key)]
+        if not sizes and re.fullmatch(r".*heads?", key):
             return HEADS if value == heads else min(value, HEADS // 2)
-        return next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), value)
+        return sizes[0] if sizes else value
 
     return type(config).from_dict(shrink(config.to_dict())), windows
 
