@@ -224,23 +224,11 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
     )
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The steps in metrics.jsonl, and the numbers of its damaged lines."""
-    return read_json_lines(path, _is_step)
-
-
-def _is_step(line: Any) -> bool:
-    """Return whether a line of metrics.jsonl has a step and else numbers, or None for numbers that are not finite."""
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return False
-    return all(value is None or type(value) in (int, float) for value in line.values())
-
-
 def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Cut metrics.jsonl back to this step, without the lines that a kill cut off; returns what stays."""
     steps: list[dict[str, Any]] = []
     if path.is_file():
-        steps, damaged = read_metrics(path)
+        steps, damaged = read_json_lines(path)
         if damaged:
             places = ", ".join(f"{path}:{number}" for number in damaged[:5])
             print0(f"warning: {places}: not a whole line, left out")
