@@ -195,7 +195,6 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
         device_type="cuda",
         free=0.0,
         num_ranks=1,
-        num_shards=1,
         dtype=torch.bfloat16,
         trained=[config],
         frozen={},

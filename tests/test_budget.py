@@ -26,7 +26,7 @@ from support.memory import make_workload, saved_bytes
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
 LORA = Adapters(16)
-TOGETHER = {"decode_group": 8, "num_shards": 8, "offloads_optimizer": True, "longest": 4396}
+TOGETHER = {"decode_group": 8, "offloads_optimizer": True, "longest": 4396}
 
 
 def total(needed: Budget, *phases: str) -> float:

@@ -97,8 +97,6 @@ REFUSED = {
         ("--dry-run --gpus 0x80", "--gpus 0x80: give the number of ranks"),
         ("--dry-run --gpus 8x80 --decode-group 3", "--decode-group 3: 8 ranks do not make groups of 3"),
         ("--dry-run --gpus 8x80 --decode-group 16", "--decode-group 16: 8 ranks do not make groups of 16"),
-        ("--reward-weights 0", "--reward-weights: all are 0"),
-        ("--reward-weights 1 2", "--reward-weights: there are 1 rewards"),
         ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
         ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
@@ -116,10 +114,8 @@ REFUSED = {
         ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),
     ],
     train_ppo: [
-        ("--kl-target 6", "--kl-target 6.0: adapts --kl-reward-coef"),
         ("--gamma 1.5", "--gamma 1.5"),
         ("--value-lr 0", "--value-lr 0.0"),
-        ("--value-warmup-steps 300", "--value-warmup-steps 300"),
     ],
 }
 

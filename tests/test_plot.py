@@ -22,13 +22,13 @@ LINES = [
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run's folder under $MINIRL_RUNS, with one evaluation, a line without a step and a line that was cut off."""
+    """A run's folder under $MINIRL_RUNS, with one evaluation and a line that was cut off."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
     folder = tmp_path / "mine"
     folder.mkdir()
     lines = [*LINES[:-1], LINES[-1] | {"eval/reward": 0.9, "policy/entropy": None}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text('{"reward/mean": 1}\n' + text + '{"step": 16, "rew')
+    (folder / "metrics.jsonl").write_text(text + '{"step": 16, "rew')
     return folder
 
 

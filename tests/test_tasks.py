@@ -168,7 +168,6 @@ def returned(functions):
 def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(write, mine):
     config = RunConfig(data=write([GOOD]), reward_model=("a", "b"), reward=(mine("three"),))
     assert config.reward_models == {"reward_model": "a", "reward_model_2": "b"}
-    assert config.num_rewards == 3
     load_task(config)
     with pytest.raises(InputError, match="the name reward_model_2 is taken"):
         load_task(replace(config, reward=("mine.py:reward_model_2",)))

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ def json_lines(values: Iterable[Any]) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def read_json_lines(path: Path, is_right: Callable[[Any], bool]) -> tuple[list[Any], list[int]]:
-    """The values in a file with one on each line, and the numbers of the damaged lines: cut off, or not a value.
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects in a file with one on each line, and the numbers of the damaged lines: cut off, or no object.
 
     A blank line is neither. Raises OSError.
     """
-    values = []
+    objects = []
     damaged = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
@@ -45,11 +45,11 @@ def read_json_lines(path: Path, is_right: Callable[[Any], bool]) -> tuple[list[A
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if is_right(value):
-            values.append(value)
+        if isinstance(value, dict):
+            objects.append(value)
         else:
             damaged.append(number)
-    return values, damaged
+    return objects, damaged
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

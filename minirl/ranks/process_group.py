@@ -142,17 +142,13 @@ def world_size() -> int:
 
 
 def print0(*parts: Any) -> None:
-    """Print on rank 0, like `print_here`. Not collective."""
-    if rank() == 0:
-        print_here(*parts)
-
-
-def print_here(*parts: Any) -> None:
-    """Print on this rank and flush; output that cannot be written stops no run. Not collective.
+    """Print on rank 0 and flush; output that cannot be written stops no run. Not collective.
 
     When the reader of the output has gone (as in `| head`), this and all later output is dropped. On a full disk
     the last lines are written with later output, once there is room.
     """
+    if rank() != 0:
+        return
     try:
         print(*parts, flush=True)
     except BrokenPipeError:

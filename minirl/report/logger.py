@@ -67,7 +67,8 @@ class Logger:
         self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            args = write_args(folder, {**args, "wandb_id": _wandb_id(folder)})
+            args = {**args, "wandb_id": _wandb_id(folder)}
+            write_args(folder, args)
             for line in _cut_metrics(self._metrics_file, after_step):
                 self._measured |= line.keys()
             if wandb_mode != "off":
@@ -98,7 +99,15 @@ class Logger:
         if rank() == 0:
             all_lines = [line for rank_lines in gathered for line in rank_lines]
             all_lines.sort()
-            self._write_rollouts(step, "".join(line for _, line in all_lines))
+            text = "".join(line for _, line in all_lines)
+            path = self.folder / "rollouts" / f"{step:06d}.jsonl"
+            try:
+                path.write_text(text)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # a partly written file does not stay
+                    path.unlink()
+                reason = error.strerror or error
+                print0(f"warning: {path}: {reason}; the run goes on without the rollouts of this step")
 
     def finish(self) -> None:
         """Close wandb, if it is on. Raises SaveError if metrics.jsonl still lacks lines."""
@@ -121,18 +130,6 @@ class Logger:
         self._unwritten = b""
         return True
 
-    def _write_rollouts(self, step: int, text: str) -> None:
-        """Write a step's rollouts; a partly written file does not stay."""
-        path = self.folder / "rollouts" / f"{step:06d}.jsonl"
-        try:
-            path.write_text(text)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            print0(
-                f"warning: {path}: {error.strerror or error}; the run goes on without the rollouts of this step"
-            )
-
     def _try_wandb(self, action: Callable[[], Any]) -> Any:
         """Call wandb; returns what it returns. If that fails, print the error and turn wandb off."""
         try:
@@ -144,12 +141,9 @@ class Logger:
             self._wandb = None
 
 
-def write_args(folder: Path, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Write args.json; returns its content, JSON values."""
-    # A round trip through JSON turns paths and other values that it cannot hold into text.
-    content: dict[str, Any] = json.loads(json.dumps(args, default=str))
-    durable.replace_file(folder / "args.json", json.dumps(content, indent=2) + "\n")
-    return content
+def write_args(folder: Path, args: Mapping[str, Any]) -> None:
+    """Write args.json; paths and other values that JSON cannot hold become text."""
+    durable.replace_file(folder / "args.json", json.dumps(args, indent=2, default=str) + "\n")
 
 
 def rollout_records(
@@ -230,23 +224,11 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
     )
 
 
-def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The steps in metrics.jsonl, and the numbers of its damaged lines."""
-    return read_json_lines(path, _is_step)
-
-
-def _is_step(line: Any) -> bool:
-    """Return whether a line of metrics.jsonl has a step and else numbers, or None for numbers that are not finite."""
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return False
-    return all(value is None or type(value) in (int, float) for value in line.values())
-
-
 def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Cut metrics.jsonl back to this step, without the lines that a kill cut off; returns what stays."""
     steps: list[dict[str, Any]] = []
     if path.is_file():
-        steps, damaged = read_metrics(path)
+        steps, damaged = read_json_lines(path)
         if damaged:
             places = ", ".join(f"{path}:{number}" for number in damaged[:5])
             print0(f"warning: {places}: not a whole line, left out")

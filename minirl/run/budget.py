@@ -40,15 +40,13 @@ class Workload:
     """What a run asks of a rank, besides `Sizes`.
 
     trained: the policy, then value models, which with shares_base have adapters on its weights. frozen: by name.
-    num_shards: ranks that hold a model's shards together: all, or those of a decode group. longest: tokens
-    of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step. requests: those
-    that it has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
+    longest: tokens of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
+    requests: those that it has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
     """
 
     device_type: str
     free: float
     num_ranks: int
-    num_shards: int
     dtype: torch.dtype
     trained: Sequence[ModelConfig]
     frozen: Mapping[str, ModelConfig]
@@ -61,6 +59,11 @@ class Workload:
     parks_frozen: bool = True
     offloads_optimizer: bool = False
     decode_group: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks that hold a model's shards together: all, or those of a decode group."""
+        return self.decode_group if self.decode_group > 1 else self.num_ranks
 
 
 @dataclass(frozen=True)

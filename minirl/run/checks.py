@@ -63,15 +63,6 @@ def check_ppo(config: Any) -> None:
     for name in ("gamma", "gae_lambda"):
         value = getattr(config, name)
         refuse(value > 1, f"{flag_of(name)} {value}: must be at most 1")
-    refuse(
-        config.kl_target and not config.kl_reward_coef,
-        f"--kl-target {config.kl_target}: adapts --kl-reward-coef, which must be greater than 0",
-    )
-    refuse(
-        config.value_warmup_steps >= config.num_steps,
-        f"--value-warmup-steps {config.value_warmup_steps}: the policy is trained in none of --num-steps "
-        f"{config.num_steps}",
-    )
 
 
 def check_shared(config: RunConfig) -> None:
@@ -91,14 +82,6 @@ def check_shared(config: RunConfig) -> None:
     refuse(
         config.minibatches_per_epoch > num_rollouts,
         f"--num-minibatches {config.minibatches_per_epoch}: a step has only {num_rollouts} rollouts",
-    )
-    refuse(
-        len(config.reward_weights) not in (0, config.num_rewards),
-        f"--reward-weights: there are {config.num_rewards} rewards",
-    )
-    refuse(
-        config.reward_weights and not any(config.reward_weights),
-        "--reward-weights: all are 0, so that nothing is trained for",
     )
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"

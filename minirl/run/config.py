@@ -270,12 +270,6 @@ class RunConfig(
             return self.correction
         return "token_truncate" if self.max_staleness else "none"
 
-    @property
-    def num_rewards(self) -> int:
-        """The number of rewards: functions and reward models, or else the task's own one; overlong penalty."""
-        named = len(self.reward) + len(self.reward_model)
-        return (named or 1) + bool(self.overlong_buffer)
-
 
 def ranks_and_bytes(gpus: str) -> tuple[int, float]:
     """The number of ranks in --gpus and the bytes of each. Raises InputError."""

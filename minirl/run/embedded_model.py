@@ -84,11 +84,10 @@ def _make_folder(folder: Path, task: Task) -> None:
     """Warm-start the model and write its folder. Another run may be doing the same."""
     model = warm_start(task)
     with tempfile.TemporaryDirectory() as temporary:
-        tokenizer_folder = Path(temporary)
-        save_tokenizer(tokenizer_folder)
+        save_tokenizer(Path(temporary))
         weights = named_parameters(model)
         try:
-            save_folder(folder, weights, config=RECIPE["config"], tokenizer_from=tokenizer_folder)
+            save_folder(folder, weights, config=RECIPE["config"], tokenizer_from=Path(temporary))
         except OSError:
             # If the folder exists now, another run has made the same one meanwhile.
             if not folder.exists():

@@ -62,7 +62,7 @@ def plan(
     given = _given_sizes(config, recorded)
     for group in decode_groups(config, machine.ranks_of_node, recorded):
         if group > 1:
-            work = dataclasses.replace(work, decode_group=group, num_shards=group)
+            work = dataclasses.replace(work, decode_group=group)
             given["shard_gradients"] = True
         sizes = choose_sizes(work, given)
         needed = budget(work, sizes)
@@ -149,7 +149,6 @@ def _workload(
         device_type=machine.device_type,
         free=machine.free,
         num_ranks=machine.num_ranks,
-        num_shards=machine.num_ranks,
         dtype=dtype,
         trained=trained,
         frozen=frozen,

@@ -85,7 +85,6 @@ class Setup:
         self.device = process_group.start(
             shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
         )
-        self._num_shards = world_size()
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
@@ -121,11 +120,10 @@ class Setup:
         )
         self.tokenizer = self.prompts.tokenizer
         self.max_tokens, self.max_new_tokens = self.prompts.max_tokens, self.prompts.max_new_tokens
+        # Before any weights are loaded: the budget counts them against the free memory that it measures.
         self._fit_memory()
         self.task = task
         self.reward_functions, self.reward_weights = self._load_rewards(task)
-        if self.sizes.decode_group > 1:
-            self._num_shards = self.sizes.decode_group
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
@@ -151,6 +149,7 @@ class Setup:
 
     def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
         """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
+        group = self.sizes.decode_group
         return ShardedModel(
             model_config,
             folder,
@@ -158,9 +157,9 @@ class Setup:
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
             shard_gradients=self.sizes.shard_gradients,
-            num_shards=self._num_shards,
+            num_shards=group if group > 1 else None,
             offload_optimizer=self.config.offload_optimizer,
-            shard_weights=self.sizes.decode_group > 1,
+            shard_weights=group > 1,
             **options,
         )
 

@@ -51,7 +51,6 @@ def make_workload(policy: ModelConfig, num_ranks: int = 1, **changes: Any) -> Wo
     asked = {
         "device_type": "cuda",
         "free": 80e9,
-        "num_shards": num_ranks,
         "dtype": torch.bfloat16,
         "trained": [policy],
         "frozen": {},
