@@ -93,6 +93,15 @@ def test_no_module_imports_a_higher_folder():
         assert not roots & outside, name
 
 
+def test_only_tests_that_bear_an_extras_name_need_it():
+    """At import, those of support included. Within functions a test of the core may use an extra."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        nodes = statements_at_import(ast.parse(path.read_text()))
+        names = {name for node in nodes for name in imported_names(node)}
+        needed = {name.split(".")[2] for name in names if name.startswith("minirl.extras.")}
+        assert not [extra for extra in needed if not path.name.startswith(f"test_{extra}")], path.name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_without_an_extra_the_rest_trains(extra, tmp_path):

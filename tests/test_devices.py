@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import train_grpo
-from minirl.extras.delta_net import layer as gated_delta_net
 from minirl.generation.engine import Engine
 from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
@@ -106,7 +105,9 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
 ):
     """Microbatches, logprobs, loss, metrics and gradients, of states by fla; also of an empty microbatch."""
     # In backward nothing is pretended, so nothing can be computed again there.
-    monkeypatch.setattr(gated_delta_net, "checkpoint", lambda function, *args, use_reentrant: function(*args))
+    monkeypatch.setattr(
+        "minirl.extras.delta_net.layer.checkpoint", lambda function, *args, use_reentrant: function(*args)
+    )
     gradients = []
     for place in (CPU, device):
         model = make_model(attention, torch.float64, adapters=adapters).to(place)

@@ -5,9 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from minirl.extras.delta_net.fla import run_packed
-from minirl.extras.delta_net.rule import DeltaRows, normalized, run_chunks
-from minirl.extras.kernels import paged_attention
 from minirl.generation.engine import Engine
 from minirl.model import device_kernels, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
@@ -60,6 +57,9 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
 def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
     """bf16 on CUDA against fp32 on the CPU, on the same values."""
     pytest.importorskip("fla")
+    from minirl.extras.delta_net.fla import run_packed
+    from minirl.extras.delta_net.rule import DeltaRows, normalized, run_chunks
+
     assert device_kernels.has_fla(CUDA, torch.bfloat16)
     layout = shared_layout(FAMILIES) if shares else PackedLayout((1, 17, 128, 300), torch.device("cpu"))
     tokens = len(layout.computed_tokens)
@@ -83,6 +83,8 @@ def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
 def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
     """As under the interpreter, by the device: pools, tables and what must not be touched are the same."""
     pytest.importorskip("triton")
+    from minirl.extras.kernels import paged_attention
+
     cache, rows = make_cache(window, groups, dim, dtype)
     pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
     read = cached.read

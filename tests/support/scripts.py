@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from minirl.extras import evaluate
 from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.flags import parse
@@ -185,6 +184,8 @@ def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str,
     os.environ.update(variables, MINIRL_RUNS=runs)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        from minirl.extras import evaluate
+
         assert evaluate.main(evaluate.parsed(words(flags))) == 0
     return printed.getvalue()
 
