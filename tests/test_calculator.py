@@ -1,5 +1,7 @@
 """The example of a tool: it learns, and its task is fair."""
 
+import re
+
 import pytest
 
 from minirl.data.calculator import calls, load_calculator, score
@@ -21,8 +23,9 @@ def test_the_command_of_the_page_learns_to_call(two_ranks, tmp_path):
     assert {line["policy/logp_gap_max"] for line in metrics} == {0.0}
     for rollout in read_rollouts(folder, 12):
         call, is_answered, rest = rollout["completion"].partition("</calc>")
-        factors = call.rpartition("<calc>")[2].split("*")
-        assert not is_answered or rest.startswith(f"{int(factors[0]) * int(factors[1])}=") or not rest
+        factors = re.search(r"<calc>(\d+)\*(\d+)$", call)
+        if is_answered and rest and factors:
+            assert rest.startswith(f"{int(factors[1]) * int(factors[2])}=")
 
 
 def test_the_task_holds_out_pairs_and_its_calls_are_rare_examples():

@@ -9,7 +9,6 @@ import pytest
 from support.jobs import ROOT
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
-from support.scripts import start_script
 from support.texts import TOKENS, save_tokenizer
 
 # One check of each function; the others run the same ones with the other script.
@@ -55,13 +54,8 @@ def test_a_check_that_fails_or_hangs_ends_and_says_why(gpu_check, program, statu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS_OF_THE_CPU.split())
-def test_a_check_passes_on_the_cpu(gpu_check, name, runs, monkeypatch):
-    """Small, and without what only a device can show. Ranks are forked, which saves their imports."""
-
-    def fork(script, *flags, runs, ranks, **pipes):
-        return start_script(ROOT / script, *flags, runs=runs, ranks=ranks).processes[0]
-
-    monkeypatch.setattr(gpu_check, "start_script", fork)
+def test_a_check_passes_on_the_cpu(gpu_check, name, runs):
+    """Small, and without what only a device can show."""
     figures = gpu_check.CHECKS[name].run(gpu_check.Place("cpu", runs))
     outcome = gpu_check.Outcome(name, "ok", 0.0, figures)
     assert gpu_check.is_good(outcome, "cpu"), outcome

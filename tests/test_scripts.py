@@ -127,7 +127,7 @@ def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
 
 
 def assert_all_time_has_a_cause(line: dict) -> None:
-    always = {"wait_ranks", "score", "update", "update_comm", "report", "host", "prefill", "decode"}
+    always = {"wait_ranks", "score", "update", "report", "host", "prefill", "decode"}
     assert {f"time/{cause}" for cause in always} <= line.keys()
     causes = {name: value for name, value in line.items() if name.startswith("time/") and name != "time/step"}
     assert sum(causes.values()) == pytest.approx(line["time/step"], rel=0.01)
