@@ -118,16 +118,6 @@ async def replying(episode: Episode):
     await episode.generate(after=replies_of(episode)[1], max_tokens=9)
 
 
-async def chatting(episode: Episode):
-    """Messages that repeat the episode's facts about itself."""
-    turn = await episode.generate(max_tokens=9, stop="f")
-    for _ in range(2):
-        said = " ".join([*(message["content"] for message in episode.messages), turn.message["content"]])
-        results = [{"role": "tool", "content": said[-9:]}, {"role": "user", "content": said[:9]}]
-        await episode.generate(after=results, max_tokens=3)
-        turn = await episode.generate(after=turn.text[:1], max_tokens=5)
-
-
 def end_of(turn) -> list[int]:
     """The text that closes a turn without an end token."""
     eos_id = TOKENS.index("<eos>")
