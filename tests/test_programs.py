@@ -31,7 +31,7 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
     return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
 
 
-FUNCTIONS = [(one_turn, 7), (calculator, 1), (branching, 6)]
+FUNCTIONS = [(one_turn, 7), (calculator, 3), (branching, 6)]
 
 
 @pytest.mark.parametrize(("function", "budget"), FUNCTIONS)
@@ -40,9 +40,7 @@ def test_rollouts_do_not_depend_on_when_functions_reply(function, budget):
     prompts = chat_prompts(120)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     make = functools.partial(make_collector, prompts, rollout=unhurried(function), engine_options=tight)
-    found = assert_pauses_change_nothing(make, budget=budget)
-    (whole,) = collected(make_collector(prompts, rollout=function), 1, 1 + max(found)[0])
-    assert found == {row[0]: row for row in whole if row[0] in found}
+    assert_pauses_change_nothing(make, make_collector(prompts, rollout=function), budget=budget)
 
 
 def rollouts_of_rank(rank):
