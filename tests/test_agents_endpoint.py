@@ -149,7 +149,7 @@ def test_an_agent_makes_the_rollouts_of_a_function_that_asks_here(load, name):
     options = {"rollout": load(name, AGENTS), "group_size": 2, "engine_options": tight}
     twin = make_collector(prompts, rollout=in_turns, group_size=2)
     if name == "client_async":
-        assert_pauses_change_nothing(partial(make_collector, prompts, **options), twin)
+        assert_pauses_change_nothing(partial(make_collector, prompts, **options), twin, budget=3)
     else:
         assert collected(make_collector(prompts, **options), 1, 1) == collected(twin, 1, 1)
 

@@ -31,7 +31,7 @@ def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
     return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
 
 
-FUNCTIONS = [(one_turn, 7), (calculator, 3), (branching, 6)]
+FUNCTIONS = [(one_turn, 7), (calculator, 3), (branching, 3)]
 
 
 @pytest.mark.parametrize(("function", "budget"), FUNCTIONS)
