@@ -1,5 +1,6 @@
 """The order of prompts, and a tokenizer whose own BOS and template's BOS must not meet."""
 
+import functools
 import itertools
 import json
 import random
@@ -14,18 +15,9 @@ from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.generation.sampling import request_key
 from minirl.rollouts import RolloutId
 from support.marks import slow
-from support.texts import (
-    DECODERS,
-    TEMPLATE,
-    Letters,
-    ids,
-    letter_prompts,
-    save_decoding_tokenizer,
-    save_tokenizer,
-)
+from support.texts import DECODERS, TEMPLATE, ids, letter_prompts, save_decoding_tokenizer, save_tokenizer
 
 EOS = 1
 WORDS = ["a", "bb", "ccc", "dd"]
@@ -67,28 +59,16 @@ def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_
     assert order(letter_prompts("a" * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
 
 
-def test_a_request_is_its_row_its_key_and_the_limits():
-    """Tokens of the row that the order gives, the id and key of the run's ordinal; greedy ones after their group."""
-    prompts = letter_prompts(["aa", "bbb", "c"], seed=4)
-    requests = prompts.requests(2, 3, group_size=2, num_greedy=1, temperature=0.7)
-    assert [r.rollout_id for r in requests] == [RolloutId(o, s) for o in (2, 3, 4) for s in (0, 1, 2)]
-    assert [r.temperature for r in requests] == [0.7, 0.7, 0.0] * 3
-    for request in requests:
-        ordinal, sample = request.rollout_id.prompt_ordinal, request.rollout_id.sample
-        assert request.prompt_ids == tuple(map(ord, prompts.row(ordinal).prompt))
-        assert request.key == request_key(4, purpose="train", prompt_ordinal=ordinal, sample=sample)
-        assert (request.max_new_tokens, request.stop_ids) == (4, frozenset({7}))
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group.
 
-    Prompts that are begun one at a time go to the ranks in turn.
+    Greedy requests follow their group. Prompts that are begun one at a time go to the ranks in turn.
     """
     wanted = dict(count=6, group_size=3, num_greedy=1)
     whole = letter_prompts(WORDS).requests(5, **wanted)
-    assert len(whole) == 24
+    assert [r.rollout_id for r in whole] == [RolloutId(5 + o, s) for o in range(6) for s in range(4)]
+    assert [r.temperature for r in whole] == [1.0, 1.0, 1.0, 0.0] * 6
     prompts = letter_prompts(WORDS)
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     shares, num_alone = [], []
@@ -145,18 +125,10 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
 
 def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
     """A chat template may write the date; served prompts leave room for the completion on every day."""
-    tokenizer = Letters()
-    prompts = letter_prompts(["abc"], tokenizer=tokenizer, max_tokens=8, max_new_tokens=5)
-    tokenizer.encode = lambda row: [1, 2, 3, 4]
+    prompts = letter_prompts(["abc"], max_tokens=8, max_new_tokens=5)
+    prompts.tokenizer.encode = lambda row: [1, 2, 3, 4]
     (request,) = prompts.requests(0, 1, group_size=1)
     assert (request.prompt_ids, request.max_new_tokens) == ((2, 3, 4), 5)
-
-
-def test_a_chat_prompt_without_a_template_is_refused_with_its_row(tmp_path):
-    """Fault 22."""
-    save_tokenizer(tmp_path, None)
-    with pytest.raises(InputError, match=r"my\.jsonl:7.*no chat template; leave out --chat"):
-        Tokenizer(tmp_path, chat=True).encode(Row("a", {}, "my.jsonl:7"))
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
@@ -180,17 +152,19 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ raise_exception('no tools') if messages[1].content }}", "TemplateError: no tools"),
+        (None, "a chat prompt, but this tokenizer has no chat template"),
+        (
+            "{{ raise_exception('no tools') if messages[1].content }}",
+            "the chat template of .* refuses the messages: .*no tools",
+        ),
         # What is to be continued is dropped.
-        (TEMPLATE.replace("m['content']", "m['content'][:2]"), "ValueError"),
+        (TEMPLATE.replace("m['content']", "m['content'][:2]"), "the chat template of .*: ValueError"),
     ],
 )
-def test_a_chat_template_that_fails_is_refused_with_the_row(tmp_path, template, message):
+def test_a_chat_template_that_fails_or_is_missing_is_refused_with_the_row(tmp_path, template, message):
     """It is a program of the model's folder: whatever it raises, the row and the folder are named. Fault 22."""
     save_tokenizer(tmp_path, template)
-    said = f"f:1: the chat template of {tmp_path} refuses the messages: {message}"
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=f"^f:1: {message}"):
         Tokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
 
 
@@ -202,8 +176,6 @@ EMPTY = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}, "add
     [
         ("tokenizer", "{", "FOLDER: its tokenizer cannot be loaded: "),
         ("tokenizer", EMPTY, r"f:1: the text cannot be tokenized: 'hello': .*UNK"),
-        ("tokenizer_config", {"chat_template": [1]}, "FOLDER"),
-        ("generation_config", "{", "generation_config.json: not JSON"),
         ("generation_config", {"eos_token_id": [1, None, 2.0]}, "eos_token_id is .1, None, 2.0.; expected"),
     ],
 )
@@ -214,9 +186,8 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
         fields = json.loads(path.read_text()) if path.exists() else {}
         content = json.dumps(fields | content)
     path.write_text(content)
-    (spoilt_folder / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
-        Tokenizer(spoilt_folder, chat="chat_template" in content).encode(Row("hello", {}, "f:1"))
+        Tokenizer(spoilt_folder).encode(Row("hello", {}, "f:1"))
 
 
 def test_an_answered_text_ends_with_one_end_token(tmp_path):
@@ -246,19 +217,7 @@ def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder):
     assert Tokenizer(spoilt_folder).stop_ids == {EOS, 5, 6, 7}
 
 
-# Stop strings.
-
-
-def whole_text(tokenizer, sampled):
-    """The text of a turn from its first token, with special tokens; an id that the tokenizer lacks is U+FFFD."""
-    text = ""
-    for is_known, part in itertools.groupby(sampled, key=lambda token: token < tokenizer.num_ids):
-        part = list(part)
-        text += tokenizer.backend.decode(part) if is_known else "\ufffd" * len(part)
-    return text
-
-
-@pytest.mark.parametrize("kind", [*DECODERS[:2], *map(slow, DECODERS[2:])])
+@pytest.mark.parametrize("kind", [*DECODERS[:2], slow(DECODERS[2])])
 def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path, kind):
     """A bounded tail finds the strings that the whole turn's text has, anywhere in 1,000 random turns.
 
@@ -266,11 +225,12 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path,
     """
     units, rng = save_decoding_tokenizer(tmp_path, kind), random.Random(kind)
     tokenizer = Tokenizer(tmp_path)
+    whole_text = functools.partial(tokenizer.decode, skip_special_tokens=False)
     num_stops = num_late = 0
     for _ in range(1000):
         chosen = rng.choices([*units, [tokenizer.num_ids + 3]], k=rng.randint(1, 6))
         turn, other = (list(itertools.chain(*rng.choices(chosen, k=rng.randint(1, 40)))) for _ in range(2))
-        text = whole_text(tokenizer, rng.choice([turn, other]))
+        text = whole_text(rng.choice([turn, other]))
         starts = [rng.randint(0, len(text)) for _ in range(rng.randint(1, 3))]
         parts = [text[start : start + rng.randint(1, 9)].replace("\ufffd", "") for start in starts]
         strings = [part for part in [*parts, rng.choice(["", "##"])] if part] or ["a"]
@@ -278,7 +238,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path,
         for count in range(1, len(turn) + 1):
             sampled = turn[:count]
             found = stop.found(sampled[-stop.max_tokens :])
-            contained = [string for string in strings if string in whole_text(tokenizer, sampled)]
+            contained = [string for string in strings if string in whole_text(sampled)]
             assert (found in contained) if contained else (found is None), (strings, sampled)
             if found is not None:
                 num_stops += 1
@@ -293,6 +253,5 @@ def test_a_stop_string_is_found_behind_bytes_that_are_no_character(tmp_path):
     save_decoding_tokenizer(tmp_path, "sentencepiece")
     stop = StopStrings(Tokenizer(tmp_path), ["\n\n", "é\n"])
     stray, newline = 0xE3, 10
-    assert stop([[stray, newline], [newline, stray, newline]]) == [False, False]
-    assert stop.found([stray, newline, newline]) == "\n\n"
+    assert stop([[newline, stray, newline], [stray, newline, newline]]) == [False, True]
     assert stop.found([stray] * 40 + [*"é\n".encode()]) == "é\n"

@@ -1,8 +1,6 @@
 """Reward functions in TRL's shape: arguments, sources, results; reward models."""
 
 import functools
-import json
-import runpy
 
 import pytest
 import torch
@@ -79,27 +77,6 @@ def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tm
     assert rewards_of(installed, Row("q", {"answer": 4.0}, "f:1"), ["#### 4", "#### 5"]) == [1.0, 0.0]
 
 
-ASYNC_REWARD = """
-import asyncio
-
-async def score(completions):
-    all_have_begun = asyncio.Barrier(len(completions))
-
-    async def score_one(completion):
-        await all_have_begun.wait()
-        return None if completion == "b" else float(len(completion))
-
-    return await asyncio.gather(*map(score_one, completions))
-"""
-
-
-def test_an_async_function_is_waited_for_and_its_completions_run_side_by_side(tmp_path):
-    """Ten completions of which none ends before all have begun, in a process and here."""
-    (tmp_path / "mine.py").write_text(ASYNC_REWARD)
-    for score in (RewardWorkers(f"{tmp_path}/mine.py:score"), runpy.run_path(f"{tmp_path}/mine.py")["score"]):
-        assert rewards_of(score, ROW, ["aaa", "b"] * 5) == [3.0, None] * 5
-
-
 def save_model(folder, auto_class, **keys):
     """A random transformers model whose scores differ clearly, over the reward model's vocabulary."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -146,15 +123,13 @@ CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "h
         ("ab,", {}, "<bos>ab,{}<eos>"),
         (CHAT, {}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
         ("ab,", {"chat": True}, "<bos><turn>user:ab,<turn>assistant:{}"),
-        (CHAT, {"chat": True}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
-        # Those of --chat-template-kwargs.
         (
             "ab,",
             {"chat": True, "template_arguments": {"style": "brief"}},
             "<bos>brief<turn>user:ab,<turn>assistant:{}",
         ),
     ],
-    ids=["text", "messages", "chat", "chat_messages", "template_arguments"],
+    ids=["text", "messages", "chat", "template_arguments"],
 )
 def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, options, expected):
     """Text ends in one EOS, messages go through its own template; the score is that of the last token."""
@@ -190,25 +165,22 @@ def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_fold
     assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "fits"), [(20, 20), (1000, POSITIONS)], ids=["microbatch", "positions"]
-)
-def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_tokens, fits):
+def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
     """One of exactly the limit is scored; one more token names the flag, the folder, both numbers and a way out."""
     folder, _ = reward_folder
-    is_eos_read = json.loads((folder / "config.json").read_text())["pad_token_id"] is None
-    model, others = load(folder, max_tokens=max_tokens), 1 + is_eos_read  # <bos>, <eos>
-    assert len(model(["a", "a"], ["b", "b" * (fits - 1 - others)])) == 2
-    said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
-    with pytest.raises(RewardError, match=said):
-        model(["a", "a"], ["b", "b" * (fits - others)])
+    for options, fits in (({"max_tokens": 30}, 30), ({}, POSITIONS)):
+        model = load(folder, **options)
+        room = fits - len(ids("<bos><turn>user:hello<turn>assistant:"))
+        assert len(model([CHAT[1:]], ["b" * room])) == 1
+        said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
+        with pytest.raises(RewardError, match=said):
+            model([CHAT[1:]], ["b" * (room + 1)])
 
 
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
-    lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
-    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
-    assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
+    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in (0, 12, 13, 16, 20, 100)])
+    assert penalties == [0, 0, -0.125, -0.5, -1, -1]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():

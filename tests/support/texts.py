@@ -41,14 +41,14 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
     tokenizer.save_pretrained(folder)
 
 
-DECODERS = ("byte-level", "sentencepiece", "wordpiece", "suffix")
+DECODERS = ("byte-level", "sentencepiece", "wordpiece")
 
 
 def save_decoding_tokenizer(folder, kind):
     """A small vocabulary with a decoder of this kind. Returns lists of ids that stand for a token or a character each.
 
     Byte-level tokens are any parts of characters; sentencepiece has a token for every byte, of which characters are
-    made; in WordPiece and BPE with suffixes it is a mark on the token whether a space is beside it.
+    made; in WordPiece a mark on the token says that no space is before it.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
@@ -71,12 +71,9 @@ def save_decoding_tokenizer(folder, kind):
         decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
         )
-    elif kind == "wordpiece":
+    else:
         tokens = ["a", "##a", "b", "##ab", "#", "##é", ".", "'", "n't", "do", "日"]
         decoder = decoders.WordPiece()
-    else:
-        tokens = ["a", "a</w>", "b</w>", "ab", "ab</w>", "#", "</s></w>"]
-        decoder = decoders.BPEDecoder()
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoder
