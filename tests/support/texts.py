@@ -120,10 +120,6 @@ CHATML = (
 )
 CHAT_TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
-    "tool results as the user's": (
-        CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'tool' else m.role }}"),
-        "<|im_end|>",
-    ),
     "content stripped, tools as json": (
         "<s>{% for m in messages %}<|start|>{{ m.role }}\n\n"
         "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|eot|>"
@@ -142,11 +138,6 @@ CHAT_TEMPLATES = {
         ).replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<|open|>{% endif"),
         "<|im_end|>",
     ),
-    "a space before the end": (
-        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} </s>"
-        "{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
-        "</s>",
-    ),
     "thoughts are left out later": (
         CHATML.replace(
             "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
@@ -157,7 +148,7 @@ CHAT_TEMPLATES = {
 
 
 def save_chat_tokenizer(folder, template, end, special=()):
-    """One id per byte, and one for each special token of `CHAT_TEMPLATES` and of `special`; `end` ends an answer."""
+    """One id per byte, and one for each special token of the template and of `special`; `end` ends an answer."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -167,8 +158,7 @@ def save_chat_tokenizer(folder, template, end, special=()):
     backend = Backend(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    templates = (template or "") + "<|user|><|tool|><|assistant|>"
-    templates += "".join(text for text, _ in CHAT_TEMPLATES.values())
+    templates = f"{template}<|user|><|tool|><|assistant|><|eot|></s>"
     tokens = {*special, *re.findall(r"<\|\w+\|>|</?s>", templates)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
