@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from minirl.data import calculator
+from minirl.data.calculator import load_calculator
 from minirl.data.gsm8k import (
     INSTRUCTION,
     flexible_answer,
@@ -18,11 +20,12 @@ from minirl.data.gsm8k import (
 )
 from minirl.data.sorting import load_sorting, score
 from minirl.data.task import Row
-from minirl.errors import InputError
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from support.rollouts import rewards_of_call
+from support.scripts import ROOT, read_metrics, trained
 
+CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
 GOOD = '{"prompt": "hello", "answer": 3}'
 
 
@@ -33,11 +36,11 @@ def eval_rows(task):
 
 @pytest.fixture
 def write(tmp_path):
-    """A file of these bytes or lines, by path."""
+    """A file of these lines, by path."""
 
     def write_file(content, name="rows.jsonl"):
         path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else "\n".join(content).encode())
+        path.write_text("\n".join(content))
         return str(path)
 
     return write_file
@@ -113,18 +116,44 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
         assert sum(strict_score(solutions[1:] + solutions[:1], answers)) < 0.1 * count
 
 
-def test_sorting_holds_out_what_it_does_not_train_on_and_scores_the_sorted_string_alone():
-    """Distinct strings, none in both parts, the same each time. Pitfall 57."""
-    task = load_sorting(num_train=2000, num_eval=100)
-    prompts = [row.prompt for row in (*task.train_rows, *eval_rows(task))]
-    assert (len(task.train_rows), len(eval_rows(task)), len(set(prompts))) == (2000, 100, 2100)
-    assert load_sorting(num_train=2000, num_eval=100) == task
+@pytest.mark.parametrize("load", [load_sorting, load_calculator])
+def test_embedded_tasks_hold_out_what_they_do_not_train_on(load):
+    """Distinct prompts, none in both parts nor in the examples of the warm start, the same each time. Pitfall 57."""
+    task = load(num_train=2000, num_eval=100)
+    held_out = tuple(row.prompt for row in eval_rows(task))
+    assert (len(task.train_rows), len(held_out)) == (2000, 100)
+    assert len({*held_out, *(row.prompt for row in task.train_rows)}) == 2100
+    assert not any(row.prompt.startswith(held_out) for row in task.warm_start_rows)
+    assert load(num_train=2000, num_eval=100) == task
     answers = [row.columns["answer"] for row in task.train_rows]
-    assert answers == ["".join(sorted(row.prompt[:-1])) for row in task.train_rows]
-    assert score(answers, answers) == [1.0] * 2000
-    assert max(map(len, answers)) < task.max_new_tokens
+    (exact,) = task.rewards.values()
+    assert exact(answers, answers) == [1.0] * 2000
+    assert sum(exact(answers[1:], answers[:-1])) < 20
+
+
+def test_the_sorted_string_alone_is_rewarded():
     wrong = ["", "1123 ", " 1123", "1123=", "123", "11233", "3211", "1123\n"]
-    assert score(wrong, ["1123"] * len(wrong)) == [0.0] * len(wrong)
+    assert score(["1123", *wrong], ["1123"] * 9) == [1.0] + [0.0] * 8
+
+
+def test_only_the_answer_behind_the_calculators_last_result_is_rewarded():
+    """Neither a call nor its result is one: using the tool earns nothing."""
+    call = "<calc>12*34</calc>"
+    right = ["408", f"{call}408=408", f"<calc>1*3</calc>3={call}408=408"]
+    wrong = ["", call, f"{call}408=", f"{call}408=40", "4080", f"{call}408=408="]
+    assert calculator.score([*right, *wrong], ["408"] * 9) == [1.0] * 3 + [0.0] * 6
+    assert calculator.calls([*right, *wrong]) == [0, 1, 1, 0, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.slow
+def test_a_run_learns_to_call_the_calculator(two_ranks, tmp_path):
+    """Calls are rare at first and nearly all at the end; answers become right, so calls are answered."""
+    flags = f"--task calculator --rollout {CALCULATOR}:calculator --num-steps 12"
+    first, *_, last = read_metrics(trained(two_ranks, tmp_path / "learns", "train_grpo.py", flags))
+    assert first["reward/calls"] < 0.15
+    assert first["reward/exact"] < 0.1
+    assert last["reward/calls"] > 0.9
+    assert last["reward/exact"] > 0.5
 
 
 def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write):
@@ -160,6 +189,10 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
         ({"data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
         # Metrics and weights go by name.
         (
+            {"data": "a.jsonl", "eval_data": ("a/x.jsonl", "b/x.jsonl")},
+            "--eval-data .* two files of one name",
+        ),
+        (
             {"reward": ("minirl.data.sorting:score", "mine.py:score")},
             "--reward .*: two functions of one name",
         ),
@@ -179,15 +212,8 @@ def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
         load_task(RunConfig(**arguments))
 
 
-def test_several_held_out_files_are_kept_apart(write, tmp_path):
-    """By their paths; two of one name would give one metric, and are refused."""
-    first = write([GOOD] * 2, "easy.jsonl")
-    second = write([GOOD] * 3, "hard.jsonl")
-    config = RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model=("dir",))
-    task = load_task(config)
+def test_several_held_out_files_are_kept_apart_by_their_paths(write):
+    first, second = write([GOOD] * 2, "easy.jsonl"), write([GOOD] * 3, "hard.jsonl")
+    task = load_task(RunConfig(data=first, eval_data=(first, second), reward_model=("dir",)))
     assert (task.name, len(task.train_rows), task.rewards) == ("easy", 2, {})
     assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
-    (tmp_path / "other").mkdir()
-    again = write([GOOD], "other/easy.jsonl")
-    with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):
-        load_task(replace(config, eval_data=(first, again)))
