@@ -41,14 +41,14 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
     tokenizer.save_pretrained(folder)
 
 
-DECODERS = ("byte-level", "sentencepiece", "wordpiece")
+DECODERS = ("byte-level", "sentencepiece")
 
 
 def save_decoding_tokenizer(folder, kind):
     """A small vocabulary with a decoder of this kind. Returns lists of ids that stand for a token or a character each.
 
     Byte-level tokens are any parts of characters; sentencepiece has a token for every byte, of which characters are
-    made; in WordPiece a mark on the token says that no space is before it.
+    made.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
@@ -63,7 +63,7 @@ def save_decoding_tokenizer(folder, kind):
         spans = itertools.combinations(range(len(coded) + 1), 2)
         tokens = [*names.values(), *(coded[start:end] for start, end in spans if 1 < end - start < 6)]
         decoder = decoders.ByteLevel()
-    elif kind == "sentencepiece":
+    else:
         tokens = [f"<0x{byte:02X}>" for byte in range(256)]
         characters = [list(character.encode()) for character in "\n\n\né日😀"]
         tokens += ["▁", "▁▁", "▁a", "a", "b", "ab", "b▁a", "é", "#", "</s>"]
@@ -71,9 +71,6 @@ def save_decoding_tokenizer(folder, kind):
         decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
         )
-    else:
-        tokens = ["a", "##a", "b", "##ab", "#", "##é", ".", "'", "n't", "do", "日"]
-        decoder = decoders.WordPiece()
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoder
