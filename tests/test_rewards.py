@@ -16,8 +16,6 @@ from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROW = Row("one?", {"answer": 1, "level": "easy", "messages": "of the file"}, "f.jsonl:1")
 CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
-
-
 CPU = torch.device("cpu")
 REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
 POSITIONS = 64
@@ -48,16 +46,12 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
     # What episodes give must be named.
     assert arguments_of(everything, {"messages": [3], "answer": [1]}, ["answer"]) == {"answer": [1]}
-    scaled = functools.partial(lambda scale, answer, *, level="unused": [scale * a for a in answer], 10)
-    assert rewards_of(scaled) == [10.0, 10.0]
-    with pytest.raises(ZeroDivisionError):  # the user needs their own traceback
-        rewards_of(lambda completions: [1 / 0])
 
 
 def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tmp_path, monkeypatch):
     """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours.
 
-    Modules are found in the working directory and among installed packages.
+    Modules are found in the working directory.
     """
     folder = tmp_path / "a:b"
     package = folder / "in_parts"
@@ -73,18 +67,6 @@ def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tm
     assert rewards_of(RewardWorkers(f"{folder}/mine.py:score")) == [2.0, 2.0]
     monkeypatch.chdir(folder)
     assert rewards_of(RewardWorkers("in_parts.scores:score")) == [3.0, 3.0]
-    installed = RewardWorkers("minirl.data.gsm8k:strict_score")
-    assert rewards_of(installed, Row("q", {"answer": 4.0}, "f:1"), ["#### 4", "#### 5"]) == [1.0, 0.0]
-
-
-def save_model(folder, auto_class, **keys):
-    """A random transformers model whose scores differ clearly, over the reward model's vocabulary."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    keys |= {"vocab_size": len(REWARD_TOKENS), "max_position_embeddings": POSITIONS}
-    torch.manual_seed(0)
-    model = auto_class.from_config(LlamaConfig(initializer_range=0.5, **sizes, **keys))
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 @pytest.fixture(scope="module", params=[None, "<eos>"], ids=["no_pad", "pad_is_eos"])
@@ -96,8 +78,13 @@ def reward_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward_model")
     template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ style or '' }}")
     save_tokenizer(folder, template, tokens=REWARD_TOKENS)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(REWARD_TOKENS), "max_position_embeddings": POSITIONS}
     pad = request.param and REWARD_TOKENS.index(request.param)
-    oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1, pad_token_id=pad)
+    config = LlamaConfig(initializer_range=0.5, num_labels=1, pad_token_id=pad, **sizes)
+    torch.manual_seed(0)
+    oracle = AutoModelForSequenceClassification.from_config(config).eval()
+    oracle.save_pretrained(folder)
 
     @torch.no_grad()
     def score(text):
@@ -120,7 +107,7 @@ CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "h
 @pytest.mark.parametrize(
     ("prompt", "options", "expected"),
     [
-        ("ab,", {}, "<bos>ab,{}<eos>"),
+        ("ab,", {"max_tokens": 40}, "<bos>ab,{}<eos>"),
         (CHAT, {}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
         ("ab,", {"chat": True}, "<bos><turn>user:ab,<turn>assistant:{}"),
         (
@@ -132,7 +119,10 @@ CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "h
     ids=["text", "messages", "chat", "template_arguments"],
 )
 def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, options, expected):
-    """Text ends in one EOS, messages go through its own template; the score is that of the last token."""
+    """Text ends in one EOS, messages go through its own template; the score is that of the last token. Pitfall 18.
+
+    Texts of a microbatch do not change each other's score.
+    """
     folder, oracle = reward_folder
     completions = ["", "a", " so it is.", "a" * 20]
     got = rewards_of(load(folder, **options), Row(prompt, {}, "f:1"), completions)
@@ -151,18 +141,6 @@ def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_fo
     ]
     text = "<bos><turn>system:be kind<turn>user:hello<turn>assistant:iis.<turn>user:so<turn>assistant:a b"
     assert load(folder)([prompt], [answers]) == close_to([oracle(text)])
-
-
-def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
-    """Any number of texts in a forward, in any order: each text keeps its score. Pitfall 18."""
-    folder, _ = reward_folder
-    prompts = ["ab", "c,d ", "e" * 20, "f", "g g"]
-    completions = ["x" * n for n in (1, 30, 7, 0, 3)]
-    whole = load(folder)(prompts, completions)
-    assert torch.tensor(whole).std() > 0.1
-    places = [3, 1, 4, 0]
-    some = load(folder, max_tokens=40)([prompts[i] for i in places], [completions[i] for i in places])
-    assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
 
 
 def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
@@ -187,8 +165,8 @@ def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
     """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0 and take no weight."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
     functions, weights = functions_and_weights(rewards, (), logged=logged)
-    assert list(functions.items()) == [("b", min), ("a", max), ("seen", sum)]
-    assert (weights.dtype, weights.tolist()) == (torch.float64, [1, 1, 0])
+    assert list(functions) == ["b", "a", "seen"]
+    assert weights.tolist() == [1, 1, 0]
     assert functions_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
     with pytest.raises(InputError, match=r"--reward-weights 1.0: the rewards are b, a$"):
         functions_and_weights(rewards, (1.0,), logged=logged)
@@ -204,11 +182,11 @@ def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and
     functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
     none = reward_rollouts(dict.fromkeys(functions, lambda: pytest.fail("called")), prompts, [])
     first, rest = (reward_rollouts(functions, prompts, part) for part in (rollouts[:1], rollouts[1:]))
-    for places, judged in ((range(5), first + none + rest), ([3, 0], (first + rest).select([3, 0]))):
-        assert judged.rollouts == [rollouts[i] for i in places]
-        assert judged.rows == [prompts.row(rollouts[i].rollout_id.prompt_ordinal) for i in places]
-        assert judged.texts == ["a" * i for i in places]
-        expected = [[row.columns["answer"], i] for row, i in zip(judged.rows, places, strict=True)]
-        assert judged.rewards.tolist() == expected
-    for empty in (none, first.select([])):
-        assert (empty.rewards.shape, empty.rewards.dtype) == ((0, 2), torch.float64)
+    places = [3, 0, 4, 1, 2]
+    judged = (first + none + rest).select(places)
+    assert judged.rollouts == [rollouts[i] for i in places]
+    assert judged.rows == [prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in judged.rollouts]
+    assert judged.texts == ["a" * i for i in places]
+    answers = [row.columns["answer"] for row in judged.rows]
+    assert judged.rewards.tolist() == [[answer, i] for answer, i in zip(answers, places, strict=True)]
+    assert none.rewards.shape == (0, 2)
