@@ -75,9 +75,7 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
     tokenizer = make(template, end)
     end_id, eot_id = (tokenizer.encode_text(text, "")[0] for text in (end, "<|eot|>"))
     rng = random.Random(0)
-    cases = [[{"role": role, "content": content}] for content in CONTENTS for role in ("user", "tool")]
-    cases += [fuzzed_messages(rng) for _ in range(30)]
-    for new in cases:
+    for new in (fuzzed_messages(rng) for _ in range(60)):
         whole = written_behind(tokenizer, *new)
         # 7 is an ordinary token, with which a stop string may end; <|eot|> ends the answers of other models.
         for other in {None, 7, eot_id} - {end_id}:
@@ -134,9 +132,9 @@ def untyped(query):
 def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     row = Row("hi", {}, "f:1")
     tokenizer = make(WITH_TOOLS, tools=[lookup])
-    text = tokenizer.backend.decode(tokenizer.encode(row))
-    assert '"What to look for."' in text
-    assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == tokenizer.encode(row)
+    ids = tokenizer.encode(row)
+    assert '"What to look for."' in tokenizer.backend.decode(ids)
+    assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == ids
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,6 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
         ("hi<|im_end|>", "", {"content": "hi"}),
         ("<think>\na\n</think>\n\nb", "", {"reasoning_content": "a", "content": "b"}),
         ("a</think>b<|im_end|>", "assistant\n<think>\n", {"reasoning_content": "a", "content": "b"}),
-        ("a</think>b", "", {"content": "a</think>b"}),
         (
             f"so: {GOOD_CALL}\n{GOOD_CALL}<|im_end|>",
             "",
@@ -182,11 +179,11 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
         (f"<think>{GOOD_CALL}</think>b", "", {"reasoning_content": GOOD_CALL, "content": "b"}),
     ],
 )
-@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
-def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text, before, expected):
+def test_an_answer_is_read_into_reasoning_content_and_calls(make, text, before, expected):
     """Also where the tags are special tokens."""
-    tokenizer = make(HERMES + CHATML, special=special)
-    assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
+    for special in ((), ("<tool_call>", "</tool_call>", "<think>", "</think>")):
+        tokenizer = make(HERMES + CHATML, special=special)
+        assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
 
 
 @pytest.mark.parametrize(
