@@ -4,7 +4,6 @@ import inspect
 import re
 import runpy
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -205,7 +204,7 @@ def test_the_rollouts_of_a_page_run(monkeypatch, source):
 
 def test_a_reward_of_groups_on_a_page_runs():
     shorter = names_of("def shorter", "episodes.md")["shorter"]
-    assert shorter([SimpleNamespace(text=text) for text in ("abc", "a", "ab")]) == [0.0, 2.0, 1.0]
+    assert shorter([{"text": text} for text in ("abc", "a", "ab")]) == [0.0, 2.0, 1.0]
 
 
 @pytest.fixture

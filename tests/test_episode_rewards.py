@@ -55,7 +55,7 @@ async def rewriting(episode):
 
 def of_last_turn(episodes):
     """A reward of groups: how the sum of the last turn's ids compares to the others of the prompt."""
-    sums = [sum(e.tokens[-e.turns[-1].num_tokens :]) for e in episodes]
+    sums = [sum(e["tokens"][-e["turns"][-1]["num_tokens"] :]) for e in episodes]
     return [sum(own > other for other in sums) - len(sums) for own in sums]
 
 
@@ -291,8 +291,8 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
         assert [
             prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
         ] == messages
-        assert [episode.messages for episode in episodes] == messages
-        seen[episodes[0].row.place] = list(zip(messages, rewards_given, strict=True))
+        assert [episode["messages"] for episode in episodes] == messages
+        seen[episodes[0]["row"]["place"]] = list(zip(messages, rewards_given, strict=True))
         return [0.0] * len(messages)
 
     prompts = chat_prompts(200)

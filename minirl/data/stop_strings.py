@@ -62,4 +62,7 @@ class StopStrings:
         return next((string for string in contained if text.count(string) > before.count(string)), None)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode_known(ids, skip_special_tokens=False, cleans_spaces=False)
+        text: str = self._tokenizer.backend.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text

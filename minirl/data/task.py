@@ -70,27 +70,21 @@ def conversation(
     extends up to the next messages.
     """
     messages = [dict(message) for message in before]
-    last: Callable[[], str | dict[str, Any]] | None = None
-    for inserted, answer in turns:
-        if inserted:
-            _add_answer(messages, last)
-            messages += (dict(message) for message in inserted)
-        last = answer
-    _add_answer(messages, last)
+    turns = list(turns)
+    for i, (inserted, answer) in enumerate(turns):
+        messages += (dict(message) for message in inserted)
+        goes_on = i + 1 < len(turns) and not turns[i + 1][0]
+        if goes_on:
+            continue
+        said = answer()
+        if isinstance(said, str):
+            said = {"role": "assistant", "content": said}
+        # Only the message before the episode can be the assistant's too.
+        if messages and messages[-1]["role"] == "assistant":
+            last = messages.pop()
+            said = {**last, **said, "content": last["content"] + said["content"]}
+        messages.append(said)
     return messages
-
-
-def _add_answer(messages: Messages, answer: Callable[[], str | dict[str, Any]] | None) -> None:
-    """Add an answer to a conversation. Only the message before the episode can be the assistant's too."""
-    if answer is None:
-        return
-    said = answer()
-    if isinstance(said, str):
-        said = {"role": "assistant", "content": said}
-    if messages and messages[-1]["role"] == "assistant":
-        before = messages.pop()
-        said = {**before, **said, "content": before["content"] + said["content"]}
-    messages.append(said)
 
 
 def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:

@@ -9,7 +9,7 @@ Text prompts come with text completions, chat prompts with the messages after th
 
 A function that names them gets further lists, one entry per completion, unless the data has a field of the name:
 `messages`, the whole conversation; `rewards_given`, the episode's own rewards by name; `environments`, the objects of
---environment; `episodes`, objects with everything else (`episode_facts`).
+--environment; `episodes`, dicts with everything else (`episode_facts`).
 With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
@@ -45,11 +45,8 @@ class OverlongPenalty:
         self._buffer = buffer
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        rewards = []
-        for ids in completion_ids:
-            tokens_before_penalty = self._limit - self._buffer - len(ids)
-            rewards.append(min(0.0, max(-1.0, tokens_before_penalty / self._buffer)))
-        return rewards
+        tokens_before_penalty = [self._limit - self._buffer - len(ids) for ids in completion_ids]
+        return [min(0.0, max(-1.0, tokens / self._buffer)) for tokens in tokens_before_penalty]
 
     def of_rollout(self, rollout: Rollout) -> float:
         """The sum of its branches' penalties: `limit` is that of each."""
@@ -163,7 +160,7 @@ def arguments_of(
 
 
 def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[str, Any]:
-    """Return a rollout's entry of `episodes`, as JSON; functions get it as an object.
+    """Return a rollout's entry of `episodes`, as JSON.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
     finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.

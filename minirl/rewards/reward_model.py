@@ -55,7 +55,10 @@ def load_reward_model(
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = tokenizer.encode_answered(prompt, completion)
-            sequences.append(_without_trailing(ids, ignored_id))
+            # transformers reads a classifier's score at the last token that is not the pad token of config.json.
+            while len(ids) > 1 and ids[-1] == ignored_id:
+                del ids[-1]
+            sequences.append(ids)
         lengths = [len(ids) for ids in sequences]
         longest = max(lengths)
         if longest > max_length:
@@ -73,14 +76,3 @@ def load_reward_model(
         return batch.end_values[batch.last_index].float().tolist()
 
     return RewardModel(reward_model)
-
-
-def _without_trailing(ids: list[int], ignored_id: int | None) -> list[int]:
-    """Return the ids without trailing `ignored_id`; the first id always stays.
-
-    transformers reads a classifier's score at the last token that is not the pad token of config.json.
-    """
-    end = len(ids)
-    while end > 1 and ids[end - 1] == ignored_id:
-        end -= 1
-    return ids[:end]

@@ -42,11 +42,6 @@ class _Group:
     completions: list[str | Messages]
     calls: Mapping[str, Future[Rewards]]
 
-    @property
-    def is_ready(self) -> bool:
-        """Have its calls ended?"""
-        return all(call.done() for call in self.calls.values())
-
 
 class RewardQueue:
     """Rewards of rollouts, computed while others decode. Not collective.
@@ -97,7 +92,11 @@ class RewardQueue:
 
     def ready(self) -> set[int]:
         """Return the prompts for whose rewards `finish` would not wait."""
-        return {ordinal for ordinal, group in self.groups.items() if group.is_ready}
+        return {
+            ordinal
+            for ordinal, group in self.groups.items()
+            if all(call.done() for call in group.calls.values())
+        }
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Raise the error of a call that failed, see `finish`. While calls are under way, wait for one's end."""
@@ -115,7 +114,11 @@ class RewardQueue:
         Raises RewardError naming function and row, or what a function of this process raised.
         """
         groups = [self.groups.pop(ordinal) for ordinal in ordinals]
-        _wait_for([call for group in groups for call in group.calls.values()])
+        with spent_on("wait_rewards"):
+            calls = [call for group in groups for call in group.calls.values()]
+            ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for call in ended:
+            call.result()
         columns = []
         for name, function in self._functions.items():
             if isinstance(function, RewardModel | OverlongPenalty):
@@ -131,14 +134,6 @@ class RewardQueue:
             # The view gives [K, 0] its shape on a rank without rollouts.
             rewards=torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T,
         )
-
-
-@spent_on("wait_rewards")
-def _wait_for(calls: Sequence[Future[Rewards]]) -> None:
-    """Wait until all calls have ended, or one has failed: its error is raised."""
-    ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
-    for call in ended:
-        call.result()
 
 
 @spent_on("wait_rewards")
