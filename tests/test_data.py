@@ -50,7 +50,6 @@ def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert order(letter_prompts("a" * 50, seed=1), 0, 50) not in epochs
-    assert prompts.epoch(75) == 1.5
     again = letter_prompts("a" * 50)
     assert [again.index(i) for i in (199, 60, 7)] == [epochs[3][49], epochs[1][10], epochs[0][7]]
     assert again.row(60).place == f"f:{again.index(60) + 1}"

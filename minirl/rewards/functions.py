@@ -81,16 +81,6 @@ def functions_and_weights(
     return all_functions, torch.tensor(all_weights, dtype=torch.float64)
 
 
-def required_arguments(function: RewardFunction) -> set[str]:
-    """Return the names of the arguments without a default."""
-    names = set()
-    for parameter in inspect.signature(function).parameters.values():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_variadic:
-            names.add(parameter.name)
-    return names
-
-
 def check_columns(
     functions: Mapping[str, RewardFunction], rows: Iterable[Row], *, has_environment: bool = False
 ) -> None:
@@ -99,7 +89,13 @@ def check_columns(
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
-    required = {name: required_arguments(function) - given for name, function in functions.items()}
+    required = {}
+    for name, function in functions.items():
+        needed = set()
+        for one in inspect.signature(function).parameters.values():
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                needed.add(one.name)
+        required[name] = needed - given
     if not any(required.values()):
         return
     for row in rows:

@@ -307,7 +307,7 @@ class Run:
         counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
         for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
-        metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
+        metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 
 
 def _is_due(step: int, every: int) -> bool:
