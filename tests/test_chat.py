@@ -231,15 +231,13 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     tokenizer.backend.response_template = RESPONSE_TEMPLATE
     call = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
     message = message_of(tokenizer, f"a</think>b{call}<|im_end|>", "<|im_start|>assistant\n<think>\n")
-    assert message["reasoning_content"].strip() == "a"
-    assert (message["role"], message["content"]) == ("assistant", "b")
+    found = [message[key].strip() for key in ("role", "reasoning_content", "content")]
+    assert found == ["assistant", "a", "b"]
     assert message["tool_calls"] == [called("f", x=1)]
     assert message_of(tokenizer, "<|im_end|>")["content"] == ""
     # Half a surrogate pair cannot be tokenized when it comes back in a message.
     assert "surrogates" in message_of(tokenizer, '<call>{"name": "\\ud800"}</call>')["parse_error"]
-    broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
-    assert broken["parse_error"]
-    assert "tool_calls" not in broken
+    assert "tool_calls" not in message_of(tokenizer, "<call>{]</call><|im_end|>")
     tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
     with pytest.raises(InputError, match=r"the response template .* cannot be used: .*fields"):
         check_readable(tokenizer)
@@ -269,9 +267,7 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_p
     tokenizer = prompts.tokenizer
     asked = "brief\n<|im_start|>user\nq<|im_end|>\n"
     assert tokenizer.backend.decode(prompts.prompt_ids(0)) == asked + NO_THOUGHT
-    new = [{"role": "user", "content": "next"}]
-    following = following_ids(tokenizer, new, "f:1", end_id=None)
-    assert following == written_behind(tokenizer, *new)
+    following = following_ids(tokenizer, [TOLD], "f:1", end_id=None)
     assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
     answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
     assert answered == f"{asked}<|im_start|>assistant\na<|im_end|>\n"

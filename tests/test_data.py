@@ -352,15 +352,14 @@ def test_row_21_prompts_that_all_leave_too_little_are_refused():
     assert letter_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
 
 
-def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path, monkeypatch):
-    """No question on the terminal, no import."""
+def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):
+    """No import."""
     save_tokenizer(tmp_path, TEMPLATE)
     path = tmp_path / "tokenizer_config.json"
     code = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"}
     path.write_text(json.dumps(json.loads(path.read_text()) | code))
     canary = tmp_path / "canary"
     (tmp_path / "mine.py").write_text(f"open({str(canary)!r}, 'w')\nclass Mine: pass\n")
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked a question"))
     with pytest.raises(InputError, match=r"its tokenizer cannot be loaded: .*custom code"):
         Tokenizer(tmp_path)
     assert not canary.exists()

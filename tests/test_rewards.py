@@ -186,16 +186,15 @@ def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and
     prompts = make_prompts(tmp_path, [Row("same", {"answer": i}, f"f:{i}") for i in (1, 2)])
     rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate((3, 0, 0, 1, 2))]
     functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
-    none = reward_rollouts(dict.fromkeys(functions, lambda: pytest.fail("called")), prompts, [])
-    first, rest = (reward_rollouts(functions, prompts, part) for part in (rollouts[:1], rollouts[1:]))
+    parts = [reward_rollouts(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
+    assert parts[1].rewards.shape == (0, 2)
     places = [3, 0, 4, 1, 2]
-    judged = (first + none + rest).select(places)
+    judged = (parts[0] + parts[1] + parts[2]).select(places)
     assert judged.rollouts == [rollouts[i] for i in places]
     assert judged.rows == [prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in judged.rollouts]
     assert judged.texts == ["a" * i for i in places]
     answers = [row.columns["answer"] for row in judged.rows]
-    assert judged.rewards.tolist() == [[answer, i] for answer, i in zip(answers, places, strict=True)]
-    assert none.rewards.shape == (0, 2)
+    assert judged.rewards.T.tolist() == [answers, places]
 
 
 # Calls side by side.
@@ -287,9 +286,8 @@ def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_work
     assert not queue.is_busy
 
 
-@pytest.mark.parametrize("where", ["process", "script"])
-def test_an_async_function_judges_all_prompts_together(load_workers, make_groups, where):
-    """In one process: eight calls, none of which ends before all have begun."""
+def test_an_async_function_judges_all_prompts_together(load_workers, make_groups):
+    """In one process and here: eight calls, none of which ends before all have begun."""
     begun = threading.Barrier(8)
 
     async def meets_all(completions):
@@ -297,9 +295,9 @@ def test_an_async_function_judges_all_prompts_together(load_workers, make_groups
         return [1.0] * len(completions)
 
     prompts, groups = make_groups([("a", "b")] * 8)
-    functions = {"f": load_workers("meets_all") if where == "process" else meets_all}
+    functions = {"process": load_workers("meets_all"), "script": meets_all}
     queue = add_all(functions, prompts, groups)
-    assert queue.finish(range(8)).rewards.tolist() == [[1.0]] * 16
+    assert queue.finish(range(8)).rewards.tolist() == [[1.0, 1.0]] * 16
 
 
 def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_workers, make_groups):

@@ -1,8 +1,6 @@
 """Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
 
-import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,11 +25,6 @@ from support.scripts import ROOT, read_metrics, trained
 
 CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
 GOOD = '{"prompt": "hello", "answer": 3}'
-
-
-def eval_rows(task):
-    """All held-out rows."""
-    return list(itertools.chain(*task.eval_sets.values()))
 
 
 @pytest.fixture
@@ -79,13 +72,14 @@ def test_answers_are_extracted_by_the_table(text):
     assert flexible_answer(text) == (STRICT | FLEXIBLE).get(text)
 
 
-def test_scores_are_of_the_completion_alone():
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_scores_are_of_the_completion_alone(is_chat):
     """Also where the prompt holds the answer in the right format. Chats have completions too. Pitfall 19."""
-    row = Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")
+    prompt = "Is it\n#### 5"
+    row = Row([{"role": "user", "content": prompt}] if is_chat else prompt, {"answer": 5.0}, "f:1")
     texts = ["I do not know", "#### 5", "so 5", "#### 6"]
-    for prompt in (row.prompt, [{"role": "user", "content": row.prompt}]):
-        for function, expected in ((strict_score, [0, 1, 0, 0]), (flexible_score, [0, 1, 1, 0])):
-            assert rewards_of_call(function, replace(row, prompt=prompt), texts) == expected
+    assert rewards_of_call(strict_score, row, texts) == [0, 1, 0, 0]
+    assert rewards_of_call(flexible_score, row, texts) == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +101,7 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
     train, test = (str(data_folder / "gsm8k" / f"{name}.jsonl") for name in ("train", "test"))
     task = load_gsm8k(train, [test])
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
-    for path, rows, count in ((train, task.train_rows, 7473), (test, eval_rows(task), 1319)):
+    for path, rows, count in ((train, task.train_rows, 7473), (test, task.eval_sets[test], 1319)):
         examples = list(map(json.loads, Path(path).read_text().splitlines()))
         assert [row.prompt for row in rows] == [example["question"] + INSTRUCTION for example in examples]
         solutions = [example["answer"] for example in examples]
@@ -120,11 +114,11 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
 def test_embedded_tasks_hold_out_what_they_do_not_train_on(load):
     """Distinct prompts, none in both parts nor in the examples of the warm start, the same each time. Pitfall 57."""
     task = load(num_train=2000, num_eval=100)
-    held_out = tuple(row.prompt for row in eval_rows(task))
-    assert (len(task.train_rows), len(held_out)) == (2000, 100)
-    assert len({*held_out, *(row.prompt for row in task.train_rows)}) == 2100
-    assert not any(row.prompt.startswith(held_out) for row in task.warm_start_rows)
     assert load(num_train=2000, num_eval=100) == task
+    (held_out,) = task.eval_sets.values()
+    assert len({row.prompt for row in (*task.train_rows, *held_out)}) == 2100
+    asked = tuple(row.prompt for row in held_out)
+    assert not any(row.prompt.startswith(asked) for row in task.warm_start_rows)
     answers = [row.columns["answer"] for row in task.train_rows]
     (exact,) = task.rewards.values()
     assert exact(answers, answers) == [1.0] * 2000
@@ -161,12 +155,12 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
     assert load_task(RunConfig()).name == "sorting"
     function = "def {}(completions):\n    return [{}.0 for _ in completions]\n"
     mine = write([function.format("three", 3), function.format("four", 4)], "mine.py")
-    data = write([json.dumps({"question": "q", "prompt": "q", "answer": "#### 3"})])
+    data = write(['{"question": "q", "prompt": "q", "answer": "#### 3"}'])
     both = {"four": [4.0], "three": [3.0]}
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
     for flags, rewards, logged in (
         ({"task": "gsm8k", "data": data, "reward": (f"{mine}:four", f"{mine}:three")}, both, gsm8k),
-        ({"data": data, "reward_model": ("dir",)}, {}, {}),
+        ({"data": data, "eval_data": (data,), "reward_model": ("dir",)}, {}, {}),
         ({"reward_model": ("dir",)}, {}, {"exact": score}),
     ):
         task = load_task(RunConfig(**flags))
@@ -210,10 +204,3 @@ def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
         load_task(RunConfig(**arguments))
-
-
-def test_several_held_out_files_are_kept_apart_by_their_paths(write):
-    first, second = write([GOOD] * 2, "easy.jsonl"), write([GOOD] * 3, "hard.jsonl")
-    task = load_task(RunConfig(data=first, eval_data=(first, second), reward_model=("dir",)))
-    assert (task.name, len(task.train_rows), task.rewards) == ("easy", 2, {})
-    assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}

@@ -1,6 +1,5 @@
 """Tokenizers of one token per character, and of each way to make text of tokens."""
 
-import itertools
 import re
 
 from minirl.data.prompts import PromptStream
@@ -60,8 +59,7 @@ def save_decoding_tokenizer(folder, kind):
     if kind == "byte-level":
         names = bytes_to_unicode()
         coded = "".join(names[byte] for byte in text.encode())
-        spans = itertools.combinations(range(len(coded) + 1), 2)
-        tokens = [*names.values(), *(coded[start:end] for start, end in spans if 1 < end - start < 6)]
+        tokens = [*names.values(), *(coded[i : i + n] for i in range(len(coded)) for n in (2, 3, 5))]
         decoder = decoders.ByteLevel()
     else:
         tokens = [f"<0x{byte:02X}>" for byte in range(256)]
