@@ -77,8 +77,8 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
     rng = random.Random(0)
     for new in (fuzzed_messages(rng) for _ in range(60)):
         whole = written_behind(tokenizer, *new)
-        # 7 is an ordinary token, with which a stop string may end; <|eot|> ends the answers of other models.
-        for other in {None, 7, eot_id} - {end_id}:
+        # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
+        for other in {None, 10, eot_id} - {end_id}:
             assert following_ids(tokenizer, new, "f:1", end_id=other) == whole
         if end_id in whole[:3]:
             rest = whole[whole.index(end_id) + 1 :]

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from minirl.data.jsonl import read_rows
 from minirl.data.stop_strings import StopStrings
-from minirl.data.task import Row
+from minirl.data.task import Row, conversation
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.rollouts import RolloutId
@@ -177,6 +177,13 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
     (spoilt_folder / f"{name}.json").write_text(content)
     with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
         Tokenizer(spoilt_folder)
+
+
+def test_an_answer_goes_on_over_turns_until_messages_are_inserted():
+    asked, result = [{"role": "user", "content": "q"}], {"role": "tool", "content": "t"}
+    turns = [([], lambda: "a"), ([], lambda: "ab"), ([result], lambda: "c")]
+    first, last = ({"role": "assistant", "content": text} for text in ("ab", "c"))
+    assert conversation(asked, turns) == [*asked, first, result, last]
 
 
 def test_an_answered_text_ends_with_one_end_token(tmp_path):
