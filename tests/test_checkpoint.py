@@ -208,7 +208,6 @@ def rank_state(
 
 
 ON_HOST = {"offload_optimizer": True}
-OF_A_NODE = {"num_shards": 1}  # as of two nodes, of which one saves
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,6 @@ OF_A_NODE = {"num_shards": 1}  # as of two nodes, of which one saves
     [
         ("one_rank", "two_ranks", {}, {}),
         slow("two_ranks", "one_rank", {}, {}),
-        ("two_ranks", "two_ranks", OF_A_NODE, OF_A_NODE),
         ("one_rank", "one_rank", ON_HOST, {}),
         ("two_ranks", "two_ranks", {}, ON_HOST),
     ],

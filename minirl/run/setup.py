@@ -5,7 +5,6 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
-import os
 import secrets
 import sys
 import time
@@ -87,11 +86,6 @@ class Setup:
         )
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        refuse(
-            restarts and not config.run_name,
-            "torchrun --max-restarts: restarted ranks resume the run only with --run-name",
-        )
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         changed = ", ".join(self.folder.changed_flags(self._flags))
@@ -126,7 +120,8 @@ class Setup:
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
+        num_parts = world_size() if self.sizes.shard_weights else 1
+        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
         # Machines of other kinds may differ, and all ranks must score or none.
         self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
@@ -149,7 +144,6 @@ class Setup:
 
     def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
         """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
-        group = self.sizes.decode_group
         return ShardedModel(
             model_config,
             folder,
@@ -157,9 +151,8 @@ class Setup:
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
             shard_gradients=self.sizes.shard_gradients,
-            num_shards=group if group > 1 else None,
+            shard_weights=self.sizes.shard_weights,
             offload_optimizer=self.config.offload_optimizer,
-            shard_weights=group > 1,
             **options,
         )
 
@@ -188,19 +181,19 @@ class Setup:
     ) -> FrozenModel:
         """A model that scores the rollouts of each step (collective if weights are sharded).
 
-        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. In a decode
-        group the model is sharded, and InputError is raised if its vocabulary differs.
+        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With sharded
+        weights this one's are sharded too, and InputError is raised if its vocabulary differs.
         """
         model: ShardedModel | Transformer
         park = False
         if not isinstance(source, Path):
             model = source
-        elif self.sizes.decode_group > 1:
+        elif self.sizes.shard_weights:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size != self.model_config.vocab_size,
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
-                "only --decode-group 1 cuts or pads vocabularies",
+                "only --shard-weights off cuts or pads vocabularies",
             )
             model = self._sharded(config, source, is_frozen=lambda name: True)
         else:
