@@ -45,9 +45,7 @@ WORKLOADS = {
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": of_policy(make_workload(QWEN_7B), adapters=LORA),
     "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest=4396),
-    "evaluation of 7B": make_workload(
-        QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}, parks_frozen=False
-    ),
+    "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
 }
 
 

@@ -39,9 +39,9 @@ class Sizes:
 class Workload:
     """What a run asks of a rank, besides `Sizes`.
 
-    trained: the policy, then value models, which with shares_base have adapters on its weights. frozen: by name.
+    trained: the policy, then value models, which with shares_base are adapters on its weights. frozen: by name.
     longest: tokens of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
-    requests: those that it has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
+    requests: those that it has at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are.
     """
 
     device_type: str
@@ -56,7 +56,6 @@ class Workload:
     requests: int
     trains: bool = True
     shares_base: bool = False
-    parks_frozen: bool = True
     offloads_optimizer: bool = False
 
 
@@ -95,21 +94,19 @@ def _held_bytes(work: Workload, sizes: Sizes) -> tuple[dict[str, float], float]:
     """The bytes of what stays on the rank, by name, and of the largest model that the host holds between its uses."""
     itemsize = work.dtype.itemsize
     num_shards = work.num_ranks if sizes.shard_weights else 1
-    policy, *values = work.trained
-    num_held = _num_held(policy, num_shards)
-    num_held += sum(_num_held(value, num_shards, of_trained=work.shares_base) for value in values)
-    held = {"weights": itemsize * num_held}
+    shares_base = work.shares_base and not sizes.shard_weights
+    wholly_held = work.trained[:1] if shares_base else work.trained
+    held = {"weights": itemsize * sum(_num_held(model, num_shards) for model in wholly_held)}
     if work.trains and not work.offloads_optimizer:
         held["masters and moments"] = 12 * _num_trained(work) / work.num_ranks
     parked = 0.0
     for name, model in work.frozen.items():
-        num_bytes = float(itemsize * num_parameters(model))
         if sizes.shard_weights and name in ("reference", "teacher"):
             held[name] = itemsize * _num_held(model, num_shards)
-        elif work.parks_frozen:
-            parked = max(parked, num_bytes)
+        elif work.device_type == "cuda":
+            parked = max(parked, itemsize * num_parameters(model))
         else:
-            held[name] = num_bytes
+            held[name] = itemsize * num_parameters(model)
     return held, parked
 
 
@@ -131,13 +128,8 @@ def _num_trained(work: Workload) -> int:
     return sum(num_parameters(model, trained=True) for model in work.trained)
 
 
-def _num_held(model: ModelConfig, num_shards: int, *, of_trained: bool = False) -> float:
-    """The parameters that a rank holds: all that are needed whole, and its rows of the layers'.
-
-    of_trained: of a model on another's base only those that are trained.
-    """
-    if num_shards == 1:
-        return num_parameters(model, trained=of_trained)
+def _num_held(model: ModelConfig, num_shards: int) -> float:
+    """The parameters that a rank holds: all that are needed whole, and its rows of the layers'."""
     return _num_embeddings(model) + (num_parameters(model) - _num_embeddings(model)) / num_shards
 
 
@@ -199,20 +191,18 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
 
     Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
     """
-    fixed = {name: value for name, value in given.items() if value != "auto"}
-    for share, (recompute, shard) in itertools.product((1, 2, 4, 8), _switches(work)):
+    for share, *switches in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
+        # Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
+        shard, recompute = switches if work.offloads_optimizer else reversed(switches)
         tokens = max(work.longest, work.enough_tokens // share)
-        sizes = Sizes(1, work.longest, tokens, recompute, shard)
-        sizes = dataclasses.replace(sizes, **fixed)
+        sizes = dataclasses.replace(Sizes(1, work.longest, tokens, recompute, shard), **given)
         needed = budget(work, sizes)
         if needed.fits():
             break
-    most = MOST_REQUESTS[work.device_type]
-    if work.trained[0].delta_net is not None:  # each place has a state, whether it is used or not
-        most = min(most, work.requests)
     requests = int(needed.room / 2 / needed.decoding["requests"])  # the cache gets the other half
-    sizes = dataclasses.replace(sizes, max_running_requests=max(1, min(most, requests)))
-    if "cache_tokens" not in fixed:
+    requests = min(requests, work.requests, MOST_REQUESTS[work.device_type])
+    sizes = dataclasses.replace(sizes, max_running_requests=max(1, requests))
+    if "cache_tokens" not in given:
         needed = budget(work, sizes)
         most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
         token = needed.decoding["cache"] / work.longest
@@ -223,18 +213,3 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
         tokens = beside if 3 * beside >= 2 * alone else alone
         sizes = dataclasses.replace(sizes, cache_tokens=max(work.longest, tokens))
     return sizes
-
-
-def _switches(work: Workload) -> list[tuple[bool, bool]]:
-    """Whether to recompute layers and to shard gradients, cheapest first.
-
-    Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
-    """
-    if work.offloads_optimizer:
-        return [(False, False), (True, False), (False, True), (True, True)]
-    return list(itertools.product((False, True), (False, True) if work.num_ranks > 1 else (False,)))
-
-
-def enough_tokens(max_new_tokens: int) -> int:
-    """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
-    return max(8192, 2 * max_new_tokens)

@@ -15,7 +15,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import gather_objects, world_size
-from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes, enough_tokens
+from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes
 from minirl.run.config import RunConfig, named_folder
 
 # The flags that may be "auto".
@@ -61,7 +61,7 @@ def plan(
     forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
     if machine.num_ranks == 1 or not config.trains:
         del forms[1]
-    elif given["shard_weights"] != "auto":
+    elif "shard_weights" in given:
         forms = [forms[given["shard_weights"]]]
     for form in forms:
         given |= form
@@ -82,6 +82,11 @@ def plan(
     return sizes, needed
 
 
+def enough_tokens(max_new_tokens: int) -> int:
+    """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
+    return max(8192, 2 * max_new_tokens)
+
+
 def lines(sizes: Sizes, needed: Budget) -> list[str]:
     """Sizes and their budget as text."""
     text = [", ".join(f"{name} {value}" for name, value in dataclasses.asdict(sizes).items())]
@@ -95,13 +100,15 @@ def lines(sizes: Sizes, needed: Budget) -> list[str]:
 
 
 def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """`Sizes` by name as the flags give them, "auto" where they leave one open. recorded: see `plan`."""
-    given = {name: getattr(config, name) for name in (*OPEN_SIZES, "shard_weights")}
-    for name in ("max_tokens_per_microbatch", "shard_gradients", "shard_weights"):
-        # Sums round depending on them.
-        if given.get(name, "auto") == "auto" and name in recorded:
-            given[name] = recorded[name]
-    return {name: {"on": True, "off": False}.get(value, value) for name, value in given.items()}
+    """Those of `Sizes` that the flags give, by name. recorded: see `plan`."""
+    # Sums round depending on these.
+    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
+    given = {name: recorded[name] for name in kept if name in recorded}
+    for name in (*OPEN_SIZES, "shard_weights"):
+        value = getattr(config, name)
+        if value != "auto":
+            given[name] = {"on": True, "off": False}.get(value, value)
+    return given
 
 
 def _workload(
@@ -136,7 +143,6 @@ def _workload(
     # Whole groups, perhaps with a greedy completion for each. With --max-staleness those of two steps are open.
     requests = num_prompts * (config.group_size + 1) * (2 if config.max_staleness else 1)
     num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
-    is_cuda = machine.device_type == "cuda"
     return Workload(
         device_type=machine.device_type,
         free=machine.free,
@@ -150,6 +156,5 @@ def _workload(
         requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=config.adapters is not None and value_folder is None,
-        parks_frozen=config.trains and is_cuda,
-        offloads_optimizer=config.offload_optimizer and is_cuda,
+        offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",
     )
