@@ -85,10 +85,9 @@ class Saver:
     def __init__(self, *, keep: int = 2, names: tuple[str, ...] = ("policy",)):
         self.run = open_run_folder("a")
         self.model = TinyModel()
-        source = self.run.path.parent.with_name("source")
-        sources = dict.fromkeys(names, source)
+        self.model.folder = self.run.path.parent.with_name("source")
         models = dict.fromkeys(names, (self.model, None))
-        self.checkpoints = Checkpoints(self.run.path, models, sources=sources, keep=keep)
+        self.checkpoints = Checkpoints(self.run.path, models, keep=keep)
 
     def save(self, step: int, score: float | None = None, **remembered) -> None:
         self.model.masters["weight"].fill_(step)
@@ -190,7 +189,7 @@ def rank_state(
     model = sharded(folder, **options)
     optimizer = adamw(model, 0.1)
     models = {"policy": (model, optimizer)}
-    checkpoints = Checkpoints(run, models, sources={"policy": folder}, keep=0)
+    checkpoints = Checkpoints(run, models, keep=0)
     progress = Progress(**(checkpoints.restore(checkpoint) if checkpoint else {}))
     for _ in range(steps):
         for i, master in enumerate(model.masters.values()):

@@ -18,7 +18,6 @@ from torch import Tensor
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
-from minirl.data.view import view_of
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.errors import refuse
@@ -37,7 +36,7 @@ from minirl.ranks.process_group import (
     world_size,
 )
 from minirl.report.evaluation import Record, values_by_prompt
-from minirl.report.logger import rollout_records
+from minirl.report.records import rollout_records
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
@@ -49,6 +48,7 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.training.advantages import weighted_scores
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -262,13 +262,10 @@ class Setup:
         of_samples = self.config.eval_samples > 0 or not self.config.trains
         return values_by_prompt(records, self.task, weights, of_samples=of_samples)
 
-    def records(self, rewarded: RewardedRollouts, **numbers: Any) -> list[dict[str, Any]]:
-        """The `rollout_records` of these rollouts, with their texts. numbers: its further arguments."""
-        views = [
-            view_of(rollout, row.prompt, self.tokenizer)
-            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
-        ]
-        return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
+    def records(self, rewarded: RewardedRollouts, weights: Tensor, **columns: Tensor) -> list[dict[str, Any]]:
+        """The `rollout_records` of these rollouts, with `reward`, the sum of their rewards with weights fp64 [K]."""
+        scores = weighted_scores(rewarded.rewards, weights)
+        return rollout_records(rewarded, self.reward_functions, self.tokenizer, reward=scores, **columns)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""

@@ -37,6 +37,7 @@ GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, rank
 class ShardedModel:
     """A trainable `Transformer`, sharded over all ranks.
 
+    folder: from which it was loaded, with config and tokenizer.
     module: the model that is trained, with FSDP's hooks.
     dtype: the compute dtype.
     masters: its trained parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
@@ -81,6 +82,7 @@ class ShardedModel:
 
         base: a model of the same folder, with which this one shares the weights that both freeze, unless it is sharded.
         """
+        self.folder = folder
         self.dtype = dtype
         check_weights(config, folder)
         self.module = on_meta(config, recompute_layers=recompute_layers)
