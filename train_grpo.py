@@ -258,7 +258,7 @@ def main(config: Config) -> int:
     engine = setup.make_engine(policy)
     frozen = []
     if config.has_reference:
-        frozen.append(setup.load_reference())
+        frozen.append(setup.load_reference(policy))
     if config.teacher:
         frozen.append(setup.load_teacher())
     collector = setup.make_collector(

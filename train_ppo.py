@@ -190,7 +190,7 @@ def main(config: Config) -> int:
     engine = setup.make_engine(policy)
     frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
     if config.has_reference:
-        frozen.append(setup.load_reference())
+        frozen.append(setup.load_reference(policy))
     collector = setup.make_collector(engine, rollout)
     run = Run(
         setup,
@@ -295,10 +295,10 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
-    is_too_short = model_config.max_position_embeddings < setup.max_tokens
+    is_too_short = model_config.max_position_embeddings < setup.prompts.max_tokens
     if not vocabulary <= value_vocabulary or is_too_short:
         raise InputError(
-            f"--value-model {folder}: must read the policy's tokens, up to {setup.max_tokens} of them"
+            f"--value-model {folder}: must read the policy's tokens, up to {setup.prompts.max_tokens} of them"
         )
     return model_config, folder
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-import torch
 
-from minirl.model import batch_invariance
 from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.run_folder import RunFolder
@@ -26,15 +24,6 @@ from support.scripts import (
 )
 
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4 --save-every 1"
-
-
-def test_a_cpu_without_bf16_instructions_says_what_bf16_costs(monkeypatch, capsys):
-    """`--dtype auto` is fp32 on a CPU; bfloat16 prints a note where its products are computed in fp32."""
-    assert setup.compute_dtype("auto", "cpu") == torch.float32
-    for has_instructions in (True, False):
-        monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda has=has_instructions: has)
-        assert setup.compute_dtype("bfloat16", "cpu") == torch.bfloat16
-        assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ class Run:
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self.device = setup.device
-        self.max_new_tokens = setup.max_new_tokens
+        self.max_new_tokens = setup.prompts.max_new_tokens
         self._folder = setup.folder.path
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress()
