@@ -106,8 +106,7 @@ def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
     flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
     """
     commands = [[str(script), *words(flags)]] * ranks
-    where = {"MINIRL_RUNS": str(runs), "LOCAL_WORLD_SIZE": str(ranks)}
-    return start(Path(tempfile.mkdtemp()), commands, **where)
+    return start(Path(tempfile.mkdtemp()), commands, MINIRL_RUNS=str(runs))
 
 
 def words(flags: Iterable[str]) -> list[str]:
