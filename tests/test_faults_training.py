@@ -30,7 +30,7 @@ def ending_at_once():
     ("row", "flags", "metric"),
     [
         ("row-28-equal-rewards", "", "reward/frac_equal_groups"),
-        ("row-29-empty", "", "len/empty"),
+        ("row-29-empty", "", "len/mean"),
         ("row-30-truncated", "--max-new-tokens 1", "len/truncated"),
     ],
 )

@@ -148,7 +148,6 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
             "len/mean": 3.0,
             "len/max": 5.0,
             "len/truncated": 0.5,
-            "len/empty": 0.5,
             "count/tokens": 6.0,
             "count/rollouts": 2.0,
             "finish/stop": 0.5,
@@ -172,15 +171,12 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
             "policy/clip_frac_low": 0.25,
             "policy/clip_frac_high": 0.5,
             "policy/kl_old_k3": sum(math.exp(x) - 1 - x for x in (0.0, 1.0, -0.5, 2.0)) / 4,
-            "policy/kl_ref_k1": 0.125,
             "policy/kl_ref_k3": sum(math.exp(-x) - 1 + x for x in to_ref) / 4,
             "policy/logp_gap_mean": 0.25,
             "policy/logp_gap_max": 0.5,
             "policy/logp_equal_frac": 1 / 3,
-            "perf/idle_frac": 1 / 8,
             "perf/tok_s_gen": 25.0,
             "perf/tok_s_train": 0.2 * 6 / 0.5,
-            "perf/tok_s_rank": 3 / 8,
         },
         rel=1e-6,
     )
@@ -206,8 +202,8 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
 ):
     """A block takes its time from the outer one, which goes on after an error. Time without a cause is the host's.
 
-    Other threads do not count; a save is counted whole. Time after a step's end counts in the next one. Of all ranks
-    the largest and the mean, also over those that have spent nothing on a cause.
+    Other threads do not count; a save is counted whole. Time after a step's end counts in the next one. The mean
+    is over all ranks, also over those that have spent nothing on a cause.
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     first, second = StepMetrics(), StepMetrics()  # in one process, as if they were of two ranks
@@ -232,21 +228,15 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
     second.end()
     spent = {"step": (63, 192), "host": (1, 0), "decode": (10, 0), "wait_ranks": (4, 0)}
     spent |= {"update": (48, 64), "save": (0, 128)}
-    expected = {f"time_max/{cause}": max(seconds) for cause, seconds in spent.items()}
-    expected |= {f"time/{cause}": sum(seconds) / 2 for cause, seconds in spent.items()}
+    expected = {f"time/{cause}": sum(seconds) / 2 for cause, seconds in spent.items()}
     assert reduce_over_ranks(first, second)[0] == expected
 
 
 @pytest.fixture
 def make_logger(monkeypatch, tmp_path):
     """`make_logger(arguments, **options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
-
-    def gather_objects(mine, out=None):
-        out[:] = [mine]
-
     monkeypatch.setattr(minirl.report.logger, "rank", lambda: 0)
-    monkeypatch.setattr(minirl.report.logger, "world_size", lambda: 1)
-    monkeypatch.setattr(minirl.report.logger.dist, "gather_object", gather_objects)
+    monkeypatch.setattr(minirl.report.logger, "gather_objects", lambda lines: [lines])
     return lambda arguments=(), wandb_mode="off", **options: Logger(
         tmp_path, dict(arguments), wandb_mode=wandb_mode, **options
     )

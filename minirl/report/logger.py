@@ -6,6 +6,7 @@ is not called again. A resumed run continues its files and its wandb run after t
 """
 
 import contextlib
+import itertools
 import json
 import math
 import secrets
@@ -15,13 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_lines
-from minirl.ranks.process_group import print0, rank, world_size
-from minirl.ranks.time_account import spent_on
+from minirl.ranks.process_group import gather_objects, print0, rank
 
 # Of a console line: titles, metrics and formats.
 COLUMNS = (
@@ -91,13 +89,9 @@ class Logger:
         """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
         # Each rank encodes its own: rank 0 only puts the lines in order.
         lines = [(tuple(record["id"]), json.dumps(record) + "\n") for record in records]
-        gathered: list[Any] = [None] * world_size()
-        with spent_on("wait_ranks"):
-            dist.gather_object(lines, gathered if rank() == 0 else None)
+        gathered = gather_objects(lines)
         if rank() == 0:
-            all_lines = [line for rank_lines in gathered for line in rank_lines]
-            all_lines.sort()
-            text = "".join(line for _, line in all_lines)
+            text = "".join(line for _, line in sorted(itertools.chain(*gathered)))
             path = self.folder / "rollouts" / f"{step:06d}.jsonl"
             try:
                 path.write_text(text)
