@@ -186,7 +186,7 @@ def main(config: Config) -> int:
     setup = Setup(config, name="ppo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)
-    value, value_optimizer = setup.load_trainable(value_config, value_folder)
+    value, value_optimizer = setup.load_trainable(value_config, value_folder, base=policy)
     engine = setup.make_engine(policy)
     frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
     if config.has_reference:
@@ -272,12 +272,13 @@ def main(config: Config) -> int:
                     add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)
                     add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
             metrics.refuse_nonfinite(update=progress.update)
-            lr = run.learning_rate(config.value_peak_lr)
+            lr = config.learning_rate(progress.update, config.value_peak_lr)
             metrics.add("value/lr", lr)
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("value/grad_norm", grad_norm)
             if trains_policy:
-                lr = run.learning_rate(config.peak_lr, first_update=config.value_warmup_updates)
+                first_update = config.value_warmup_updates
+                lr = config.learning_rate(progress.update, config.peak_lr, first_update=first_update)
                 metrics.add("optim/lr", lr)
                 grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                 metrics.add("optim/grad_norm", grad_norm)

@@ -97,7 +97,7 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
 def test_every_flag_that_a_page_names_exists(page):
     """Of the scripts, of torchrun, of pytest, of ruff or of the commands that show a run."""
     fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
-    known = set(map(flag_of, fields)) | {"--samples"}
+    known = set(map(flag_of, fields)) | {"--samples", "--top-k", "--top-p"}
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
     known |= {*"--output --num --best --worst --help --check".split()}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))

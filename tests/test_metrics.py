@@ -35,8 +35,8 @@ from minirl.report.metrics import (
 from minirl.report.records import rollout_records
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
+from minirl.run.config import RunConfig
 from minirl.training.batch import Batch
-from minirl.training.learning_rate import learning_rate
 from support.collecting import letter_tokenizer
 from support.rollouts import in_two_branches
 
@@ -256,7 +256,7 @@ def said(capsys):
 def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_this_start(
     make_logger, monkeypatch, capsys
 ):
-    """A metric of other steps leaves a blank, one of no step has no column; a wait over a tenth of a step is named."""
+    """A wait over a tenth of a step is named."""
     clock = iter([100.0, 110.0, 120.0])
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", lambda: next(clock))
     logger = make_logger(after_step=10)
@@ -266,7 +266,7 @@ def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_t
     logger.log(12, later, num_steps=20)
     assert capsys.readouterr().out.splitlines() == [
         "step 11/20 0:01:30 left reward  0.512 gap 1e-07",
-        "step 12/20 0:01:20 left reward      - gap 0e+00 eval 0.456 wait rewards 23%",
+        "step 12/20 0:01:20 left gap 0e+00 eval 0.456 wait rewards 23%",
     ]
 
 
@@ -403,5 +403,9 @@ def test_the_learning_rate_warms_up_and_stays_or_sinks(schedule, num_updates, wa
 
     `linear` then sinks in equal steps: the last update still moves, the one that is never made would not.
     """
-    how = {"peak": 2.0, "warmup_updates": warmup_updates, "schedule": schedule}
-    assert [learning_rate(update, num_updates, **how) for update in range(len(rates))] == rates
+    config = RunConfig(
+        num_steps=num_updates, num_minibatches=1, warmup_updates=warmup_updates, lr_schedule=schedule
+    )
+    assert [config.learning_rate(update, 2.0) for update in range(len(rates))] == rates
+    later = config.learning_rate(7, 2.0, first_update=7)
+    assert num_updates < 9 or later == rates[0]

@@ -36,7 +36,6 @@ from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.learning_rate import learning_rate
 from minirl.training.loss_weights import minibatch_of
 from minirl.training.losses import sequence_sums
 from minirl.training.scoring import score_batch
@@ -196,16 +195,6 @@ class Run:
         for model in models:
             batch = model.add_to(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
-
-    def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
-        """Learning rate of the current optimizer step; the schedule begins at `first_update`."""
-        return learning_rate(
-            self.progress.update - first_update,
-            self._config.num_updates - first_update,
-            peak=peak,
-            warmup_updates=self._config.warmup_updates,
-            schedule=self._config.lr_schedule,
-        )
 
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:

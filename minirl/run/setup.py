@@ -128,21 +128,24 @@ class Setup:
         # All ranks must score or none.
         self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
-        self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
         return self._saved and self._saved / name
 
     def load_trainable(
-        self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
+        self,
+        model_config: ModelConfig,
+        folder: Path,
+        *,
+        is_frozen: Callable[[str], bool] | None = None,
+        base: ShardedModel | None = None,
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A folder's model, sharded over the ranks, and its optimizer (collective). is_frozen: see `ShardedModel`.
+        """A folder's model, sharded over the ranks, and its optimizer (collective).
 
-        Models of the same folder share their frozen weights.
+        is_frozen, base: see `ShardedModel`.
         """
-        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=self._models.get(folder))
-        self._models.setdefault(folder, model)
+        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=base)
         return model, model.make_optimizer()
 
     def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:

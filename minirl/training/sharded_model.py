@@ -80,7 +80,8 @@ class ShardedModel:
         is_frozen: returns whether the parameter of this name is frozen: no master, gradient or moments. None: no
         parameter is. If `config` has adapters, all but these and a scalar head are frozen.
 
-        base: a model of the same folder, with which this one shares the weights that both freeze, unless it is sharded.
+        base: a model with which this one shares the weights that both freeze, if their folder is the same and ranks
+        hold them whole.
         """
         self.folder = folder
         self.dtype = dtype
@@ -91,7 +92,7 @@ class ShardedModel:
         self._num_shards = world_size()
         self.shards_weights = shard_weights and self._num_shards > 1
         shard_gradients = shard_gradients or self.shards_weights
-        if base is not None and not self.shards_weights:
+        if base is not None and base.folder == folder and not self.shards_weights:
             shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
