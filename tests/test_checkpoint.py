@@ -328,7 +328,7 @@ def test_the_newest_and_the_best_checkpoints_stay(keep, scores, left):
 def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):
     """Types, dtypes and bits, NaN included, though the script changes them afterwards; else it is refused by its name.
 
-    Row 48: whoever may enter the run's parent, its files are its owner's; resume/ also where that is copied to.
+    Fault 48: whoever may enter the run's parent, its files are its owner's; resume/ also where that is copied to.
     """
     tensors = [torch.tensor([True]), torch.arange(6).view(2, 3).T, torch.tensor([torch.nan, -0.0]).bfloat16()]
     extra = {"": None, 'quo"ted': [True, 1, (1.0, -0.0), "ä"], "nested": {"x": tensors, 3: 2**200}}

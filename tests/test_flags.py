@@ -95,6 +95,7 @@ REFUSED = {
         ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
         ("--dry-run --gpus 8x80 --decode-group 3", "--decode-group 3: 8 ranks do not make groups of 3"),
         ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
+        ("--top-k 5", "--top-k and --top-p are for python -m minirl.extras.evaluate"),
         ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
         ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
@@ -113,6 +114,7 @@ REFUSED = {
     ],
     train_ppo: [
         ("--gamma 1.5", "--gamma 1.5"),
+        ("--top-p 0.9", "sampled logprobs would differ from training logprobs"),
         ("--value-lr 0", "--value-lr 0.0"),
     ],
 }
@@ -126,7 +128,7 @@ REFUSED = {
 def test_flags_that_would_train_something_else_are_refused_by_name(
     module, flags, message, tmp_path, monkeypatch
 ):
-    """Pitfalls 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
+    """Pitfalls 5, 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])

@@ -25,7 +25,7 @@ del ANSWER["segments"]
 
 
 def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeypatch, capsys):
-    """By default the last step's; also an answer without turns. Row 57: no control character reaches the terminal.
+    """By default the last step's; also an answer without turns. Fault 57: no control character reaches the terminal.
 
     What cannot be shown is exit code 2 and one line.
     """
