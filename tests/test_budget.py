@@ -15,7 +15,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
-from minirl.run.budget import USABLE, Sizes, Workload, budget, choose_sizes
+from minirl.run.budget import USABLE, Sizes, budget, choose_sizes
 from minirl.training.batch import Batch
 from support import models
 from support.engines import CPU, cached_model
@@ -23,14 +23,7 @@ from support.families import PUBLISHED
 from support.memory import make_workload, saved_bytes
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
-LORA = Adapters(16)
 TOGETHER = {"shard_weights": True, "shard_gradients": True}
-
-
-def of_policy(work: Workload, **changes: Any) -> Workload:
-    """With its policy changed."""
-    return dataclasses.replace(work, trained=[dataclasses.replace(work.trained[0], **changes)])
-
 
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
@@ -39,7 +32,7 @@ WORKLOADS = {
         QWEN_7B, 8, trained=[QWEN_7B, dataclasses.replace(QWEN_7B, scalar_head=True)]
     ),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
-    "LoRA 7B": of_policy(make_workload(QWEN_7B), adapters=LORA),
+    "LoRA 7B": make_workload(dataclasses.replace(QWEN_7B, adapters=Adapters(16))),
     "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest=4396),
     "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
 }
@@ -96,21 +89,12 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
 
-def make_batch(num_tokens: int) -> Batch:
-    return Batch(
-        (num_tokens,),
-        tokens=torch.arange(num_tokens) % 64,
-        loss_mask=torch.arange(num_tokens) > 0,
-        sample_logprobs=torch.zeros(num_tokens),
-    )
-
-
 def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm."""
     monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
-    layout = make_batch(64).layout()
+    layout = Batch((64,), torch.arange(64), torch.arange(64) > 0).layout()
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
         rope = torch.empty(64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
@@ -123,8 +107,9 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
             return saved_bytes(layer, partial(layer, x, rotation, layout)) - rotation.cos.nbytes
 
         delta_nets = config.delta_net.layers if config.delta_net else ()
-        saved = len(config.attention_windows) * bytes_of(min(config.attention_windows))
-        saved += len(delta_nets) * bytes_of(min(delta_nets)) if delta_nets else 0
+        saved = sum(
+            len(layers) * bytes_of(min(layers)) for layers in (config.attention_windows, delta_nets) if layers
+        )
         counted = 64 * config.num_hidden_layers * module._layer_bytes(make_workload(config), config)
         assert 0.85 * saved <= counted <= 1.15 * saved, name
 

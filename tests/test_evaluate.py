@@ -6,11 +6,15 @@ from statistics import fmean
 from unittest import mock
 
 import pytest
+import torch
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from minirl.data.task import Task
 from minirl.extras.evaluate import Config, parsed
+from minirl.generation.sampling import truncate
 from minirl.report.evaluation import bootstrap_interval, majority, pass_at_k, values_by_prompt
 from minirl.run.config import RunConfig
+from support.sampling import GRID, columns
 from support.scripts import evaluated, read_metrics, read_rollouts, trained
 
 
@@ -139,3 +143,19 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank,
     (runs / "unsaved" / "args.json").write_text("{}")
     with pytest.raises(AssertionError, match=message):
         evaluated(one_rank, flags, runs=runs)
+
+
+@pytest.mark.parametrize("vocab", [30, 3000])
+def test_the_kept_tokens_are_those_of_transformers(vocab):
+    """Each of its two rules and all combinations, flat and peaked; the rows of one batch have different rules."""
+    generator = torch.Generator().manual_seed(vocab)
+    scale = torch.tensor([0.5, 3.0] * (len(GRID) // 2))[:, None]
+    logits = torch.randn(len(GRID), vocab, generator=generator) * scale
+    masked = logits.clone()
+    truncate(masked, torch.ones(len(GRID)), *columns(GRID))
+    for row, (top_k, top_p) in enumerate(GRID):
+        expected = TopKLogitsWarper(top_k)(None, logits[row, None])
+        if top_p < 1:
+            expected = TopPLogitsWarper(top_p)(None, expected)
+        found = masked[row].log_softmax(-1)
+        torch.testing.assert_close(found, expected[0].log_softmax(-1), atol=1e-6, rtol=0)

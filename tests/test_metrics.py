@@ -1,14 +1,12 @@
-"""Step metrics over simulated ranks, the account of time, the files of a log, and the learning rate."""
+"""Step metrics over simulated ranks, the account of time and the files of a log."""
 
 import contextlib
 import itertools
 import json
 import math
-import resource
 import sys
 import threading
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,9 +33,9 @@ from minirl.report.metrics import (
 from minirl.report.records import rollout_records
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
-from minirl.run.config import RunConfig
 from minirl.training.batch import Batch
 from support.collecting import letter_tokenizer
+from support.processes import file_limit
 from support.rollouts import in_two_branches
 
 
@@ -58,26 +56,19 @@ def reduce_over_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("order", itertools.permutations([[1.0], [0.5, math.nan], []]))
-def test_means_maxima_and_totals_are_over_parts_and_ranks(reduce_over_ranks, order):
-    """A mean is over observations, however unevenly they came. Without one anywhere, a metric is missing.
-
-    A NaN is not hidden by a maximum, whichever rank and part had it: so the greatest gap of logprobs is seen.
-    """
-    first, second, third = ranks = StepMetrics(), StepMetrics(), StepMetrics()
-    for values in ([1.0], [2.0, 3.0, 6.0], []):
-        first.add_values("mean", torch.tensor(values))
-    second.add("mean", torch.tensor(9.0, requires_grad=True), 6)
-    for metrics, values in zip((first, first, second), ([-5.0, -3.0], [-4.0], [-7.0]), strict=True):
-        metrics.add_max("max", torch.tensor(values))
+def test_a_nan_is_not_hidden_by_a_maximum_and_a_metric_without_values_is_missing(reduce_over_ranks, order):
+    """Whichever rank and part had it: so the greatest gap of logprobs is seen. Totals are exact."""
+    first, second = ranks = StepMetrics(), StepMetrics()
     for metrics, values in zip((first, second, second), order, strict=True):
         metrics.add_max("nan", torch.tensor(values))
-    first.add_values("none", torch.tensor([]))
+    second.add_max("max", torch.tensor([-5.0, -3.0]))
     first.add_max("none", torch.tensor([]))
+    first.add_values("none", torch.tensor([]))
     first.add_total("total", torch.tensor(2**53 - 2))
-    third.add_total("total", 1)
+    second.add_total("total", 1)
     for reduced in reduce_over_ranks(*ranks):
         assert math.isnan(reduced.pop("nan"))
-        assert reduced == {"mean": 21 / 10, "max": -3.0, "total": 2**53 - 1}
+        assert reduced == {"max": -3.0, "total": 2**53 - 1}
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1):
@@ -270,39 +261,27 @@ def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_t
     ]
 
 
-def a_rollout():
-    """A rollout with its rewards."""
+def test_rollouts_are_json_with_what_one_wants_to_read(make_logger, tmp_path):
+    """One line a rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
     row = Row([{"role": "user", "content": "na\u00efve\n?"}], {}, "f:1")
-    rewards = torch.tensor([[0.25, math.nan]], dtype=torch.float64)
-    return RewardedRollouts([make_rollout(2, 3)], [row], ["yes\u2028"], rewards)
-
-
-def test_metrics_and_rollouts_are_json_with_what_one_wants_to_read(make_logger, tmp_path):
-    """args.json takes any argument. One object a step, unrounded, and null for numbers that are not finite.
-
-    One line a rollout in order of ids, with its row, texts, every reward by name, further numbers and its end.
-    """
-    logger = make_logger({"lr": 1e-6, "data": None, "folder": Path("/data")})
-    logger.log(1, {"a": 1 / 3}, num_steps=2)
-    logger.log(2, {"b": math.nan, "c": math.inf, "d": -math.inf}, num_steps=2)
-    logger.finish()
-    args = json.loads((tmp_path / "args.json").read_text())
-    assert args == {"lr": 1e-6, "data": None, "folder": "/data", "wandb_id": args["wandb_id"]}
-    assert steps_in(tmp_path) == [{"step": 1, "a": 1 / 3}, {"step": 2, "b": None, "c": None, "d": None}]
-    (record,) = rollout_records(a_rollout(), ["a", "b"], letter_tokenizer(), advantage=torch.tensor([0.5]))
-    logger.log_rollouts(12, [record, {"id": [3, 9]}])
-    first, second, rest = (tmp_path / "rollouts" / "000012.jsonl").read_text().split("\n")
-    assert (json.loads(first), rest) == ({"id": [3, 9]}, "")
-    assert json.loads(second, parse_constant=pytest.fail) == {
-        "id": [4, 1],
-        "row": "f:1",
-        "prompt": [{"role": "user", "content": "na\u00efve\n?"}],
-        "completion": "yes\u2028",
-        "advantage": 0.5,
-        "rewards": {"a": 0.25, "b": None},
-        "num_tokens": 3,
-        "finish_reason": "stop",
-    }
+    rewards = torch.tensor([[0.25, math.nan]])
+    rewarded = RewardedRollouts([make_rollout(2, 3)], [row], ["yes\u2028"], rewards)
+    records = rollout_records(rewarded, ["a", "b"], letter_tokenizer(), advantage=torch.tensor([0.5]))
+    make_logger().log_rollouts(12, [*records, {"id": [3, 9]}])
+    text = (tmp_path / "rollouts" / "000012.jsonl").read_text()
+    assert [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]] == [
+        {"id": [3, 9]},
+        {
+            "id": [4, 1],
+            "row": "f:1",
+            "prompt": [{"role": "user", "content": "na\u00efve\n?"}],
+            "completion": "yes\u2028",
+            "advantage": 0.5,
+            "rewards": {"a": 0.25, "b": None},
+            "num_tokens": 3,
+            "finish_reason": "stop",
+        },
+    ]
 
 
 @pytest.mark.parametrize("method", ["import", "init", "log", "finish"])
@@ -341,71 +320,35 @@ def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(make_logger
         logger.log(step, {"a": step}, num_steps=3)
     assert logged[2] == {"a": 2}
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes().splitlines()
-    for damage in (b'{"step": 4, "a"', b"\x00\x00"):
-        path.write_bytes(b"\n".join([whole[0], b"", damage, *whole[1:], b""]))
-        make_logger(wandb_mode="offline", after_step=2)
-        assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
-    assert len({kwargs["id"] for kwargs in started}) == 1
-    assert (started[0]["mode"], started[0]["config"]["lr"], started[0]["resume"]) == ("offline", 0.1, "allow")
+    path.write_bytes(b"\x00\x00\n" + path.read_bytes())
+    make_logger(wandb_mode="offline", after_step=2)
+    assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
+    first, second = started
+    assert first["id"] == second["id"]
+    assert (first["mode"], first["config"]["lr"], first["resume"]) == ("offline", 0.1, "allow")
 
 
-@pytest.fixture
-def file_limit():
-    """`file_limit(n)`: no file of this process grows beyond n bytes; None: as before."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def test_row_40_a_full_disk_costs_neither_the_run_nor_a_step_s_metrics(make_logger, capsys, tmp_path):
+    """Metrics are written later, rollouts are lost; no half line and no half file stays, and each step says so.
 
-    def limit(num_bytes):
-        soft = before[0] if num_bytes is None else num_bytes
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
-
-    yield limit
-    limit(None)
-
-
-def test_row_40_a_full_disk_costs_neither_the_run_nor_a_step_s_metrics(
-    make_logger, capsys, tmp_path, file_limit
-):
-    """Metrics are written later, rollouts are lost; no half line and no half file stays, and each step says so."""
+    Numbers are unrounded, and null where they are not finite.
+    """
     path = tmp_path / "metrics.jsonl"
     logger = make_logger()
-    logger.log(1, {"a": 1.0}, num_steps=5)
+    logger.log(1, {"a": 1 / 3}, num_steps=3)
     before = path.read_bytes()
-    file_limit(len(before) + 5)
-    for step in (2, 3):
-        logger.log(step, {"a": 1.0}, num_steps=5)
+    with file_limit(len(before) + 5):
+        logger.log(2, {"a": 1.0}, num_steps=3)
         assert path.read_bytes() == before
-    logger.log_rollouts(3, rollout_records(a_rollout(), ["a", "b"], letter_tokenizer()))
-    with pytest.raises(SaveError, match="metrics of the last 2 steps were not written"):
-        logger.finish()
-    file_limit(None)
-    logger.log(4, {"a": 1.0}, num_steps=5)
-    logger.finish()
-    assert [line["step"] for line in steps_in(tmp_path)] == [1, 2, 3, 4]
+        logger.log_rollouts(2, [{"id": [0, 0], "text": "longer than the limit"}])
+        with pytest.raises(SaveError, match="metrics of the last 1 steps were not written"):
+            logger.finish()
+    logger.log(3, {"b": math.nan, "c": -math.inf}, num_steps=3)
+    assert steps_in(tmp_path) == [
+        {"step": 1, "a": 1 / 3},
+        {"step": 2, "a": 1.0},
+        {"step": 3, "b": None, "c": None},
+    ]
     assert list((tmp_path / "rollouts").iterdir()) == []
-    printed = said(capsys)
-    named = [path, path, tmp_path / "rollouts" / "000003.jsonl", path]
-    assert all(
-        line.startswith(f"warning: {file}: File too large") for line, file in zip(printed, named, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_updates", "warmup_updates", "rates"),
-    [
-        ("constant", 6, 4, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
-        ("linear", 6, 2, [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0]),
-        ("linear", 2, 4, [0.5, 1.0]),
-    ],
-)
-def test_the_learning_rate_warms_up_and_stays_or_sinks(schedule, num_updates, warmup_updates, rates):
-    """The first update already moves; the last of the warm-up reaches the peak, of which a longer one only has a part.
-
-    `linear` then sinks in equal steps: the last update still moves, the one that is never made would not.
-    """
-    config = RunConfig(
-        num_steps=num_updates, num_minibatches=1, warmup_updates=warmup_updates, lr_schedule=schedule
-    )
-    assert [config.learning_rate(update, 2.0) for update in range(len(rates))] == rates
-    later = config.learning_rate(7, 2.0, first_update=7)
-    assert num_updates < 9 or later == rates[0]
+    for line, file in zip(said(capsys), (path, tmp_path / "rollouts" / "000002.jsonl", path), strict=True):
+        assert line.startswith(f"warning: {file}: File too large")

@@ -11,55 +11,38 @@ from minirl.training.loss_weights import minibatch_of
 
 def num_computed(sequences, lengths, prompts):
     """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
-    total = sum(lengths[i] for i in sequences)
-    if prompts:
-        total -= sum(prompts[i].num_tokens for i in sequences)
-        total += sum(prompt.num_tokens for prompt in {prompts[i] for i in sequences})
-    return total
+    own = sum(lengths[i] - prompts[i].num_tokens for i in sequences)
+    return own + sum(prompt.num_tokens for prompt in {prompts[i] for i in sequences})
 
 
-def random_groups(seed):
-    """Lengths and their prompts, the ranks and the budget; rows shuffled. There may be zero rows, and tight budgets.
-
-    Some prompts are longer than any completion, some of no token.
-    """
-    rng = random.Random(seed)
-    prompts = []
-    for ordinal in range(rng.choice([0, 1, 2, 9, 20])):
-        prompt = PromptPrefix(ordinal, rng.choice([0, rng.randint(1, 8), rng.randint(1, 300)]))
-        prompts += [prompt] * rng.randint(1, 9)
-    rng.shuffle(prompts)
-    lengths = [prompt.num_tokens + rng.randint(1, rng.choice([3, 200])) for prompt in prompts]
-    longest = max(lengths, default=1)
-    max_tokens = rng.choice([longest, longest + 1, 2 * longest, 4096])
-    return lengths, prompts, {"num_ranks": rng.choice([1, 2, 3, 8]), "max_tokens": max_tokens}
-
-
-@pytest.mark.parametrize("has_prompts", [True, False])
-def test_trained_sequences_are_in_one_microbatch_each_and_no_others_in_any(has_prompts):
+@pytest.mark.parametrize("seed", range(60))
+def test_trained_sequences_are_in_one_microbatch_each_and_no_others_in_any(seed):
     """Of up to max_tokens computed; all ranks have equally many, of a minibatch without sequences none.
 
     So ranks without a sequence have empty microbatches (pitfall 45). A rank's own batch holds its sequences in the
-    order of their rows.
+    order of their rows. Some prompts are longer than any completion, some of no token; budgets may be tight.
     """
-    for seed in range(60):
-        lengths, prompts, how = random_groups(seed)
-        if not has_prompts:
-            prompts = []
-        drawn = random.Random(seed).choices(range(4), k=len(lengths))
-        trained = [[row for row, number in enumerate(drawn) if number == i] for i in (0, 1)] + [[]]
-        plan = plan_updates(trained, lengths, prompts, **how)
-        for rows, ranks in zip(trained, plan.microbatches, strict=True):
-            micros = [micro for rank in ranks for micro in rank]
-            assert sorted(row for micro in micros for row in micro) == rows
-            assert all(num_computed(micro, lengths, prompts) <= how["max_tokens"] for micro in micros)
-            assert [len(rank) for rank in ranks] == [len(ranks[0])] * how["num_ranks"]
-            assert any(rank[-1] for rank in ranks) if rows else not any(ranks)
-        for rank in range(how["num_ranks"]):
-            rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
-            as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
-            assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-        assert plan.rank_of.count(None) == len(lengths) - sum(map(len, trained))
+    rng = random.Random(seed)
+    num_ordinals = rng.choice([1, 2, 9, 20])
+    kinds = [PromptPrefix(i, rng.choice([0, 3, rng.randint(1, 300)])) for i in range(num_ordinals)]
+    prompts = rng.choices(kinds, k=rng.randint(0, 5 * num_ordinals))
+    lengths = [prompt.num_tokens + rng.randint(1, 200) for prompt in prompts]
+    longest = max(lengths, default=1)
+    max_tokens, num_ranks = rng.choice([longest, 2 * longest, 4096]), rng.choice([1, 2, 3, 8])
+    drawn = [rng.randrange(4) for _ in lengths]
+    trained = [[row for row, number in enumerate(drawn) if number == i] for i in (0, 1)] + [[]]
+    plan = plan_updates(trained, lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+    for rows, ranks in zip(trained, plan.microbatches, strict=True):
+        micros = [micro for rank in ranks for micro in rank]
+        assert sorted(row for micro in micros for row in micro) == rows
+        assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
+        assert [len(rank) for rank in ranks] == [len(ranks[0])] * num_ranks
+        assert any(rank[-1] for rank in ranks) if rows else not any(ranks)
+    for rank in range(num_ranks):
+        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
+        as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
+        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
+    assert plan.rank_of.count(None) == len(lengths) - sum(map(len, trained))
 
 
 def test_minibatches_are_rollouts_in_their_order_about_equally_many():
