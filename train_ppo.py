@@ -32,7 +32,7 @@ from minirl.episodes.step_groups import Groups
 from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
+from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_ppo
 from minirl.run.config import RunConfig, named_folder
@@ -260,7 +260,6 @@ def main(config: Config) -> int:
                 objective = (micro.loss_weights * loss).sum()
                 value.backward(objective, is_last=is_last)
                 metrics.add_total("value/loss", objective.detach() / config.updates_per_step)
-                add_value_clip(metrics, micro, values, clip=config.value_clip)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro)
                     if micro.old_logprobs is None:  # one update a step: the old policy is this one

@@ -26,7 +26,6 @@ from minirl.report.metrics import (
     add_rewards,
     add_rollouts,
     add_skipped,
-    add_staleness,
     add_tokens,
     derived,
 )
@@ -102,7 +101,6 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_staleness(metrics, of_rank, 12, updates_per_step=4)
         add_skipped(metrics, torch.tensor([6, 1, 1, 2]), [None, 0, 1, None])
     # 8 requests, of which 2 run on alone for as many steps again.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
@@ -150,7 +148,6 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
             "reward/frac_equal_groups": 0.5,
             "reward/correct": 0.75,
             "reward/short": -3.0,
-            "stale/age_mean": 1.0,
             "perf/skipped_tokens": 0.8,
             "count/sampled_tokens": 50.0,
             "perf/decode_waste": 3 / 50,

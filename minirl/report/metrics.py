@@ -12,11 +12,11 @@ from minirl.errors import GuardError
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
-from minirl.rollouts import Rollout, all_branches
+from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
 from minirl.training.kl import kl_penalty
-from minirl.training.losses import is_clipped, is_value_clipped
+from minirl.training.losses import is_clipped
 
 KINDS = ("sum", "weight", "maximum", "total")  # of the numbers of `StepMetrics`; a mean has the first two
 
@@ -181,19 +181,6 @@ def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -
         metrics.add_total("count/dropped", stats.drops)
 
 
-def add_staleness(
-    metrics: StepMetrics, rollouts: Sequence[Rollout], version: int, *, updates_per_step: int
-) -> None:
-    """Add the mean age, in steps, of the weights that sampled the tokens of this rank's rollouts.
-
-    version: that of the present weights, which grows by `updates_per_step` in a step.
-    """
-    sampled = [branch.weight_version[branch.loss_mask] for branch in all_branches(rollouts)]
-    updates = version - torch.cat([torch.arange(0), *sampled])
-    # Sums of integers are exact: the mean does not depend on which rank holds which rollout.
-    metrics.add("stale/age_mean", updates.sum(), updates.numel() * updates_per_step)
-
-
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
@@ -273,13 +260,6 @@ def add_clip(
     )
     metrics.add_values("policy/clip_frac_low", low[micro.loss_index])
     metrics.add_values("policy/clip_frac_high", high[micro.loss_index])
-
-
-@torch.no_grad()
-def add_value_clip(metrics: StepMetrics, micro: Batch, values: Tensor, *, clip: float) -> None:
-    """Add the share of a microbatch's sampled tokens with the value loss of the clipped value. values [T]."""
-    is_affected = is_value_clipped(values, micro.values, micro.returns, clip=clip)
-    metrics.add_values("value/clip_frac", is_affected[micro.loss_index])
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ from minirl.report.metrics import (
     add_rewards,
     add_rollouts,
     add_skipped,
-    add_staleness,
     derived,
 )
 from minirl.report.progress_bar import show_progress
@@ -282,10 +281,6 @@ class Run:
         rewarded = groups.rewarded
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        if self._config.max_staleness:
-            updates_per_step = self._config.updates_per_step
-            version = self.progress.update - updates_per_step  # in this step's generation
-            add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
         counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
         for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
