@@ -313,7 +313,7 @@ def write_folder(
 
     Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`. A
     folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them.
-    peft_config: the tensors are those of adapters, which are written in PEFT's form.
+    Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
