@@ -312,8 +312,8 @@ def write_folder(
     """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
 
     Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`. A
-    folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them.
-    Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's form.
+    folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them. Needs
+    memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}

@@ -18,8 +18,6 @@ from minirl.model.folders import resolve_folder
 from minirl.rollouts import NO_TRUNCATION, Truncation
 from minirl.run.flags import flag_of
 
-# torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
-RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -117,7 +115,8 @@ class PolicyLossFlags:
 class RunNameFlags:
     """Run and report"""
 
-    run_name: RunName = None
+    # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
+    run_name: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
     """name of the run's folder in ./runs or $MINIRL_RUNS, repeated to resume the run; none: a new one"""
 
 

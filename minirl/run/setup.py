@@ -179,7 +179,7 @@ class Setup:
 
     def frozen(
         self,
-        source: ShardedModel | Transformer | Path,
+        source: ShardedModel | Path,
         outputs: Outputs,
         names: Sequence[str],
     ) -> FrozenModel:
@@ -189,7 +189,7 @@ class Setup:
         one's are sharded too, and InputError is raised if its vocabulary differs.
         """
         model: ShardedModel | Transformer
-        if not isinstance(source, Path):
+        if isinstance(source, ShardedModel):
             model = source
         elif self.sizes.shard_weights:
             config = read_config(source, scalar_head=False)

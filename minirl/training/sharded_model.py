@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minirl.errors import GuardError, InputError
@@ -24,7 +25,7 @@ from minirl.model.layers import Linear
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks.process_group import all_gather_flat, gather_objects, world_size
+from minirl.ranks.process_group import gather_objects, world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
@@ -362,7 +363,9 @@ class ShardedModel:
         for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
             place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
         of_ranks = own.new_empty(self._num_shards, len(own))
-        all_gather_flat(of_ranks.view(-1), own)
+        # torch 2.13 warns about the old name, the only one in 2.11.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(of_ranks.view(-1), own)
         for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
