@@ -132,3 +132,23 @@ def test_flags_that_would_train_something_else_are_refused_by_name(
     with pytest.raises(InputError, match=re.escape(message)):
         module.main(read_config(module, [flags]))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_updates", "warmup", "rates"),
+    [
+        ("constant", 6, 4, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
+        ("linear", 6, 2, [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0]),
+        ("linear", 2, 4, [0.5, 1.0]),
+    ],
+)
+def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
+    schedule, num_updates, warmup, rates
+):
+    """The first update already moves, and so does the last."""
+    for first in (0, 3):
+        config = train_ppo.Config(
+            num_steps=first + num_updates, num_minibatches=1, warmup_updates=warmup, lr_schedule=schedule
+        )
+        updates = range(first, first + len(rates))
+        assert [config.learning_rate(update, 2.0, first_update=first) for update in updates] == rates

@@ -25,6 +25,7 @@ from support.marks import slow
 from support.models import RAW_CONFIG, make_folder, sharded
 from support.resuming import digests
 from support.scripts import (
+    read_metrics,
     trained,
     untimed,
 )
@@ -229,6 +230,7 @@ def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(two_ranks,
             f"--shard-weights {mode}",
             under=sharding_gradients,
         )
+        assert all(("time/decode_comm" in line) == (mode == "on") for line in read_metrics(folder))
         found.append(untimed_digests(folder))
     in_slices, whole = found
     assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])
