@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 from minirl.errors import refuse
-from minirl.rollouts import NO_TRUNCATION
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.flags import flag_of
 
@@ -85,12 +84,6 @@ def check_shared(config: RunConfig) -> None:
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
     )
-    refuse(
-        config.trains and config.truncation != NO_TRUNCATION,
-        "--top-k and --top-p are for python -m minirl.extras.evaluate --samples: sampled logprobs would differ from "
-        "training logprobs, which count all tokens; leave them out",
-    )
-    config.truncation.checked(flag_of)
 
 
 def _check_values(config: RunConfig) -> None:
