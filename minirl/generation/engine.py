@@ -356,7 +356,7 @@ class Engine:
             stem = self._stem if self._stem and _have_one_stem(request, self._stem.first) else None
             if stem is None and admitted and num_prefill_tokens + length > self.max_prefill_tokens:
                 break
-            num_spare = cache.num_free_blocks if stem else cache.spare_blocks(length)
+            num_spare = cache.spare_blocks(0 if stem else length)
             num_blocks = cache.num_new_blocks(length, self.room_tokens)
             if length % cache.block_size != 0:
                 num_blocks += 1  # a fork's copy of the last, partial block
