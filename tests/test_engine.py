@@ -3,7 +3,6 @@
 import functools
 import itertools
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
@@ -314,13 +313,10 @@ def test_the_streams_of_a_rollout_are_aligned():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (make_request([]), "prompt"),
-        (make_request([1, 2], max_new_tokens=0), "max_new_tokens"),
-        (replace(make_request([1, 2]), stop=("\n",)), "make_stop_test"),
         (make_request([1] * 500, max_new_tokens=13), "513 tokens .* 512 positions"),
         (make_request([1] * 200, max_new_tokens=57), "257 tokens .* --cache-tokens"),
     ],
-    ids=["empty prompt", "no new tokens", "stop strings", "positions", "cache"],
+    ids=["positions", "cache"],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_behind(request_, message):
     """ValueError with the number and the limit; its companions are not queued either, and no cache is kept.
@@ -333,10 +329,9 @@ def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_b
         engine.submit([make_request([5]), request_])
     assert engine.step() == engine.generate([]) == []
     assert engine._cache is None
-    if found := re.match(r"(\d+) tokens", message):
-        limit = request_.max_new_tokens - 1
-        (rollout,) = run(engine, [replace(request_, max_new_tokens=limit, stop_ids=frozenset())])
-        assert len(rollout.tokens) == int(found[1]) - 1
+    limit = request_.max_new_tokens - 1
+    (rollout,) = run(engine, [replace(request_, max_new_tokens=limit, stop_ids=frozenset())])
+    assert len(rollout.tokens) == int(message.split()[0]) - 1
 
 
 # Weights and cache.

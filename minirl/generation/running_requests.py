@@ -169,7 +169,7 @@ class RunningRequests:
                 rows_of.setdefault(strings, []).append(row)
         stopped: list[int] = []
         for strings, tested in rows_of.items():
-            assert self._make_stop_test is not None  # such requests are refused
+            assert self._make_stop_test is not None, "stop strings need Engine(make_stop_test=...)"
             test = self._make_stop_test(strings)
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
