@@ -188,20 +188,15 @@ def main(config: Config) -> int:
     value_config, value_folder = value_model_source(config, setup)
     value, value_optimizer = setup.load_trainable(value_config, value_folder)
     engine = setup.make_engine(policy)
-    reference = None
-    if config.has_reference:
-        reference = setup.load_reference()
     frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
-    if reference is not None:
-        frozen.append(reference)
+    if config.has_reference:
+        frozen.append(setup.load_reference())
     collector = setup.make_collector(engine, rollout)
     run = Run(
         setup,
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
         collector,
-        folders={"value": value_folder},
         extra={"kl_coef": config.kl_reward_coef},
-        resolved={"value_lr": config.value_peak_lr},
     )
     progress = run.progress
 
@@ -230,7 +225,7 @@ def main(config: Config) -> int:
         explained = explained_variance(old_values[has_score], returns[has_score])
         metrics.add("value/explained_var", explained)
         trains_policy = step > config.value_warmup_steps
-        if reference is not None:
+        if config.has_reference:
             kl_sums = sequence_sums(kl, batch.lengths)
             kl_mean = float(gather_to_rollouts(batch, kl_sums, groups.scores.numel()).mean())
             metrics.add("policy/kl_ref_completion", kl_mean)

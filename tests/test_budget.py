@@ -16,8 +16,6 @@ from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
 from minirl.run.budget import USABLE, Budget, Sizes, Workload, budget, choose_sizes, num_parameters
-from minirl.run.config import RunConfig
-from minirl.run.planning import decode_groups
 from minirl.training.batch import Batch
 from support import models
 from support.engines import CPU, cached_model
@@ -26,7 +24,7 @@ from support.memory import make_workload, saved_bytes
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
 LORA = Adapters(16)
-TOGETHER = {"decode_group": 8, "offloads_optimizer": True, "longest": 4396}
+TOGETHER = {"shard_weights": True, "shard_gradients": True}
 
 
 def total(needed: Budget, *phases: str) -> float:
@@ -46,10 +44,8 @@ WORKLOADS = {
     ),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": of_policy(make_workload(QWEN_7B), adapters=LORA),
-    "32B from shards": make_workload(QWEN_32B, 8, **TOGETHER),
-    "evaluation of 7B": make_workload(
-        QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}, parks_frozen=False
-    ),
+    "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest=4396),
+    "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
 }
 
 
@@ -60,8 +56,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
         work = dataclasses.replace(WORKLOADS[name], free=free)
-        # Ranks that decode together shard gradients too.
-        sizes = choose_sizes(work, {"shard_gradients": True} if work.decode_group > 1 else {})
+        sizes = choose_sizes(work, TOGETHER if work.trained == [QWEN_32B] else {})
         needed = budget(work, sizes)
         fitted.append(needed.fits())
         if not fitted[-1]:
@@ -188,17 +183,3 @@ def test_the_cache_takes_what_the_budget_says():
     assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
     assert needed.decoding["requests"] == of_states + 4 * 16 * config.vocab_size
-
-
-@pytest.mark.parametrize(
-    ("group", "recorded", "groups"),
-    [
-        (0, {}, [1, 8]),
-        (0, {"decode_group": 8}, [8]),
-        (0, {"decode_group": 4}, [1, 8]),  # the run began on other nodes
-        (2, {"decode_group": 8}, [2]),
-    ],
-)
-def test_ranks_decode_together_if_the_flag_and_the_runs_beginning_allow_it(group, recorded, groups):
-    """On nodes of 8 ranks."""
-    assert decode_groups(RunConfig(decode_group=group), 8, recorded) == groups

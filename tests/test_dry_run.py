@@ -70,13 +70,19 @@ CASES = {
         "recompute_layers False, shard_gradients True",
     ),
     # Whole weights of 65.5 fit into no card; from shards a rank holds embedding and head, and an eighth of the layers.
-    "32B from shards": (train_grpo, QWEN_32B, f"--gpus 8x80 {LARGE}", {"weights": 10.9}, "decode_group 8"),
+    "32B from shards": (
+        train_grpo,
+        QWEN_32B,
+        f"--gpus 8x80 {LARGE}",
+        {"weights": 10.9},
+        "shard_weights True",
+    ),
     "32B on large cards": (
         train_grpo,
         QWEN_32B,
         f"--gpus 8x200 {LARGE}",
         {"weights": 65.5},
-        "decode_group 1",
+        "shard_weights False",
     ),
     # Less 2 x 128 rows: it is cut to the policy's vocabulary.
     "a teacher": (train_grpo, QWEN_05B, "--gpus 1x80 --teacher {}/teacher", {"a parked model": 15.2}, ""),
@@ -93,7 +99,7 @@ CASES = {
         train_ppo,
         QWEN_05B,
         "--gpus 1x80 --lora-rank 16",
-        {"weights": 1.02, "gradients": 0.0704},
+        {"weights": 1.01, "gradients": 0.0704},
         "",
     ),
     # A rank has 8 completions and a greedy one of 8 prompts, or with those of the next step of 16.
@@ -151,7 +157,7 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently."""
     flags = f"{TINY} --run-name sizes"
     output = run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
-    assert output.count("memory max_running_requests 256, cache_tokens 65536") == 1
+    assert output.count(", cache_tokens 65536, max_tokens_per_microbatch 8192") == 1
     path: Path = runs / "sizes" / "args.json"
     args = json.loads(path.read_text())
     assert args["max_tokens_per_microbatch"] == 8192
@@ -166,7 +172,7 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
 
 def on_a_full_machine():
     """A patch under which a run finds a megabyte free."""
-    machine = Machine("cpu", num_ranks=1, ranks_of_node=1, free=1e6)
+    machine = Machine("cpu", num_ranks=1, free=1e6)
     return mock.patch.object(setup, "this_machine", return_value=machine)
 
 

@@ -95,8 +95,6 @@ REFUSED = {
         ("--model x", "--model needs --data"),
         ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
         ("--dry-run --gpus 0x80", "--gpus 0x80: give the number of ranks"),
-        ("--dry-run --gpus 8x80 --decode-group 3", "--decode-group 3: 8 ranks do not make groups of 3"),
-        ("--dry-run --gpus 8x80 --decode-group 16", "--decode-group 16: 8 ranks do not make groups of 16"),
         ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
         ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),

@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 import torch
 
-from minirl.errors import InputError
 from minirl.model import batch_invariance
 from minirl.run import setup
 from minirl.run.config import RunConfig
@@ -36,16 +35,6 @@ def test_a_cpu_without_bf16_instructions_says_what_bf16_costs(monkeypatch, capsy
         monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda has=has_instructions: has)
         assert setup.compute_dtype("bfloat16", "cpu") == torch.bfloat16
         assert ("note: --dtype bfloat16" in capsys.readouterr().out) == (not has_instructions)
-
-
-def test_restarted_ranks_need_the_name_of_their_run(monkeypatch):
-    """A new start would not know which run to resume."""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    monkeypatch.setattr(setup.process_group, "start", lambda **_: torch.device("cpu"))
-    with pytest.raises(
-        InputError, match="--max-restarts: restarted ranks resume the run only with --run-name"
-    ):
-        setup.Setup(RunConfig(), name="grpo")
 
 
 @pytest.mark.slow

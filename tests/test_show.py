@@ -68,7 +68,6 @@ def test_the_first_rollouts_of_the_last_step_are_shown_but_for_a_damaged_line(ru
     monkeypatch.setattr(sys, "argv", ["show", "mine", "--num", "1"])
     assert main() == 0
     said = capsys.readouterr()
-    assert "000012.jsonl:3 is not a rollout" in said.err
     for text in (
         "3.0  f:1  reward 1, advantage 0.5, 2 tokens sampled, stop",
         "\nprompt:\n1+1=\n",

@@ -99,7 +99,7 @@ def main(config: Config) -> int:
     model, optimizer = setup.load_trainable(
         setup.model_config, setup.model_folder, is_frozen=lambda name: name.startswith(frozen)
     )
-    run = Run(setup, {"reward_model": (model, optimizer)}, folders={"reward_model": setup.model_folder})
+    run = Run(setup, {"reward_model": (model, optimizer)})
     held_out = [pair_of(setup.held_out, i) for i in range(setup.held_out.num_prompts)]
     progress = run.progress
 

@@ -43,7 +43,6 @@ from minirl.run.config import (
 from minirl.run.flags import early_value, parse
 from minirl.run.run_folder import runs_root
 from minirl.run.setup import Setup
-from minirl.training.advantages import weighted_scores
 
 # The flags of a run that its evaluation repeats.
 OF_RUN = (
@@ -136,8 +135,7 @@ def evaluate_prompts(setup: Setup) -> list[Record]:
         num_requests=len(own) * (setup.config.eval_samples or 1),
         num_open=2 * setup.sizes.max_running_requests,
     ):
-        scores = weighted_scores(rewarded.rewards, setup.score_weights)
-        records += setup.records(rewarded, reward=scores)
+        records += setup.records(rewarded, setup.score_weights)
     return records
 
 

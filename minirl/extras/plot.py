@@ -29,7 +29,7 @@ Runs = list[tuple[str, Lines]]  # each with its name
 def read_run(name: str) -> tuple[str, Lines]:
     """A run's name and the numbers of its steps. Raises InputError if it has no steps."""
     folder = find_run(name, "metrics.jsonl")
-    lines, _ = read_json_lines(folder / "metrics.jsonl")
+    lines = read_json_lines(folder / "metrics.jsonl")
     if not lines:
         raise InputError(f"{folder}/metrics.jsonl has no steps yet")
     return folder.resolve().name, lines

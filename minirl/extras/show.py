@@ -33,11 +33,8 @@ def step_file(run: str, step: int | None) -> Path:
 
 
 def texts_of(path: Path) -> list[str]:
-    """A step's rollouts as text, in the order of their ids. A line that was cut off is named on stderr and left out."""
-    rollouts, damaged = read_json_lines(path)
-    for number in damaged:
-        print(f"note: {path}:{number} is not a rollout and is left out", file=sys.stderr)
-    return ["\n".join(lines_of(rollout)) for rollout in rollouts]
+    """A step's rollouts as text, in the order of their ids."""
+    return ["\n".join(lines_of(rollout)) for rollout in read_json_lines(path)]
 
 
 def lines_of(rollout: Rollout) -> Iterator[str]:

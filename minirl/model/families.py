@@ -225,7 +225,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
         from minirl.extras.hf_models.types import read_other
 
-        config = _as_transformers_reads(raw)
+        config = as_transformers_reads(raw)
         scalar_head = _is_classifier(raw, config.num_labels)
         return dataclasses.replace(read_other(raw, config), scalar_head=scalar_head)
     vision = _VISION_MODELS.get(raw["model_type"])
@@ -235,7 +235,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
     _check_ranges(raw)
-    config = _as_transformers_reads(raw)
+    config = as_transformers_reads(raw)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
     fields = _ropes(config, kinds, head_dim, family) | {
@@ -344,7 +344,7 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
 
 
-def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
+def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
     """Return the object of transformers' config class, which checks types and fills in missing keys.
 
     Raises InputError with the reason, which names the key.
@@ -352,8 +352,9 @@ def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        # A copy, because transformers fills in the objects within.
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
+        config_class = CONFIG_MAPPING[raw["model_type"]]
+        # transformers writes an infinity as {"__float__": "Infinity"}. A copy, because it fills in the objects within.
+        return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
     except Exception as error:  # which one depends on the version of transformers
         reason = " ".join(str(error).split())
         name = raw.get("model_type")

@@ -242,7 +242,7 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
     """
     _check_shape(param, stored, label)
     local = param
-    rows = slice(None)
+    rows: Any = ...
     if hasattr(param, "placements"):
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

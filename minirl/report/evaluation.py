@@ -14,7 +14,7 @@ from minirl.data.task import Task
 from minirl.rollouts import CUT_OFF
 
 NUM_RESAMPLES = 1000
-Record = Mapping[str, Any]  # of a completion, with `reward`, see `logger.rollout_records`
+Record = Mapping[str, Any]  # of a completion, with `reward`, see `records.rollout_records`
 
 
 @functools.cache

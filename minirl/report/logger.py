@@ -10,20 +10,18 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.json_files import json_lines, read_json_lines
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rewards.rewarded import RewardedRollouts
 
 # Of a console line: titles, metrics and formats.
 COLUMNS = (
@@ -146,50 +144,6 @@ def write_args(folder: Path, args: Mapping[str, Any]) -> None:
     durable.replace_file(folder / "args.json", json.dumps(args, indent=2, default=str) + "\n")
 
 
-def rollout_records(
-    rewarded: RewardedRollouts,
-    functions: Iterable[str],
-    *,
-    views: Sequence[Mapping[str, Any]] = (),
-    **columns: Tensor,
-) -> list[dict[str, Any]]:
-    """The records of this rank's N rollouts, JSON values, as in rollouts/*.jsonl. Not collective.
-
-    functions: the names of the K rewards of `rewarded`. views: the rollouts' texts (`view_of`), if any are written.
-    columns: further numbers [N] of the rollouts.
-    """
-    numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
-    rewards = _json_numbers(rewarded.rewards.tolist())
-    records = []
-    for i, rollout in enumerate(rewarded.rollouts):
-        record: dict[str, Any] = {
-            "id": (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample),
-            "row": rewarded.rows[i].place,
-            "prompt": rewarded.rows[i].prompt,
-            "completion": rewarded.texts[i],
-            **{name: values[i] for name, values in numbers.items()},
-            "rewards": dict(zip(functions, rewards[i], strict=True)),
-            "num_tokens": rollout.num_sampled,
-            "finish_reason": rollout.finish_reason,
-        }
-        if rollout.earlier:
-            record["branches"] = [
-                {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
-                for branch in rollout.branches
-            ]
-        if views and views[i]:
-            record |= views[i]
-        records.append(record)
-    return records
-
-
-def _json_numbers(values: Any) -> Any:
-    """Return a tensor's `tolist` with None for NaN, which JSON lacks."""
-    if isinstance(values, list):
-        return [_json_numbers(value) for value in values]
-    return None if math.isnan(values) else values
-
-
 def console_line(
     step: int, num_steps: int, metrics: Mapping[str, float], *, measured: Container[str], left_s: float
 ) -> str:
@@ -226,13 +180,8 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
 
 def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Cut metrics.jsonl back to this step, without the lines that a kill cut off; returns what stays."""
-    steps: list[dict[str, Any]] = []
-    if path.is_file():
-        steps, damaged = read_json_lines(path)
-        if damaged:
-            places = ", ".join(f"{path}:{number}" for number in damaged[:5])
-            print0(f"warning: {places}: not a whole line, left out")
-    steps = [step for step in steps if step["step"] <= last_step]
+    lines = read_json_lines(path) if path.is_file() else []
+    steps = [line for line in lines if line["step"] <= last_step]
     durable.replace_file(path, json_lines(steps))
     return steps
 
@@ -240,8 +189,5 @@ def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
 def _wandb_id(folder: Path) -> str:
     """The run's id in wandb: the one in args.json if the run is resumed, or a new one."""
     path = folder / "args.json"
-    if path.is_file():
-        wandb_id = json.loads(path.read_text()).get("wandb_id")
-        if wandb_id:
-            return wandb_id
-    return secrets.token_hex(4)
+    args = json.loads(path.read_text()) if path.is_file() else {}
+    return args.get("wandb_id", secrets.token_hex(4))

@@ -152,9 +152,8 @@ class UpdateMemoryFlags:
     """keep fp32 masters, AdamW's moments and summed gradients in host memory, where AdamW uses more cores"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
     """recompute activations in backward: less memory, a third more time; auto: if microbatches would be small"""
-    decode_group: int = 0
-    """ranks that decode together from the shards that training holds; 1: each has whole weights; 0: those of a node, if
-    whole weights do not fit"""
+    shard_weights: Literal["auto", "on", "off"] = "auto"
+    """decode from the shards that training holds, all ranks together; auto: if whole weights do not fit"""
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""

@@ -9,7 +9,6 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +21,7 @@ from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.report.logger import Logger, rollout_records
+from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
     add_rewards,
@@ -34,7 +33,6 @@ from minirl.report.metrics import (
 from minirl.report.progress_bar import show_progress
 from minirl.run.checkpoint import Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
-from minirl.training.advantages import weighted_scores
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
@@ -76,15 +74,12 @@ class Run:
         models: Models,
         collector: Collector | None = None,
         *,
-        folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
-        resolved: Mapping[str, Any] | None = None,
     ):
         """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
-        rollouts, and evaluations use its engine; None in a script that generates nothing. folders: of config and
-        tokenizer of further models. resolved: values for args.json that the script's flags left open.
+        rollouts, and evaluations use its engine; None in a script that generates nothing.
 
         extra: first values of the script's memory between steps, the same on every rank; each save takes the later
         ones from `progress`. Values are JSON's and tensors, nested in dicts and lists.
@@ -99,8 +94,7 @@ class Run:
         self.device = setup.device
         self.max_new_tokens = setup.max_new_tokens
         self._folder = setup.folder.path
-        sources = {"policy": setup.model_folder, **(folders or {})}
-        self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=config.keep_checkpoints)
+        self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress()
         checkpoint = setup.folder.checkpoint
         if checkpoint is not None:
@@ -113,7 +107,7 @@ class Run:
             collector.restore(self.progress.in_flight)
         self._logger = Logger(
             self._folder,
-            setup.args() | dict(resolved or {}),
+            setup.args(),
             wandb_mode=config.wandb,
             after_step=self.progress.step,
         )
@@ -223,8 +217,7 @@ class Run:
         for rewarded in self._evaluator.run(
             [requests], num_requests=len(requests), weight_version=self.progress.update
         ):
-            scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
-            own += rollout_records(rewarded, self._setup.reward_functions, reward=scores)
+            own += self._setup.records(rewarded, self._setup.score_weights)
         self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
         records = itertools.chain.from_iterable(gather_objects(own))
         return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
@@ -242,7 +235,7 @@ class Run:
         ids = [rollout.branches[0].rollout_id for rollout in rewarded.rollouts]
         records = self._setup.records(
             rewarded,
-            reward=weighted_scores(rewarded.rewards, groups.reward_weights),
+            groups.reward_weights,
             advantage=torch.tensor([mean_of[rollout_id] for rollout_id in ids], dtype=torch.float64),
         )
         self._logger.log_rollouts(step, records)

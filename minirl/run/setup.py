@@ -5,7 +5,6 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
-import os
 import secrets
 import sys
 import time
@@ -19,7 +18,6 @@ from torch import Tensor
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
-from minirl.data.view import view_of
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.errors import refuse
@@ -38,7 +36,7 @@ from minirl.ranks.process_group import (
     world_size,
 )
 from minirl.report.evaluation import Record, values_by_prompt
-from minirl.report.logger import rollout_records
+from minirl.report.records import rollout_records
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
@@ -50,6 +48,7 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.training.advantages import weighted_scores
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -87,11 +86,6 @@ class Setup:
         )
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        refuse(
-            restarts and not config.run_name,
-            "torchrun --max-restarts: restarted ranks resume the run only with --run-name",
-        )
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         changed = ", ".join(self.folder.changed_flags(self._flags))
@@ -126,7 +120,8 @@ class Setup:
         self.reward_functions, self.reward_weights = self._load_rewards(task)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
+        num_parts = world_size() if self.sizes.shard_weights else 1
+        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
         # Machines of other kinds may differ, and all ranks must score or none.
         self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
@@ -149,7 +144,6 @@ class Setup:
 
     def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
         """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
-        group = self.sizes.decode_group
         return ShardedModel(
             model_config,
             folder,
@@ -157,9 +151,8 @@ class Setup:
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
             shard_gradients=self.sizes.shard_gradients,
-            num_shards=group if group > 1 else None,
+            shard_weights=self.sizes.shard_weights,
             offload_optimizer=self.config.offload_optimizer,
-            shard_weights=group > 1,
             **options,
         )
 
@@ -188,19 +181,19 @@ class Setup:
     ) -> FrozenModel:
         """A model that scores the rollouts of each step (collective if weights are sharded).
 
-        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. In a decode
-        group the model is sharded, and InputError is raised if its vocabulary differs.
+        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. With sharded
+        weights this one's are sharded too, and InputError is raised if its vocabulary differs.
         """
         model: ShardedModel | Transformer
         park = False
         if not isinstance(source, Path):
             model = source
-        elif self.sizes.decode_group > 1:
+        elif self.sizes.shard_weights:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size != self.model_config.vocab_size,
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
-                "only --decode-group 1 cuts or pads vocabularies",
+                "only --shard-weights off cuts or pads vocabularies",
             )
             model = self._sharded(config, source, is_frozen=lambda name: True)
         else:
@@ -269,13 +262,10 @@ class Setup:
         of_samples = self.config.eval_samples > 0 or not self.config.trains
         return values_by_prompt(records, self.task, weights, of_samples=of_samples)
 
-    def records(self, rewarded: RewardedRollouts, **numbers: Any) -> list[dict[str, Any]]:
-        """The `rollout_records` of these rollouts, with their texts. numbers: its further arguments."""
-        views = [
-            view_of(rollout, row.prompt, self.tokenizer)
-            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
-        ]
-        return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
+    def records(self, rewarded: RewardedRollouts, weights: Tensor, **columns: Tensor) -> list[dict[str, Any]]:
+        """The `rollout_records` of these rollouts, with `reward`, the sum of their rewards with weights fp64 [K]."""
+        scores = weighted_scores(rewarded.rewards, weights)
+        return rollout_records(rewarded, self.reward_functions, self.tokenizer, reward=scores, **columns)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""
