@@ -233,7 +233,7 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
     poison(cache)
 
     def check(chosen):
-        read = cache.decode_layout(torch.tensor(chosen)).cached.read
+        read = cache.decode_layout(torch.tensor(chosen)).read
         q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
         got = portable_attention.decode(padding.pad_rows(q), keys, values, read.index, read.masks[window])
         for i, num_keys in enumerate(read.lengths.tolist()):

@@ -52,7 +52,7 @@ def test_truncated_rollouts_do_not_depend_on_the_schedule():
     [
         ({"top_p": 0.9}, r"--top-p 0.9: needs --top-k, .* add --top-k 256"),
         ({"top_k": 257}, "--top-k 257: must be a number from 0 to 256"),
-        ({"top_k": 5, "top_p": 0.0}, "--top-p 0.0: must be greater than 0"),
+        ({"top_k": 5, "top_p": 0.0}, "--top-p 0.0: must be greater than 0 and"),
         ({"top_k": 5, "top_p": math.nan}, "--top-p nan: must be finite"),
     ],
 )

@@ -86,7 +86,7 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     from minirl.extras.kernels import paged_attention
 
     cache, rows = make_cache(window, groups, dim, dtype)
-    read = cache.decode_layout(torch.tensor(rows)).cached.read
+    read = cache.decode_layout(torch.tensor(rows)).read
     keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.masks[window])

@@ -28,7 +28,7 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     cache, rows = make_cache(window, groups, dim, dtype)
     some = [rows[i] for i in (0, 2, 3, 4, 6, 9)]
-    read = cache.decode_layout(torch.tensor(some)).cached.read
+    read = cache.decode_layout(torch.tensor(some)).read
     keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.masks[window])

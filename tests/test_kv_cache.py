@@ -54,7 +54,7 @@ def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
 def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
     """Each row reads its own history through its block table, at every position that it sees and at no other."""
     assert layout.positions.tolist() == [len(h) - 1 for h in histories]
-    read = layout.cached.read
+    read = layout.read
     for layer, window in WINDOWS.items():
         keys, values = layout.cached.pool.of_layer(layer)
         for b, history in enumerate(histories):

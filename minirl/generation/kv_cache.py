@@ -323,13 +323,13 @@ class KVCache:
         else:
             block_table, *left = left
             read = DecodeRead(block_table, (positions + 1).int())
-        cached = Cached(self.pool, block, positions % self.block_size, read)
+        cached = Cached(self.pool, block, positions % self.block_size)
         if not self.states:
-            return DecodeLayout(positions, cached)
+            return DecodeLayout(positions, cached, read)
         num_slots = None
         if self.kernel == "portable" and rows.max() < 2 * len(rows):  # else most slots would be idle
             num_slots = int(rows.max()) + 1
-        return DecodeLayout(positions, cached, self.states, left[0], num_slots)
+        return DecodeLayout(positions, cached, read, self.states, left[0], num_slots)
 
     def _portable_read(self, rows: Tensor, positions: Tensor) -> DecodeRead:
         """The inputs of the portable kernel in a decode step of tokens at these positions int64 [B]."""

@@ -99,15 +99,11 @@ class DecodeRead:
 
 @dataclass(frozen=True)
 class Cached:
-    """The places where a layout stores its n tokens in the cache, and, when decoding, the keys that it reads.
-
-    block, offset int64 [n]: where each token is stored. The padding, which follows them, is not.
-    """
+    """The places int64 [n] where a layout stores its n tokens in the cache; the padding after them is not stored."""
 
     pool: CachePool
     block: Tensor
     offset: Tensor
-    read: DecodeRead | None = None
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the tokens' k and v, of [T', K, C], into the pool."""
@@ -245,6 +241,7 @@ class DecodeLayout:
 
     positions: Tensor
     cached: Cached
+    read: DecodeRead
     states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
     num_slots: int | None = None
@@ -262,7 +259,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     if layout.cached is not None:
         layout.cached.store(layer, k, v)
     if isinstance(layout, DecodeLayout):
-        return _attend_cached(q, layout.cached, layer, window)
+        return _attend_cached(q, layout, layer, window)
     kernel = kernel_for(q.device, q.dtype)
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
@@ -270,12 +267,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     return portable_attention.attend_packed(q, k, v, index)
 
 
-def _attend_cached(q: Tensor, cached: Cached, layer: int, window: int | None) -> Tensor:
+def _attend_cached(q: Tensor, layout: DecodeLayout, layer: int, window: int | None) -> Tensor:
     """Decode attention of q [T', H, C] over the cached keys and values of a layer."""
-    read = cached.read
-    assert read is not None, "the layout has no block table to decode from"
-    keys, values = cached.pool.of_layer(layer)
-    if cached.pool.kernel == "paged":
+    read, pool = layout.read, layout.cached.pool
+    keys, values = pool.of_layer(layer)
+    if pool.kernel == "paged":
         from minirl.extras.kernels import paged_attention
 
         return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=window)
