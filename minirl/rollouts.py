@@ -38,7 +38,7 @@ class Completion:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, part: slice) -> "Completion":
+    def __getitem__(self, part: slice | tuple[int, slice]) -> "Completion":
         return Completion(*(stream[part] for stream in vars(self).values()))
 
     def __add__(self, other: "Completion") -> "Completion":
