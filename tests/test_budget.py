@@ -121,6 +121,6 @@ def test_the_cache_takes_what_the_budget_says():
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
     cache = KVCache(config.attention_windows, delta_net=config.delta_net, **shape, **options)
     needed = budget(make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False))
-    assert needed.decoding["cache"] == sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+    assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
     assert needed.decoding["requests"] == of_states + 4 * 16 * config.vocab_size

@@ -30,7 +30,7 @@ from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import Logger
-from minirl.rollouts import Truncation
+from minirl.rollouts import MAX_TOP_K, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
 from minirl.run.config import (
@@ -41,7 +41,7 @@ from minirl.run.config import (
     RunConfig,
     RunNameFlags,
 )
-from minirl.run.flags import early_value, flag_of, parse
+from minirl.run.flags import early_value, parse
 from minirl.run.run_folder import runs_root
 from minirl.run.setup import Setup
 
@@ -181,7 +181,15 @@ def main(config: Config) -> int:
     # No other rows are read, as nothing is trained on them.
     config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
     check_shared(config)
-    config.truncation.checked(flag_of)
+    refuse(
+        not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be a number from 0 to {MAX_TOP_K}"
+    )
+    refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p}: must be greater than 0 and at most 1")
+    refuse(
+        config.top_p < 1 and not config.top_k,
+        f"--top-p {config.top_p}: needs --top-k, which bounds the tokens that are sorted; add --top-k {MAX_TOP_K}, "
+        "the most",
+    )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)
     print0(json.dumps(result, indent=2))

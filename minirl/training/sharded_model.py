@@ -25,7 +25,7 @@ from minirl.model.layers import Linear
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks.process_group import gather_objects, world_size
+from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class ShardedModel:
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = _total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
-            where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
+            where = _first_nonfinite({name: master.grad for name, master in self.masters.items()})
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad(set_to_none=True)
@@ -284,7 +284,7 @@ class ShardedModel:
         optimizer.zero_grad(set_to_none=True)
         weight_norm = _total_norm(self.masters.values())
         if not math.isfinite(weight_norm):
-            where = self._describe_nonfinite(self.masters)
+            where = _first_nonfinite(self.masters)
             raise GuardError(
                 f"after this update the norm of the weights is {weight_norm}: {where}. They are not saved, the last "
                 "checkpoint is unchanged; try a lower --lr"
@@ -369,18 +369,6 @@ class ShardedModel:
         for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
-    def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
-        """Describe where sharded tensors are not finite: the first such tensor, and the ranks (collective)."""
-        own_is_finite = []
-        for tensor in tensors.values():
-            own_is_finite.append(tensor is None or bool(_local(tensor).isfinite().all()))
-        by_rank = gather_objects(own_is_finite)
-        for i, name in enumerate(tensors):
-            ranks = [str(rank) for rank, is_finite in enumerate(by_rank) if not is_finite[i]]
-            if ranks:
-                return f"first in {name}, in the shard of rank {', '.join(ranks)}"
-        return "every element is finite, their squares overflow"
-
 
 @functools.cache
 def _device_mesh(device_type: str) -> "DeviceMesh":
@@ -394,6 +382,14 @@ def _total_norm(tensors: Iterable[Tensor]) -> float:
     """The norm of sharded tensors; NaN or infinite if one of them is (collective)."""
     norm = torch.nn.utils.get_total_norm(tensors)
     return float(norm.full_tensor())  # type: ignore[attr-defined]
+
+
+def _first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str:
+    """Say which of these sharded tensors is the first with a norm that is not finite (collective)."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not math.isfinite(_total_norm([tensor])):
+            return f"first in {name}"
+    return "each tensor's norm is finite, the sum of their squares overflows"
 
 
 def _assign(model: Transformer, weights: Mapping[str, Tensor]) -> None:

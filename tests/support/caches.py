@@ -21,20 +21,17 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
     for _ in range(70):
         assert cache.extend(rows[2])
     generator = torch.Generator().manual_seed(0)
-    for x in (cache.pools[0].keys, cache.pools[0].values):
+    for x in (cache.pool.keys, cache.pool.values):
         x.copy_(torch.randn(x.shape, generator=generator))
-    if window == 100:
-        assert any(cache.blocks[0].of_row(row)[0] for row in rows), "no row has left a block behind"
     return cache, rows
 
 
 def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
-    """Fill free blocks, and the rest of these rows' last blocks in the first pool, with NaN."""
-    for pool, blocks in zip(cache.pools, cache.blocks, strict=True):
-        pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
-    pool = cache.pools[0]
+    """Fill free blocks, and the rest of these rows' last blocks, with NaN."""
+    pool, free = cache.pool, cache.free_blocks
+    pool.keys[:, free], pool.values[:, free] = torch.nan, torch.nan
     for row in rows:
-        block = cache.blocks[0].of_row(row)[1][-1]
+        block = cache.blocks_of(row)[-1]
         end = (length_of(cache, row) - 1) % BLOCK + 1
         pool.keys[:, block, :, :, end:] = torch.nan
         pool.values[:, block, :, end:] = torch.nan
