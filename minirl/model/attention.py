@@ -204,7 +204,7 @@ class PackedLayout:
         """The chunks of the gated delta rule."""
         from minirl.extras.delta_net.rule import index_chunks
 
-        return index_chunks(self._sequences, self.num_shared, sum(self.num_own), self._upload)
+        return index_chunks(self._sequences, sum(self.num_own), self._upload)
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
