@@ -215,14 +215,15 @@ def run_row(
     users[places] = own
     q, k, v, _, beta = (x[users] for x in rows)
     last = at[users][:, None, None]
-    column = torch.arange(DELTA_CHUNK, device=at.device)
     total = decays.cumsum(-1)
     own_total = total.gather(-1, last.expand(-1, total.shape[1], 1))
     pairs = (own_total - total).clamp(max=0).exp()
     grown = activate(own_total[..., 0], torch.exp)
     of_keys = (_padded(num_padded, k, q) @ keys)[..., :2, :]
-    is_seen = column <= last[..., None] - torch.tensor([[1], [0]], device=at.device)
-    a, weights = torch.where(is_seen, of_keys * pairs[..., None, :], 0.0).unbind(2)
+    # Of A a row sees the rows before it, of the weights itself, too.
+    column = torch.arange(DELTA_CHUNK, device=at.device)
+    a = torch.where(column < last, of_keys[..., 0, :] * pairs, 0.0)
+    weights = torch.where(column <= last, of_keys[..., 1, :] * pairs, 0.0)
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     of_state = _padded(num_padded, k_in, q_in) @ state
@@ -243,7 +244,8 @@ def end_chunks(states: DeltaStates, slots: Tensor) -> None:
 
 def _padded(num_padded: int, *rows: Tensor) -> Tensor:
     """Rows [n, H, D] as the first of [n, H, num_padded, D]: fewer would not take the kernel of a chunk."""
-    return F.pad(torch.stack(rows, 2), (0, 0, 0, num_padded - len(rows)))
+    num_missing = num_padded - len(rows)
+    return F.pad(torch.stack(rows, 2), (0, 0, 0, num_missing))
 
 
 def _solve_row(a: Tensor, right: Tensor, solved: Tensor) -> Tensor:
@@ -260,7 +262,8 @@ class _Solve(torch.autograd.Function):
         if a.device.type == "cpu":
             solved = torch.zeros_like(right)
             for i in range(DELTA_CHUNK):
-                solved[..., i, :] = _solve_row(a[..., i, :], right[..., i, :], solved)
+                row = a[..., i, :], right[..., i, :]
+                solved[..., i, :] = _solve_row(*row, solved)
         else:
             solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
         ctx.save_for_backward(a, solved)
@@ -290,8 +293,10 @@ def least_rows(shape: DeltaNet) -> int | None:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3 * length, shape.num_value_heads, sum(sizes), generator=generator)
     q, k, v, decay, beta = numbers.split(sizes, -1)
-    rows = DeltaRows(normalized(q), normalized(k), v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
-    index = index_chunks(torch.arange(3 * length).split(length), 3 * length, torch.Tensor.contiguous)
+    q, k = normalized(q), normalized(k)
+    rows = DeltaRows(q, k, v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
+    sequences = torch.arange(3 * length).split(length)
+    index = index_chunks(sequences, 3 * length, upload=torch.Tensor.contiguous)
     expected = run_chunks(rows, index)
     for num_padded in (2, 4, 8, MIN_ROWS):
         decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
