@@ -41,7 +41,6 @@ def tokenizer_folder(tmp_path):
         (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),
         (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
-        (b'{"prompt": []}', "field 'prompt'"),
         (b'{"prompt": [{"role": "user", "content": null}]}', "field 'prompt'"),
         (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' has the name of an argument"),
         (b'{"prompt": "caf\xe9"}', "cannot be read: 'utf-8' codec"),
@@ -61,24 +60,15 @@ def test_row_18_an_empty_file_is_refused(write, content):
         read_rows(write(content))
 
 
-def test_row_18_few_rows_are_said():
-    """They work; the note has the numbers. Pitfall 57."""
-    few = letter_prompts("abaa")
-    assert few.notes(per_step=16) == ["train: a step takes 16 prompts and there are 4: it repeats them"]
-    assert len(few.requests(0, 16, group_size=1)) == 16
-    assert letter_prompts("ab").notes(per_step=2) == letter_prompts("ab").notes() == []
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        " \u05e9 \u202eabc\u202c a\x00b ",
+        " \u05e9 \u202eabc\u202c a\x00b a\u2028b\u0085c\x0bd\x1ce\tf\ng\r",
         "a\ud800b",
         "x" * 1_000_000,
-        "a\u2028b\u0085c\x0bd\x1ce\tf\ng\r",
         [{"role": "system", "content": ""}, {"role": "user", "content": "na\u00efve \U0001f600"}],
     ],
-    ids=["right to left", "surrogate", "megabyte", "other line ends", "messages"],
+    ids=["control characters", "surrogate", "megabyte", "messages"],
 )
 def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text):
     """Between a BOM and CRLF, blank lines counted: prompt, columns and place of each row are its own."""
@@ -90,33 +80,35 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write, text):
     assert list(read_rows(path)) == [Row(text, {"answer": i}, f"{path}:{n}") for i, n in places]
 
 
-@pytest.mark.parametrize("texts", ["aaaaz", "zaaaz"])
-def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts):
-    """A larger tokenizer would read outside of it; rows that do not use the rest are fine. Pitfall 6."""
-    said = f"^f:{texts.index('z') + 1}: the prompt has token id 122, the model 122 embeddings"
+def test_row_36_a_prompt_without_a_token_or_an_id_that_the_model_has_is_named(tokenizer_folder):
+    """A larger tokenizer would read outside of the embeddings; rows that do not use the rest are fine. Pitfall 6.
+
+    A tokenizer without a BOS may find nothing in a text, and none has a token for half a surrogate pair (row 19).
+    """
+    said = "^f:5: the prompt has token id 122, the model 122 embeddings"
     with pytest.raises(InputError, match=said):
-        letter_prompts(texts, vocab_size=ord("z"))
+        letter_prompts("aaaaz", vocab_size=ord("z"))
     assert letter_prompts("aaaa", vocab_size=ord("z")).num_prompts == 4
-
-
-def test_row_19_a_text_that_cannot_be_tokenized_is_named(tokenizer_folder):
-    """Half of a surrogate pair, as text and in a message."""
+    with pytest.raises(InputError, match="f:2: the prompt has no tokens"):
+        letter_prompts(["a", ""])
     for text in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
         with pytest.raises(InputError, match=r"^f:2: the text cannot be tokenized: .*ud800"):
             letter_prompts(["ab", text], tokenizer=Tokenizer(tokenizer_folder))
 
 
-LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
+def test_rows_18_and_20_few_rows_and_long_prompts_are_said():
+    """Those that leave too little room are skipped, counted and named; one of exactly the limit stays.
 
-
-def test_row_20_long_prompts_are_skipped_counted_and_named():
-    """The default; the first three places. One of exactly the limit stays, and rows keep their tokens. Pitfall 55."""
-    prompts = letter_prompts(LONG)
+    Rows keep their tokens. Pitfalls 55 and 57.
+    """
+    prompts = letter_prompts(("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99))  # six tokens fit
     served = {prompts.index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
-    assert prompts.num_prompts == 2
-    (said,) = prompts.notes()
-    assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
+    left_out, repeated = prompts.notes(per_step=16)
+    assert left_out.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
+    assert repeated == "train: a step takes 16 prompts and there are 2: it repeats them"
+    assert len(prompts.requests(0, 16, group_size=1)) == 16
+    assert letter_prompts("ab").notes(per_step=2) == []
 
 
 def test_row_21_prompts_that_all_leave_too_little_are_refused():
@@ -147,9 +139,3 @@ def test_row_36_a_tokenizer_without_an_end_token_is_said(tmp_path, vocab_size):
     prompts = letter_prompts([], tokenizer=Tokenizer(tmp_path), vocab_size=vocab_size)
     said = [note for note in prompts.notes(per_step=1) if "completions end only at --max-new-tokens" in note]
     assert len(said) == (vocab_size == 1)  # the end token has id 1
-
-
-def test_row_36_a_prompt_without_tokens_is_refused_by_row():
-    """A tokenizer without a BOS may find nothing in a text."""
-    with pytest.raises(InputError, match="f:2: the prompt has no tokens"):
-        letter_prompts(["a", ""])

@@ -48,9 +48,8 @@ def test_a_preset_is_chosen_by_name_and_by_default_the_first():
     assert parsed("--penalty", "1", presets=PRESETS) == ForkConfig(penalty=1.0)
     fast = ForkConfig(algorithm="fast", **PRESETS["fast"])
     assert parsed("--penalty", "0", "--algorithm", "fast", presets=PRESETS) == fast
-    assert parsed("--algorithm=fast", presets=PRESETS) == fast
     with pytest.raises(InputError, match="--algorithm nope: one of default, fast"):
-        parsed("--algorithm", "nope", presets=PRESETS)
+        parsed("--algorithm=nope", presets=PRESETS)
 
 
 CHECKS = {train_grpo: check_grpo, train_ppo: check_ppo}
@@ -94,7 +93,7 @@ REFUSED = {
         # shared flags
         ("--model x", "--model needs --data"),
         ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
-        ("--dry-run --gpus 0x80", "--gpus 0x80: give the number of ranks"),
+        ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
         ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
         ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
@@ -126,17 +125,10 @@ REFUSED = {
 def test_flags_that_would_train_something_else_are_refused_by_name(
     module, flags, message, tmp_path, monkeypatch
 ):
-    """Pitfalls 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
+    """Pitfalls 5, 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     with pytest.raises(InputError, match=re.escape(message)):
         module.main(read_config(module, [flags]))
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("text", ["enable_thinking", "[1]", "{}", '{"a":1,"a":2}'])
-def test_template_arguments_that_are_no_object_are_refused(text):
-    with pytest.raises(InputError, match=re.escape(f"--chat-template-kwargs {text[:80]}: ")):
-        _ = train_grpo.Config(chat_template_kwargs=text).template_arguments
-    assert train_grpo.Config(chat_template_kwargs='{"a": false}').template_arguments == {"a": False}

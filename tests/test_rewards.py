@@ -131,7 +131,7 @@ def reward_folder(request, tmp_path_factory):
 
 
 def load(folder, *, chat=False, max_tokens=1000, **options):
-    options |= {"chat": chat, "max_tokens": max_tokens, "park": False}
+    options |= {"chat": chat, "max_tokens": max_tokens}
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 

@@ -226,7 +226,7 @@ def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
     on_host = [parameter.data_ptr() for parameter in model.parameters()]
     for _ in range(2):
-        with unparked(model, torch.device("cuda"), park=True):
+        with unparked(model, torch.device("cuda")):
             assert {*on_host}.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
             assert model.lm_head.weight is model.model.embed_tokens.weight
         assert on_host == [parameter.data_ptr() for parameter in model.parameters()]

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,6 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 def parse_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, also for a key that an object has twice, or RecursionError."""
     return _DECODER.decode(text)
-
-
-def json_lines(values: Iterable[Any]) -> str:
-    """The text of a file with one value on each line."""
-    return "".join(json.dumps(value) + "\n" for value in values)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -131,8 +131,8 @@ class Engine:
         """Queue requests, and continue those that are between two turns. Not collective.
 
         Neighbours with the same prompt share one prefill. Of a request between two turns, which has more tokens than
-        before, only the new ones are computed, unless the cache had to drop the others (see also `_can_resume`).
-        Requests that have tokens come before those that have none.
+        before, only the new ones are computed, unless the cache had to drop the others. Requests that have tokens come
+        before the others.
         weight_version: recorded with each token sampled from now on.
         Raises InputError for a request that is longer than the model's positions or the whole cache. Nothing is queued
         then, and requests between two turns stay as they were.
@@ -151,26 +151,15 @@ class Engine:
         self.weight_version = weight_version
         begun: list[Request] = []  # with tokens that the cache lacks
         for request in requests:
-            row = self._held.pop(request.rollout_id, None)
-            if row is not None and self._can_resume(request, row):
+            if request.rollout_id in self._held:
+                row = self._held.pop(request.rollout_id)
                 self._running.admit(request, row)
                 self._resumed.append(row)
-                continue
-            if row is not None:
-                self._forget(row)
-            if request.sampled:
+            elif request.sampled:
                 begun.append(request)
             else:
                 self._waiting.append(request)
         self._waiting.extendleft(reversed(begun))
-
-    def _can_resume(self, request: Request, row: int) -> bool:
-        """Return whether only the tokens that the cache lacks need to be computed.
-
-        A gated delta net decodes one token of a sequence at a time: more are prefilled, with all before them.
-        """
-        length = len(request.prompt_ids) + len(request.sampled)
-        return self.config.delta_net is None or length == int(self._live_cache.lengths[row]) + 1
 
     @property
     def is_busy(self) -> bool:

@@ -212,10 +212,14 @@ class KVCache:
         return True
 
     def extend_by(self, row: int, num_tokens: int) -> int:
-        """Extend by up to `num_tokens`, all within one block; returns by how many, 0 if no block is free."""
+        """Extend by up to `num_tokens`, all within one block, and one chunk of the delta rule if there are states.
+
+        Returns by how many, 0 if no block is free.
+        """
         if not self.extend(row):
             return 0
-        num_more = min(num_tokens - 1, -int(self._lengths[row]) % self.block_size)
+        part = min(DELTA_CHUNK, self.block_size) if self.states else self.block_size
+        num_more = min(num_tokens - 1, -int(self._lengths[row]) % part)
         self._lengths[row] += num_more
         return 1 + num_more
 
@@ -305,8 +309,7 @@ class KVCache:
     ) -> DecodeLayout:
         """Layout of the last token of each of these sequences int64 [B], for which `extend` has added the space.
 
-        For several tokens of a sequence repeat its row and give `lengths` int64 [B], see `decode_inputs`. A model with
-        states takes one token of each.
+        For several tokens of a sequence repeat its row and give `lengths` int64 [B], see `decode_inputs`.
 
         inputs: the `decode_inputs` of the rows, on the device.
         """
@@ -321,10 +324,19 @@ class KVCache:
         cached = Cached(self.pool, block, positions % self.block_size)
         if not self.states:
             return DecodeLayout(positions, cached, read)
+        rounds: list[Tensor | slice] = [slice(None)]
         num_slots = None
-        if self.kernel == "portable" and rows.max() < 2 * len(rows):  # else most slots would be idle
+        if lengths is not None:
+            rounds = self._rounds(rows)
+        elif self.kernel == "portable" and rows.max() < 2 * len(rows):  # else most slots would be idle
             num_slots = int(rows.max()) + 1
-        return DecodeLayout(positions, cached, read, self.states, left[0], num_slots)
+        return DecodeLayout(positions, cached, read, self.states, left[0], rounds, num_slots)
+
+    def _rounds(self, rows: Tensor) -> list[Tensor | slice]:
+        """Split the tokens of a decode step into parts with at most one token of each sequence."""
+        _, counts = rows.unique_consecutive(return_counts=True)
+        number = concatenated_ranges([0] * len(counts), counts)
+        return [upload((number == i).nonzero()[:, 0], self.device) for i in range(int(counts.max()))]
 
     def _portable_read(self, rows: Tensor, positions: Tensor) -> DecodeRead:
         """The inputs of the portable kernel in a decode step of tokens at these positions int64 [B]."""

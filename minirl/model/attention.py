@@ -236,6 +236,7 @@ class DecodeLayout:
     """One new token for each of B cached sequences, and its position int64 [B].
 
     states: of each layer with a gated delta net; slots int64 [B]: of each token's sequence.
+    rounds: the tokens in parts, one after another, that have one token of a sequence each.
     num_slots: see `delta_rule.run_row`.
     """
 
@@ -244,6 +245,7 @@ class DecodeLayout:
     read: DecodeRead
     states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
+    rounds: Sequence[Tensor | slice] = (slice(None),)
     num_slots: int | None = None
 
 

@@ -6,7 +6,6 @@ whatever its value: `is_causal: false` is another model.
 docs/families.md lists the families, and says how to add one or a feature.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Set
@@ -19,7 +18,7 @@ import torch
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import DeltaNet, LayerNorms, ModelConfig, Rope
-from minirl.model.folders import file_of
+from minirl.model.folders import as_transformers_reads, file_of
 from minirl.model.layers import ACTIVATIONS
 
 
@@ -342,23 +341,6 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
 def _is_positive(value: Any) -> bool:
     """Return whether it is a positive number that fp32 can hold, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
-
-
-def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
-    """Return the object of transformers' config class, which checks types and fills in missing keys.
-
-    Raises InputError with the reason, which names the key.
-    """
-    from transformers import CONFIG_MAPPING
-
-    try:
-        config_class = CONFIG_MAPPING[raw["model_type"]]
-        # transformers writes an infinity as {"__float__": "Infinity"}. A copy, because it fills in the objects within.
-        return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
-    except Exception as error:  # which one depends on the version of transformers
-        reason = " ".join(str(error).split())
-        name = raw.get("model_type")
-        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None
 
 
 def _head_dim(config: Any) -> int:

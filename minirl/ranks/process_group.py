@@ -160,10 +160,3 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum a host tensor over the ranks, in place (collective)."""
     dist.all_reduce(values)
     return values
-
-
-def all_gather_flat(gathered: Tensor, own: Tensor) -> None:
-    """Fill `gathered` with the ranks' tensors, one after another (collective)."""
-    # torch 2.13 warns about the old name, the only one in 2.11.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(gathered, own)

@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 from minirl.errors import refuse
-from minirl.rollouts import MAX_TOP_K, NO_TRUNCATION
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.flags import flag_of
 
@@ -84,20 +83,6 @@ def check_shared(config: RunConfig) -> None:
     )
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
-    )
-    refuse(
-        config.trains and config.truncation != NO_TRUNCATION,
-        "--top-k and --top-p are for python -m minirl.extras.evaluate --samples: sampled logprobs would differ from "
-        "training logprobs, which count all tokens; leave them out",
-    )
-    refuse(
-        not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be a number from 0 to {MAX_TOP_K}"
-    )
-    refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p}: must be greater than 0 and at most 1")
-    refuse(
-        config.top_p < 1 and not config.top_k,
-        f"--top-p {config.top_p}: needs --top-k, which bounds the tokens that are sorted; add --top-k {MAX_TOP_K}, "
-        "the most",
     )
 
 

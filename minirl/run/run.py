@@ -27,7 +27,6 @@ from minirl.report.metrics import (
     add_rewards,
     add_rollouts,
     add_skipped,
-    add_staleness,
     derived,
 )
 from minirl.report.progress_bar import show_progress
@@ -36,7 +35,6 @@ from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.learning_rate import learning_rate
 from minirl.training.loss_weights import minibatch_of
 from minirl.training.losses import sequence_sums
 from minirl.training.scoring import score_batch
@@ -92,7 +90,7 @@ class Run:
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self.device = setup.device
-        self.max_new_tokens = setup.max_new_tokens
+        self.max_new_tokens = setup.prompts.max_new_tokens
         self._folder = setup.folder.path
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress()
@@ -197,16 +195,6 @@ class Run:
             batch = model.add_to(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
 
-    def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
-        """Learning rate of the current optimizer step; the schedule begins at `first_update`."""
-        return learning_rate(
-            self.progress.update - first_update,
-            self._config.num_updates - first_update,
-            peak=peak,
-            warmup_updates=self._config.warmup_updates,
-            schedule=self._config.lr_schedule,
-        )
-
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
         """The means of `Setup.eval_values` over the held-out prompts (collective)."""
@@ -293,10 +281,6 @@ class Run:
         rewarded = groups.rewarded
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        if self._config.max_staleness:
-            updates_per_step = self._config.updates_per_step
-            version = self.progress.update - updates_per_step  # in this step's generation
-            add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
         counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
         for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minirl.errors import GuardError, InputError
@@ -24,7 +25,7 @@ from minirl.model.layers import Linear
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks.process_group import all_gather_flat, world_size
+from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class ShardedModel:
         is_frozen: returns whether the parameter of this name is frozen: no master, gradient or moments. None: no
         parameter is. If `config` has adapters, all but these and a scalar head are frozen.
 
-        base: a model of the same folder, with which this one shares the weights that both freeze, unless it is sharded.
+        base: a model with which this one shares the weights that both freeze, if their folder is the same and ranks
+        hold them whole.
         """
         self.folder = folder
         self.dtype = dtype
@@ -91,7 +93,7 @@ class ShardedModel:
         self._num_shards = world_size()
         self.shards_weights = shard_weights and self._num_shards > 1
         shard_gradients = shard_gradients or self.shards_weights
-        if base is not None and not self.shards_weights:
+        if base is not None and base.folder == folder and not self.shards_weights:
             shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
@@ -361,7 +363,9 @@ class ShardedModel:
         for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
             place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
         of_ranks = own.new_empty(self._num_shards, len(own))
-        all_gather_flat(of_ranks.view(-1), own)
+        # torch 2.13 warns about the old name, the only one in 2.11.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(of_ranks.view(-1), own)
         for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 

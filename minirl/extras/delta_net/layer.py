@@ -86,15 +86,19 @@ class GatedDeltaNet(nn.Module):
         """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Their states keep the tokens."""
         states = layout.states[self.layer]
         assert layout.slots is not None
-        slots, positions = layout.slots, layout.positions
-        states.inputs[slots, positions % self.shape.kernel_size] = mixed
-        window = states.inputs[self._places(slots, positions)]
-        convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
-        rows = self._rows(convolved, decay, beta)
         num_padded = delta_rule.padded_rows(self.shape, mixed.device)
-        return delta_rule.run_row(
-            rows, states, slots, positions, num_padded=num_padded, num_slots=layout.num_slots
-        )
+        out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
+        for part in layout.rounds:
+            slots = layout.slots[part]
+            positions = layout.positions[part]
+            states.inputs[slots, positions % self.shape.kernel_size] = mixed[part]
+            window = states.inputs[self._places(slots, positions)]
+            convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
+            rows = self._rows(convolved, decay[part], beta[part])
+            out[part] = delta_rule.run_row(
+                rows, states, slots, positions, num_padded=num_padded, num_slots=layout.num_slots
+            )
+        return out
 
     def _places(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Slots and places [n, kernel] of the convolution's newest inputs up to these positions, the oldest first."""

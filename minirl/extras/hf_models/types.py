@@ -13,7 +13,7 @@ from minirl.errors import InputError
 from minirl.extras.hf_models.gate import Facts, measure, model_config
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.model.config import ModelConfig
-from minirl.model.families import as_transformers_reads
+from minirl.model.folders import as_transformers_reads
 
 # Keys that say which class wrote the file, not what it computes.
 _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "transformers_version")
