@@ -7,7 +7,6 @@ import types
 import torch
 from torch import Tensor
 
-
 MODULE = "fla.ops.gated_delta_rule"
 
 
