@@ -117,9 +117,8 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
 def test_the_cache_takes_what_the_budget_says():
     """And a request of a gated delta net its states."""
     config = cached_model("states", torch.float32).config
-    shape = {"num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "num_query_groups": 2}
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
-    cache = KVCache(config.attention_windows, delta_net=config.delta_net, **shape, **options)
+    cache = KVCache(config, **options)
     needed = budget(make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False))
     assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)

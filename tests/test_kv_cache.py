@@ -10,7 +10,7 @@ import torch
 from minirl.generation.kv_cache import KVCache
 from minirl.model.attention import DecodeLayout, PackedLayout
 from minirl.model.portable_attention import BLOCK
-from support.caches import length_of
+from support.caches import cache_config, length_of
 from support.marks import slow
 
 WINDOWS = {0: None, 2: 100, 3: None}  # of the layers with attention
@@ -18,10 +18,7 @@ WINDOWS = {0: None, 2: 100, 3: None}  # of the layers with attention
 
 def make_cache(num_blocks: int) -> KVCache:
     return KVCache(
-        WINDOWS,
-        num_kv_heads=1,
-        head_dim=1,
-        num_query_groups=2,
+        cache_config(WINDOWS, num_kv_heads=1, groups=2, head_dim=1),
         num_tokens=num_blocks * BLOCK,
         max_sequences=64,
         dtype=torch.float32,

@@ -272,11 +272,7 @@ class Engine:
         """Allocate the cache, with CUDA graphs plus the padding's block."""
         num_padding_rows = int(self.cuda_graphs)
         self._cache = KVCache(
-            self.config.attention_windows,
-            delta_net=self.config.delta_net,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.config.head_dim,
-            num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
+            self.config,
             num_tokens=self.cache_tokens + num_padding_rows * PAGED_BLOCK,
             max_sequences=self.max_running_requests + num_padding_rows,
             dtype=self.dtype,

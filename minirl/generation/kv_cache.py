@@ -13,7 +13,7 @@ so a decode step costs the host a few operations on whole columns, regardless of
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,7 +33,7 @@ from minirl.model.attention import (
     decode_kernel_for,
     upload,
 )
-from minirl.model.config import DELTA_CHUNK, DeltaNet
+from minirl.model.config import DELTA_CHUNK, ModelConfig
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
 if TYPE_CHECKING:
@@ -58,40 +58,35 @@ class KVCache:
 
     def __init__(
         self,
-        layer_windows: Mapping[int, int | None],
+        config: ModelConfig,
         *,
-        delta_net: DeltaNet | None = None,
-        num_kv_heads: int,
-        head_dim: int,
-        num_query_groups: int,
         num_tokens: int,
         max_sequences: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """layer_windows: the window of each layer with attention; num_query_groups: query heads per key/value head.
-
-        delta_net: that of the other layers. Their states have room for `max_sequences` sequences and a stem.
-        """
+        """config: of the model. States of gated delta nets have room for `max_sequences` sequences and a stem."""
         self.kernel = decode_kernel_for(device)
         self.block_size = PAGED_BLOCK if self.kernel == "paged" else BLOCK
-        self.num_kv_heads = num_kv_heads
-        self.num_query_groups = num_query_groups
+        self.config = config
         self.device = device
+        self.num_query_groups = config.num_attention_heads // config.num_key_value_heads
         # The portable kernel multiplies each block with the queries of at least this many sequences.
-        num_queries = min_queries(head_dim, dtype) or padding.MIN_ROWS
-        self.min_users = ceil_div(num_queries, num_query_groups)
+        num_queries = min_queries(config.head_dim, dtype) or padding.MIN_ROWS
+        self.min_users = ceil_div(num_queries, self.num_query_groups)
 
         num_blocks = ceil_div(num_tokens, self.block_size)
-        shape = (len(layer_windows), num_blocks, num_kv_heads)
-        keys = torch.empty(*shape, head_dim, self.block_size, dtype=dtype, device=device)
-        values = torch.empty(*shape, self.block_size, head_dim, dtype=dtype, device=device)
-        index_of_layer = {layer: i for i, layer in enumerate(layer_windows)}
+        windows = config.attention_windows
+        shape = (len(windows), num_blocks, config.num_key_value_heads)
+        keys = torch.empty(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
+        values = torch.empty(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
+        index_of_layer = {layer: i for i, layer in enumerate(windows)}
         self.pool = CachePool(keys, values, index_of_layer, self.kernel)
         self.free_blocks = list(range(num_blocks))
         self.references = [0] * num_blocks
         # By layer; the slot of a sequence has the number of its row.
         self.states: dict[int, DeltaStates] = {}
+        delta_net = config.delta_net
         if delta_net is not None:
             from minirl.extras.delta_net.rule import make_states
 
@@ -103,7 +98,7 @@ class KVCache:
         self._lengths = self.lengths.numpy()
         self.tables = np.zeros((0, 8), np.int32)
         self._free_rows: list[int] = []
-        self._windows = set(layer_windows.values())
+        self._windows = set(windows.values())
         # How often a table has changed; then this number, the rows and the portable kernel's index of the last decode
         # step.
         self._version = 0
@@ -369,7 +364,7 @@ class KVCache:
             return index
         index = index_decode(
             list(map(self.blocks_of, row_numbers)),
-            num_kv=self.num_kv_heads,
+            num_kv=self.config.num_key_value_heads,
             groups=self.num_query_groups,
             min_users=self.min_users,
             num_padded=padding.num_padded(len(rows), self.device),

@@ -1,6 +1,8 @@
 """Key/value caches filled with random numbers."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -10,10 +12,21 @@ from minirl.model.portable_attention import BLOCK
 CPU = torch.device("cpu")
 
 
+def cache_config(windows: dict[int, int | None], *, num_kv_heads: int, groups: int, head_dim: int) -> Any:
+    """What a cache reads of the config of a model that has attention in these layers."""
+    return SimpleNamespace(
+        attention_windows=windows,
+        delta_net=None,
+        num_key_value_heads=num_kv_heads,
+        num_attention_heads=num_kv_heads * groups,
+        head_dim=head_dim,
+    )
+
+
 def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
     """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
-    shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-    cache = KVCache({0: window}, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU, **shape)
+    config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
+    cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
     parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
     rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, *[5] * 16))]
     for row in rows:
