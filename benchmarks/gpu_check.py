@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from workload import ROOT, start_script
 
-PACKAGES = ("torch", "transformers", "triton", "fla-core")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn", "fla-core")
 Figures = dict[str, float | str]
 
 
@@ -85,8 +85,8 @@ def environment(place: Place) -> Figures:
     figures: Figures = {package: installed.get(package, "none") for package in PACKAGES}
     if not place.is_cuda:
         return figures
-    from minirl.extras.delta_net import fla
     from minirl.model.attention import kernel_for
+    from minirl.model.device_kernels import has_fla
 
     device = torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
@@ -96,7 +96,7 @@ def environment(place: Place) -> Figures:
         "memory_gib": properties.total_memory / 2**30,
         "cuda": str(torch.version.cuda),
         "packed_kernel": kernel_for(device, torch.bfloat16),
-        "delta_rule": "fla" if fla.is_used(device, torch.bfloat16) else "torch",
+        "delta_rule": "fla" if has_fla(device, torch.bfloat16) else "torch",
     }
 
 

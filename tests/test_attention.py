@@ -1,15 +1,17 @@
 """The portable kernel against a dense softmax, and decoding from the cache against the packed stream, bit for bit."""
 
+import importlib.util
 import itertools
 import math
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 
-from minirl.model import attention, padding, portable_attention
-from minirl.model.attention import PackedLayout, attend
+from minirl.model import attention, device_kernels, padding, portable_attention
+from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
 from support.caches import make_cache, poison
@@ -136,9 +138,16 @@ def dense_varlen(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("is_old", [False, True], ids=["torch 2.12", "torch 2.11"])
-def test_torch_is_asked_for_what_the_portable_kernel_computes(is_old, window, shares, monkeypatch):
-    """Its queries, keys, limits and windows for shared prompts, with a dense softmax in the kernel's place."""
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "varlen of torch 2.11"])
+def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
+    kernel, window, shares, monkeypatch
+):
+    """Their queries, keys, limits and windows for shared prompts, with a dense softmax in the kernel's place."""
+
+    def flash(q, k, *others, causal, window_size):
+        assert causal
+        assert k.shape[1] == 2, "flash-attn shares key heads itself"
+        return dense_varlen(q, k, *others, window_size)
 
     def varlen(q, k, *others, window_size, enable_gqa=False):
         assert enable_gqa
@@ -149,12 +158,54 @@ def test_torch_is_asked_for_what_the_portable_kernel_computes(is_old, window, sh
         assert k.shape[1] == q.shape[1], "torch 2.11 does not share key heads"
         return dense_varlen(q, k, *others, window_size)
 
-    module = types.SimpleNamespace(varlen_attn=old_varlen if is_old else varlen)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    module = types.SimpleNamespace(
+        flash_attn_varlen_func=flash, varlen_attn=old_varlen if "2.11" in kernel else varlen
+    )
+    name = "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen"
+    monkeypatch.setitem(sys.modules, name, module)
     layout = shared_layout(FAMILIES) if shares else PackedLayout(RAGGED, CPU)
     qkv = random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)
-    got = attention._attend_varlen(*qkv, layout, window)
+    got = attention._attend_varlen(*qkv, layout, window, kernel)
     assert_near(got, attend(*qkv, layout, layer=0, window=window), 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("source", "kernel", "note"),
+    [
+        ("flash_attn_varlen_func = print", "flash", ""),
+        ("", "varlen", "cannot import name 'flash_attn_varlen_func'"),
+        (None, "varlen", "cannot import name 'flash_attn_varlen_func'"),
+        ("raise OSError('no such\\nlibrary')", "varlen", "no such library"),
+        ("import flash_attn_2_cuda_of_another_torch", "varlen", "No module named"),
+        ("absent", "varlen", ""),
+    ],
+    ids=["whole", "empty", "a folder", "OSError", "a missing part", "absent"],
+)
+def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
+    source, kernel, note, tmp_path, monkeypatch, capsys
+):
+    """Torch's kernel takes its place; a folder of that name does not count as the package, and without one nothing is
+    said. It is for 16 bits on CUDA only."""
+    if source == "absent" and importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    if source != "absent":
+        package = tmp_path / "flash_attn"
+        package.mkdir()
+        if source is not None:
+            (package / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    device_kernels.can_import.cache_clear()
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("flash_attn", None)
+        for _ in range(2):
+            assert kernel_for(torch.device("cuda"), torch.bfloat16) == kernel
+        assert (
+            kernel_for(torch.device("cuda"), torch.float32) == kernel_for(CPU, torch.bfloat16) == "portable"
+        )
+    device_kernels.can_import.cache_clear()
+    output = capsys.readouterr().out
+    assert note in output
+    assert output.count("\n") == bool(note)
 
 
 # Decoding.

@@ -1,14 +1,13 @@
 """Gated delta nets: states of packed, shared and cached sequences, and fla's kernels."""
 
-import importlib.util
 import sys
+import types
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
-from minirl.extras.delta_net import fla
+from minirl.model import device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.transformer import is_batch_invariant
 from support import stub_fla
@@ -91,41 +90,16 @@ def test_requests_decode_on_from_states_that_fla_prefilled(monkeypatch):
         torch.testing.assert_close(rollout.sample_logprobs, twin.sample_logprobs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("source", "is_used", "note"),
-    [
-        ("chunk_gated_delta_rule = print", True, ""),
-        ("", False, "cannot import name 'chunk_gated_delta_rule'"),
-        ("raise OSError('no such\\nlibrary')", False, "no such library"),
-        (None, False, ""),
-    ],
-    ids=["whole", "empty", "OSError", "absent"],
-)
-def test_row_44_fla_is_used_on_cuda_in_16_bits_if_it_can_be_imported(
-    source, is_used, note, tmp_path, monkeypatch, capsys
-):
-    """Else torch's form; a package that is installed and cannot be imported is said once."""
-    if source is None and importlib.util.find_spec("fla") is not None:
-        pytest.skip("fla is installed")
-    if source is not None:
-        module = tmp_path / "fla" / "ops" / "gated_delta_rule.py"
-        module.parent.mkdir(parents=True)
-        module.write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    fla.is_used.cache_clear()
-    places = [
-        ("cuda", torch.bfloat16),
-        ("cuda", torch.bfloat16),
-        ("cuda", torch.float32),
-        ("cpu", torch.bfloat16),
-    ]
-    with mock.patch.dict(sys.modules):
-        chosen = [fla.is_used(torch.device(device), dtype) for device, dtype in places]
-    fla.is_used.cache_clear()
-    assert chosen == [is_used, is_used, False, False]
-    output = capsys.readouterr().out
-    assert note in output
-    assert output.count("\n") == bool(note)
+def test_fla_is_used_on_cuda_in_16_bits_if_it_can_be_imported(monkeypatch, capsys):
+    """Else torch's form; an installed package that lacks the function is said once."""
+    places = [("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.bfloat16)]
+    for functions in ({"chunk_gated_delta_rule": print}, {}):
+        device_kernels.can_import.cache_clear()
+        monkeypatch.setitem(sys.modules, stub_fla.MODULE, types.SimpleNamespace(**functions))
+        chosen = [device_kernels.has_fla(torch.device(device), dtype) for device, dtype in places]
+        assert chosen == [bool(functions), False, False]
+        assert capsys.readouterr().out.count("'chunk_gated_delta_rule'") == (not functions)
+    device_kernels.can_import.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)

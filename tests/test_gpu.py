@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minirl.generation.engine import Engine
-from minirl.model import portable_attention
+from minirl.model import device_kernels, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import Gate
@@ -57,10 +57,10 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
 def test_the_gated_delta_rule_of_fla_equals_that_of_torch(shares):
     """bf16 on CUDA against fp32 on the CPU, on the same values."""
     pytest.importorskip("fla")
-    from minirl.extras.delta_net.fla import is_used, run_packed
+    from minirl.extras.delta_net.fla import run_packed
     from minirl.extras.delta_net.rule import DeltaRows, normalized, run_chunks
 
-    assert is_used(CUDA, torch.bfloat16)
+    assert device_kernels.has_fla(CUDA, torch.bfloat16)
     layout = shared_layout(FAMILIES) if shares else PackedLayout((1, 17, 128, 300), torch.device("cpu"))
     tokens = len(layout.computed_tokens)
     q, k, v, upstream = random_tensors(*((tokens, 4, 128),) * 4)

@@ -4,8 +4,8 @@ A layout says which sequences the tokens of a stream belong to. `PackedLayout`: 
 (training, scoring, prefill); tokens that several sequences begin with are computed once. `DecodeLayout`: one
 new token for each of B cached sequences. `attend` takes either, so the model has one forward.
 
-All kernels compute the same attention. Packed: torch's varlen kernel (CUDA, 16 bit), else `portable_attention`.
-Decoding from the cache: `paged_attention` on CUDA, else `portable_attention`.
+All kernels compute the same attention. Packed: flash-attn or torch's varlen kernel (CUDA, 16 bit), else
+`portable_attention`. Decoding from the cache: `paged_attention` on CUDA, else `portable_attention`.
 
 Positions count from 0 in each sequence. All attention is causal; with window w a token sees itself and the
 w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` makes it for
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import portable_attention
+from minirl.model import device_kernels, portable_attention
 
 if TYPE_CHECKING:
     from minirl.extras.delta_net.rule import ChunkIndex, DeltaStates
@@ -36,9 +36,11 @@ PAGED_BLOCK = 128
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the kernel for packed streams: "varlen" (torch's flash attention, on CUDA in 16 bits) or "portable"."""
-    is_for_varlen = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    return "varlen" if is_for_varlen else "portable"
+    """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
+    if not device_kernels.may_be_of_packages(device, dtype):
+        return "portable"
+    has_flash_attn = device_kernels.can_import("flash_attn", "flash_attn_varlen_func")
+    return "flash" if has_flash_attn else "varlen"
 
 
 def decode_kernel_for(device: torch.device) -> str:
@@ -260,8 +262,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
         layout.cached.store(layer, k, v)
     if isinstance(layout, DecodeLayout):
         return _attend_cached(q, layout, layer, window)
-    if kernel_for(q.device, q.dtype) == "varlen":
-        return _attend_varlen(q, k, v, layout, window)
+    kernel = kernel_for(q.device, q.dtype)
+    if kernel != "portable":
+        return _attend_varlen(q, k, v, layout, window, kernel)
     index = layout.portable_index(window, num_kv=k.shape[1])
     return portable_attention.attend_packed(q, k, v, index)
 
@@ -278,22 +281,39 @@ def _attend_cached(q: Tensor, layout: DecodeLayout, layer: int, window: int | No
     return portable_attention.decode(q, keys, values, read.index, read.masks[window])
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None) -> Tensor:
-    """Packed attention by torch's kernel for sequences of varying lengths."""
-    from torch.nn.attention.varlen import varlen_attn
-
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str
+) -> Tensor:
+    """Packed attention by flash-attn's or torch's kernel for sequences of varying lengths."""
     max_keys = max(layout.lengths, default=0)
     if max_keys == 0:
         # Zeros that depend on k and v too, so that each has a gradient.
         return q + 0 * (k.sum() + v.sum())
     max_queries = max(layout.num_own)
     if layout.shared:
-        # Copy shared keys to each sequence. A sequence then has fewer queries than keys, and the kernel takes
+        # Copy shared keys to each sequence. A sequence then has fewer queries than keys, and the kernels take
         # them for its last tokens. So they are: the tokens computed elsewhere are its first ones.
         k = k.index_select(0, layout.hidden_index)
         v = v.index_select(0, layout.hidden_index)
     # How many keys to the left and right of its position a query sees; -1: all.
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    window_size = (-1 if window is None else window - 1, 0)
+    if kernel == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            layout.cu_queries,
+            layout.cu_seqlens,
+            max_queries,
+            max_keys,
+            causal=True,
+            window_size=window_size,
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": window_size}
     if takes_shared_key_heads(varlen_attn):
         options["enable_gqa"] = True
     else:

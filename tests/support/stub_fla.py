@@ -7,16 +7,16 @@ import types
 import torch
 from torch import Tensor
 
+from minirl.model import device_kernels
+
 MODULE = "fla.ops.gated_delta_rule"
 
 
 def install(monkeypatch):
     """Make the model use it for packed sequences, on any device and in any dtype."""
-    from minirl.extras.delta_net import fla
-
     module = types.SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setattr(fla, "is_used", lambda device, dtype: True)
+    monkeypatch.setattr(device_kernels, "has_fla", lambda device, dtype: True)
 
 
 def chunk_gated_delta_rule(

@@ -1,32 +1,10 @@
 """The gated delta rule of packed sequences by the kernels of flash-linear-attention (the extra `fla`), in 16 bits."""
 
-import functools
-
 import torch
 from torch import Tensor
 
 from minirl.extras.delta_net.rule import DeltaRows, DeltaStates
 from minirl.model.attention import PackedLayout
-from minirl.ranks.process_group import print0
-
-
-@functools.cache
-def is_used(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether fla computes the rule of such tensors: on CUDA in 16 bits, if it can be imported. Not collective.
-
-    If it is installed and cannot be imported, rank 0 prints why: it was built for another torch, or a folder has its
-    name.
-    """
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401
-    except Exception as error:  # a mismatched build may raise anything
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "fla"):
-            reason = " ".join(str(error).split())
-            print0(f"note: torch's operations replace the kernels of fla, which cannot be imported: {reason}")
-        return False
-    return True
 
 
 def run_packed(

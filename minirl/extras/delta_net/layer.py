@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minirl.extras.delta_net import fla
 from minirl.extras.delta_net import rule as delta_rule
 from minirl.extras.delta_net.rule import DeltaRows
-from minirl.model import batch_invariance
+from minirl.model import batch_invariance, device_kernels
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
@@ -77,8 +76,10 @@ class GatedDeltaNet(nn.Module):
             places = self._places(layout.slots, layout.positions[last])
             states.inputs[places] = padded[window[:, last]].transpose(0, 1)
         rows = self._rows(convolved, decay, beta)
-        if fla.is_used(mixed.device, mixed.dtype) and len(mixed):
-            return fla.run_packed(rows, layout, mixed.dtype, states)
+        if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
+            from minirl.extras.delta_net import fla as fla_delta_rule
+
+            return fla_delta_rule.run_packed(rows, layout, mixed.dtype, states)
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
