@@ -200,7 +200,7 @@ def test_an_example_trains_and_resumes(two_ranks, runs, tmp_path, files, name):
         )
     flags = f"{COMMON} {flags.format(**files, example=example)}"
     folder = trained(two_ranks, runs / Path(name).stem, script, flags)
-    resume(two_ranks, script, folder, flags, has_workers=True)
+    resume(two_ranks, script, folder, flags)
     first, second = read_metrics(folder)
     assert first["optim/grad_norm"] > 0
     assert SHOWN.get(name, lambda *_: True)(first, second)

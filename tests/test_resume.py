@@ -3,20 +3,15 @@
 import pytest
 
 from support.marks import slow
-from support.resuming import digests, interrupted_copy, load, remembered, resume
-from support.scripts import (
-    changed_fork,
-    read_rollouts,
-    run_in_pool,
-    trained,
-)
+from support.resuming import digests, interrupted_copy, load, resume
+from support.scripts import changed_fork, read_rollouts, run_in_pool, trained
 
 NUM_STEPS = 3
 COMMON = f"--num-steps {NUM_STEPS} --save-every 1 --keep-checkpoints 0 --eval-every 2 --prompts-per-step 3"
 COMMON += " --num-epochs 2 --num-minibatches 2 --group-size 3"
 CASES = {
-    "grpo": ("train_grpo.py", "--dynamic-sampling --kl-coef 0.01"),
     "skips": ("train_grpo.py", ""),
+    "grpo": ("train_grpo.py", "--dynamic-sampling --kl-coef 0.01"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
 RUN = '    run = Run(setup, {"policy": (policy, optimizer)}, collector'
@@ -38,13 +33,7 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
 
 @pytest.mark.parametrize(
     ("case", "num_ranks", "splits"),
-    [
-        slow("grpo", 2, EVERY_SPLIT),
-        slow("skips", 2, [1]),
-        slow("ppo", 2, EVERY_SPLIT),
-        ("grpo", 1, [1]),
-    ],
-    ids=lambda value: str(value) if isinstance(value, int | str) else "-".join(map(str, value)),
+    [slow("grpo", 2, EVERY_SPLIT), slow("ppo", 2, EVERY_SPLIT), ("skips", 1, [1])],
 )
 def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks, splits):
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
@@ -78,10 +67,12 @@ def test_row_11_a_run_goes_on_with_another_number_of_ranks_and_a_script_that_rem
     run_in_pool(two_ranks, fork, *how, runs=runs)
     fewer = interrupted_copy(runs / "curriculum", "curriculum-fewer", 2)
     run_in_pool(one_rank, fork, f"{COMMON} --run-name {fewer.name}", runs=runs)
-    both = runs / "curriculum", fewer
-    assert [remembered(run / "checkpoints" / "000003", "curriculum")["level"] for run in both] == [2, 2]
-    whole, rest = ([(r["id"], r["completion"]) for r in read_rollouts(run, 3)] for run in both)
-    assert rest == whole
+    found = []
+    for run in (runs / "curriculum", fewer):
+        progress = load(run / "checkpoints" / "000003" / "resume" / "progress.pt")
+        assert progress["extra"]["curriculum"]["level"] == 2
+        found.append([(r["id"], r["completion"]) for r in read_rollouts(run, 3)])
+    assert found[0] == found[1]
 
 
 def test_row_12_a_resume_begins_the_prompts_in_flight_again(two_ranks, runs):

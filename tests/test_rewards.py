@@ -15,6 +15,7 @@ from minirl.rewards.functions import OverlongPenalty, arguments_of, functions_an
 from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import RolloutId, appended, rollout_of, token_tensor
 from support.collecting import in_workers
 from support.jobs import wait_for
 from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
@@ -100,7 +101,7 @@ def reward_folder(request, tmp_path_factory):
 
 
 def load(folder, *, chat=False, max_tokens=1000, **options):
-    options |= {"chat": chat, "max_tokens": max_tokens, "park": False}
+    options |= {"chat": chat, "max_tokens": max_tokens}
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 
@@ -163,8 +164,9 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
 
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
-    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in (0, 12, 13, 16, 20, 100)])
-    assert penalties == [0, 0, -0.125, -0.5, -1, -1]
+    lengths = (0, 12, 13, 16, 20, 100)
+    rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
+    assert OverlongPenalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():

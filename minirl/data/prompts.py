@@ -43,14 +43,14 @@ class PromptStream:
         purpose: str,
         max_tokens: int,
         max_new_tokens: int,
-        vocab_size: int,
         seed: int = 0,
+        vocab_size: int | None = None,
         truncation: Truncation = NO_TRUNCATION,
     ):
         """Tokenize all rows once to check their lengths and ids.
 
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
-        vocab_size: the number of the model's embeddings. truncation: of the distributions
+        vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. truncation: of the distributions
         that requests sample from; greedy ones have none.
 
         Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. Raises InputError naming
@@ -61,7 +61,7 @@ class PromptStream:
         self.seed = seed
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size or tokenizer.num_ids
         self.truncation = truncation
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens - max_new_tokens

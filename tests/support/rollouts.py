@@ -16,9 +16,7 @@ from support.texts import ids, save_tokenizer
 def make_prompts(folder, rows):
     """The policy's prompts: its own tokenizer numbers the letters as `ids` does."""
     save_tokenizer(folder, None)
-    return PromptStream(
-        rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20, vocab_size=99
-    )
+    return PromptStream(rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20)
 
 
 def make_rollout(prompts, ordinal, sample, completion):
