@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import minirl.report.logger
-from minirl.data.task import Row
 from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import time_account
 from minirl.ranks.time_account import spent_on
-from minirl.report.logger import Logger, rollout_records
+from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
@@ -30,7 +29,6 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import Batch
 from support.processes import file_limit
@@ -252,48 +250,22 @@ def said(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
 
 
-def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_this_start(
+def test_console_lines_have_a_column_for_what_any_step_measured_and_the_time_left_of_this_start(
     make_logger, monkeypatch, capsys
 ):
-    """A metric of other steps leaves a blank, one of no step has no column; a wait over a tenth of a step is named."""
+    """A metric of other steps leaves a blank, so that columns do not shift."""
     clock = iter([100.0, 110.0, 120.0])
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", lambda: next(clock))
     logger = make_logger(after_step=10)
     logger.log(11, {"reward/mean": 0.5123, "policy/logp_gap_max": 1.2e-7}, num_steps=20)
-    later = {"policy/logp_gap_max": 0.0, "eval/reward": 0.456, "time/step": 2.0}
-    later |= {"time/wait_rewards": 0.46, "time/wait_replies": 0.19}
-    logger.log(12, later, num_steps=20)
+    logger.log(12, {"policy/logp_gap_max": 0.0, "eval/reward": 0.456}, num_steps=20)
     assert capsys.readouterr().out.splitlines() == [
         "step 11/20 0:01:30 left reward  0.512 gap 1e-07",
-        "step 12/20 0:01:20 left reward      - gap 0e+00 eval 0.456 wait rewards 23%",
+        "step 12/20 0:01:20 left reward      - gap 0e+00 eval 0.456",
     ]
 
 
-def test_rollouts_are_json_with_what_one_wants_to_read(make_logger, tmp_path):
-    """One line a rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
-    row = Row([{"role": "user", "content": "na\u00efve\n?"}], {}, "f:1")
-    rewards = torch.tensor([[0.25, math.nan]])
-    rewarded = RewardedRollouts([make_rollout(2, 3)], [row], ["yes\u2028"], rewards)
-    records = rollout_records(rewarded, ["a", "b"], views=[{"turns": []}], advantage=torch.tensor([0.5]))
-    make_logger().log_rollouts(12, [*records, {"id": [3, 9]}])
-    text = (tmp_path / "rollouts" / "000012.jsonl").read_text()
-    assert [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]] == [
-        {"id": [3, 9]},
-        {
-            "id": [4, 1],
-            "row": "f:1",
-            "prompt": [{"role": "user", "content": "na\u00efve\n?"}],
-            "completion": "yes\u2028",
-            "advantage": 0.5,
-            "rewards": {"a": 0.25, "b": None},
-            "num_tokens": 3,
-            "finish_reason": "stop",
-            "turns": [],
-        },
-    ]
-
-
-@pytest.mark.parametrize("method", ["import", "init", "log", "finish"])
+@pytest.mark.parametrize("method", ["import", "init", "log"])
 def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
     make_logger, monkeypatch, capsys, tmp_path, method
 ):
@@ -304,8 +276,7 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
         calls.append(args)
         raise SystemExit("no network")
 
-    run = types.SimpleNamespace(log=lambda *args, **kwargs: None, finish=lambda: None)
-    setattr(run, method, broken)
+    run = types.SimpleNamespace(log=broken, finish=broken)
     wandb = types.SimpleNamespace(init=broken if method == "init" else lambda **kwargs: run)
     monkeypatch.setitem(sys.modules, "wandb", None if method == "import" else wandb)
     logger = make_logger(wandb_mode="online")
