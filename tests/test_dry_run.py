@@ -64,6 +64,14 @@ CASES = {
     "recomputed": (train_grpo, QWEN_7B, "--gpus 8x80 --recompute-layers on", {"activations": 4.7}, ""),
     # Gradients of embedding and head, in bf16 and in fp32, are more than the activations that are gone by then.
     "sharded": (train_grpo, QWEN_7B, "--gpus 8x60 --recompute-layers on", {"activations": 6.54}, ""),
+    # Sums on the host would wait for each microbatch.
+    "on the host": (
+        train_grpo,
+        QWEN_7B,
+        "--gpus 2x70 --offload-optimizer",
+        {"weights": 15.2, "gradients": 30.5},
+        "recompute_layers True, shard_gradients False",
+    ),
     # Whole weights of 65.5 fit into no card; from shards a rank holds embedding and head, and an eighth of the layers.
     "32B from shards": (train_grpo, QWEN_32B, f"--gpus 8x80 {LARGE}", {"weights": 10.9}, "decode_group 8"),
     # Less 2 x 128 rows: it is cut to the policy's vocabulary.
