@@ -135,7 +135,10 @@ def test_nothing_is_made_and_a_script_that_lacks_the_call_trains_nothing(tmp_pat
 
 
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
-    """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently."""
+    """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently.
+
+    It goes on in the same run of wandb.
+    """
     flags = f"{TINY} --run-name sizes"
     run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
     path = runs / "sizes" / "args.json"
@@ -146,7 +149,8 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     output = run_in_pool(one_rank, "train_grpo.py", flags, "--num-steps 2", runs=runs)
     assert "max_tokens_per_microbatch 40," in output
     assert "shard_gradients True" in output
-    assert json.loads(path.read_text())["max_tokens_per_microbatch"] == 40
+    resumed = json.loads(path.read_text())
+    assert (resumed["max_tokens_per_microbatch"], resumed["wandb_id"]) == (40, args["wandb_id"])
 
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):

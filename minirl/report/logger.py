@@ -8,7 +8,6 @@ is not called again. A resumed run continues its files and its wandb run after t
 import contextlib
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -53,6 +52,7 @@ class Logger:
     ):
         """Open the logs in `folder`, which must exist.
 
+        args: what args.json takes, with the run's `wandb_id`.
         after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
         wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder cannot be written to.
         """
@@ -67,7 +67,6 @@ class Logger:
         self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            args = {**args, "wandb_id": _wandb_id(folder)}
             write_args(folder, args)
             for line in _cut_metrics(self._metrics_file, after_step):
                 self._measured |= line.keys()
@@ -235,13 +234,3 @@ def _cut_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     steps = [step for step in steps if step["step"] <= last_step]
     durable.replace_file(path, json_lines(steps))
     return steps
-
-
-def _wandb_id(folder: Path) -> str:
-    """The run's id in wandb: the one in args.json if the run is resumed, or a new one."""
-    path = folder / "args.json"
-    if path.is_file():
-        wandb_id = json.loads(path.read_text()).get("wandb_id")
-        if wandb_id:
-            return wandb_id
-    return secrets.token_hex(4)
