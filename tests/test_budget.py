@@ -16,8 +16,6 @@ from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
 from minirl.run.budget import USABLE, Sizes, budget, choose_sizes
-from minirl.run.config import RunConfig
-from minirl.run.planning import decode_groups
 from minirl.training.batch import Batch
 from support import models
 from support.engines import CPU, cached_model
@@ -112,11 +110,3 @@ def test_the_cache_takes_what_the_budget_says():
     assert needed.decoding["cache"] == sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
     of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
     assert needed.decoding["requests"] == of_states + 4 * 16 * config.vocab_size
-
-
-def test_ranks_decode_together_if_the_flag_and_the_runs_beginning_allow_it():
-    """On nodes of 8 ranks. A run that began on nodes of 4 may choose again."""
-    open_group, given = RunConfig(), RunConfig(decode_group=2)
-    assert decode_groups(open_group, 8, {}) == decode_groups(open_group, 8, {"decode_group": 4}) == [1, 8]
-    assert decode_groups(open_group, 8, {"decode_group": 8}) == [8]
-    assert decode_groups(given, 8, {"decode_group": 8}) == [2]

@@ -72,9 +72,9 @@ def test_every_number_flag_must_be_finite(module):
     ("fields", "message"),
     [
         ({"bonus": -1.0}, "--bonus -1.0: must not be negative"),
-        ({"temperature": 0.0}, "--temperature 0.0: must be greater than 0"),
         ({"data": ""}, "--data: is empty"),
         ({"reward": ("a", " ")}, "--reward: is empty"),
+        ({"temperature": 0.0}, "--temperature 0.0: must be greater than 0"),
     ],
 )
 def test_a_negative_number_a_0_where_none_can_be_and_an_empty_text_are_refused(fields, message):

@@ -226,17 +226,14 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
 
 @pytest.fixture
 def make_logger(monkeypatch, tmp_path):
-    """`make_logger(arguments, **options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
+    """`make_logger(**options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
 
-    def gather_objects(mine, out=None):
-        out[:] = [mine]
+    def gather_object(mine, gathered):
+        gathered[:] = [mine]
 
-    monkeypatch.setattr(minirl.report.logger, "rank", lambda: 0)
-    monkeypatch.setattr(minirl.report.logger, "world_size", lambda: 1)
-    monkeypatch.setattr(minirl.report.logger.dist, "gather_object", gather_objects)
-    return lambda arguments=(), wandb_mode="off", **options: Logger(
-        tmp_path, {"wandb_id": "4a", **dict(arguments)}, wandb_mode=wandb_mode, **options
-    )
+    monkeypatch.setattr(minirl.report.logger.dist, "gather_object", gather_object)
+    arguments = {"wandb_id": "4a", "lr": 0.1}
+    return lambda wandb_mode="off", **options: Logger(tmp_path, arguments, wandb_mode=wandb_mode, **options)
 
 
 def steps_in(folder):
@@ -297,7 +294,7 @@ def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(
     run = types.SimpleNamespace(log=lambda metrics, step: logged.update({step: metrics}))
     init = lambda **kwargs: started.append(kwargs) or run  # noqa: E731
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    logger = make_logger({"lr": 0.1}, wandb_mode="offline")
+    logger = make_logger(wandb_mode="offline")
     for step in (1, 2, 3):
         logger.log(step, {"a": step}, num_steps=3)
     assert logged[2] == {"a": 2}

@@ -84,11 +84,12 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, one_update, several):
     """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do."""
-    source_of, config = setup.source_of_old_logprobs, RunConfig(num_minibatches=2, **fields)
-    assert source_of(dataclasses.replace(config, num_minibatches=1), is_exact=True) == one_update
-    assert source_of(config, is_exact=True) == several
+    config = RunConfig(num_minibatches=2, **fields)
+    once = dataclasses.replace(config, num_minibatches=1)
+    found = [setup.source_of_old_logprobs(how, is_exact=True) for how in (once, config)]
+    assert found == [one_update, several]
     inexact = "sampled" if config.max_staleness and several == "sampled" else "scored"
-    assert source_of(config, is_exact=False) == inexact
+    assert setup.source_of_old_logprobs(config, is_exact=False) == inexact
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])

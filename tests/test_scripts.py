@@ -48,15 +48,15 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     """Pitfall 48: taken from sampling or from a forward pass, four updates of a step see the same old policy."""
     flags = "--num-steps 1 --prompts-per-step 8 --group-size 4"
     flags += " --num-epochs 2 --num-minibatches 2 --temperature 0.7"
-    lines = {}
-    for kind, under in (("sampled", nullcontext), ("scored", scored_before_the_update)):
-        name = f"{script}-{kind}"
-        output = run_in_pool(one_rank, script, f"--run-name {name} {flags}", runs=runs, under=under)
-        lines[kind] = [untimed(line) for line in read_metrics(runs / name)]
-    if "bitwise: False" in output:
+    sampled, scored = (
+        trained(one_rank, runs / f"{script}-{kind}", script, flags, under=under)
+        for kind, under in (("sampled", nullcontext), ("scored", scored_before_the_update))
+    )
+    ((line,), (again,)) = map(read_metrics, (sampled, scored))
+    if line["policy/logp_gap_max"]:
         pytest.skip("this machine's products depend on the number of rows")
-    assert lines["sampled"] == lines["scored"]
-    assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
+    assert untimed(line) == untimed(again)
+    assert line["policy/ratio_max"] > 1
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
@@ -136,35 +136,21 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     lines = read_metrics(runs / f"slow-{function}")
     assert len(lines) == 2
     for line in lines:
-        causes = {name: spent for name, spent in line.items() if name.startswith("time/")}
-        step = causes.pop("time/step")
-        assert causes.keys() >= {f"time/{cause}" for cause in ("score", "update", "prefill", "decode")}
-        assert sum(causes.values()) == pytest.approx(step, rel=0.01)
         assert line[f"time/wait_{function}"] >= 0.1
-        assert line["perf/idle_frac"] >= 0.1 / step
+        assert line["perf/idle_frac"] >= 0.1 / line["time/step"]
 
 
-@pytest.mark.parametrize(
-    ("pool", "name"),
-    [
-        ("one_rank", "dapo"),
-        *(slow("one_rank", name) for name in ALGORITHMS if name not in ("default", "dapo")),
-        # Between them they take every path.
-        *(slow("two_ranks", name) for name in ("dapo", "rloo", "reinforce++", "remax")),
-    ],
-)
-def test_every_preset_runs_and_sets_what_it_says(request, runs, name, pool):
-    """Two steps; the run's flags are the preset's, except the one that was given."""
+@pytest.mark.parametrize("name", ["dapo", *(slow(name) for name in ALGORITHMS if name != "dapo")])
+def test_every_preset_runs_and_sets_what_it_says(two_ranks, runs, name):
+    """Two steps; the run's flags are the preset's, except the one that was given. They take every path."""
     flags = f"--algorithm {name} --num-steps 2 --prompts-per-step 4 --clip-low 0.1"
-    folder = trained(request.getfixturevalue(pool), runs / f"{name}-{pool}", "train_grpo.py", flags)
+    folder = trained(two_ranks, runs / name, "train_grpo.py", flags)
     args = json.loads((folder / "args.json").read_text())
-    expected = ALGORITHMS[name] | {"clip_low": 0.1}
-    assert {flag: args[flag] for flag in expected} == expected
+    assert args | ALGORITHMS[name] | {"clip_low": 0.1} == args
     for line in read_metrics(folder):
         assert line["optim/grad_norm"] > 0
         assert line["count/rollouts"] == 4 * args["group_size"]
         assert None not in line.values()
-        assert ("policy/kl_ref_k3" in line) == bool(args["kl_coef"] or args["kl_reward_coef"])
 
 
 THREES = "float(c.count('3'))"
