@@ -131,14 +131,3 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
     with pytest.raises(InputError, match=r"its tokenizer cannot be loaded: .*custom code"):
         Tokenizer(tokenizer_folder)
     assert not canary.exists()
-
-
-def test_row_36_a_tokenizer_without_an_end_token_is_said(tmp_path):
-    """Completions then end only at the limit; it works."""
-    save_tokenizer(tmp_path, None, single="$A")
-    for vocab_size in (1, 2):  # the end token has id 1
-        prompts = letter_prompts([], tokenizer=Tokenizer(tmp_path), vocab_size=vocab_size)
-        is_said = any(
-            "completions end only at --max-new-tokens" in note for note in prompts.notes(per_step=1)
-        )
-        assert is_said == (vocab_size == 1)

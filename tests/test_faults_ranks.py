@@ -98,7 +98,7 @@ process_group.barrier()"""
 def test_rows_01_03_and_04_a_run_under_torchrun_outlives_the_death_of_ranks_and_launcher(tmp_path, runs):
     """Under --max-restarts a killed rank is restarted; ranks die with a killed torchrun; SIGTERM saves the step.
 
-    After each of them the run goes on: every step comes once, and no process is left.
+    After each of them the run goes on: every step comes once, and no process is left. Faults 1, 3 and 4.
     """
     flags = ("--num-steps", "10000", "--save-every", "4", "--run-name", "restarted")
     command = torchrun(*grpo(*flags), options=["--standalone", "--max-restarts=1"])
@@ -203,7 +203,10 @@ def test_rows_06_and_23_an_error_is_printed_once_and_ends_all(tmp_path, body, co
 
 @pytest.mark.slow
 def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
-    """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights."""
+    """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights.
+
+    The folder has the script that ran.
+    """
     fork = extended_fork(tmp_path, "train_grpo.py", NAN_FORK, name="nan")
     command = [str(fork), *grpo("--num-steps", "9", "--save-every", "1", "--run-name", "row-31")[1:]]
     with started(tmp_path, [command] * 2, MINIRL_RUNS=str(runs)) as job:
@@ -213,6 +216,7 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
     error = r"^error: policy/loss is nan before update [23].* \[rank 1, step 2, phase update\]$"
     assert len(re.findall(error, said, re.MULTILINE)) == said.count("error") == 1
     assert len(read_rollouts(runs / "row-31", 2)) == 8
+    assert (runs / "row-31" / fork.name).read_bytes() == fork.read_bytes()
     (saved,) = (runs / "row-31" / "checkpoints").iterdir()
     assert all(bool(x.isfinite().all()) for x in load_file(saved / "model.safetensors").values())
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import shutil
-import sys
 from pathlib import Path
 from statistics import fmean
 from unittest import mock
@@ -18,7 +17,6 @@ from minirl.generation import sampling
 from minirl.generation.sampling import sample
 from minirl.run import setup
 from minirl.run.config import RunConfig
-from minirl.run.run_folder import RunFolder
 from support.marks import slow
 from support.scripts import (
     SCRIPTS,
@@ -115,17 +113,6 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout["id"][0]):
             total = sum(rollout["advantage"] for rollout in group)
             assert script == "train_ppo.py" or total == pytest.approx(0, abs=1e-5)
-
-
-def test_the_script_that_ran_last_is_kept(tmp_path, monkeypatch):
-    """Also where it runs from the run's folder; other names do not count as scripts."""
-    (tmp_path / "my_grpo.py").write_text("text")
-    folder = RunFolder(tmp_path / "run", {}, None, None)
-    folder.path.mkdir()
-    for name in ("my_grpo.py", "run/my_grpo.py", "run"):
-        monkeypatch.setattr(sys, "argv", [str(tmp_path / name)])
-        folder.keep_script()
-        assert [path.read_text() for path in folder.path.iterdir()] == ["text"]
 
 
 def take_stop_token(hidden, head, **options):

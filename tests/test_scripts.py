@@ -13,9 +13,7 @@ from support.scripts import (
     FAST_LEARNING,
     SCRIPTS,
     all_held_out,
-    branching_fork,
     read_metrics,
-    read_rollouts,
     reward_of,
     run_in_pool,
     scored_before_the_update,
@@ -153,39 +151,10 @@ def test_every_preset_runs_and_sets_what_it_says(two_ranks, runs, name):
         assert None not in line.values()
 
 
-THREES = "float(c.count('3'))"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_grpo.py", "--loss-norm constant --kl-coef 0.1"),
-        ("train_grpo.py", "--loss-norm sequence_mean --kl-reward-coef 0.1 --advantage-norm batch_std"),
-        ("train_ppo.py", "--loss-norm sequence_mean --gae-lambda 1 --group-size 2"),
-    ],
-)
-def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, runs, tmp_path, script, flags):
-    """Counts, rewards, lengths, losses, KL and gradients: a rollout weighs the same, and every token counts once."""
-    name = "-".join(flags[2:].split())
-    flags += f" --num-steps 2 --num-minibatches 2 --prompts-per-step 6 {reward_of(tmp_path, THREES)}"
-    folders = [
-        trained(two_ranks, runs / f"{number}-{name}", str(path), flags)
-        for number, path in enumerate((script, branching_fork(tmp_path, script)))
-    ]
-    for whole, parts in zip(*map(read_metrics, folders), strict=True):
-        assert untimed(parts) == pytest.approx(untimed(whole), rel=1e-3, abs=1e-6)
-        assert whole["optim/grad_norm"] > 0.01
-    whole, parts = (read_rollouts(folder, 2) for folder in folders)
-    assert 2 in [len(line.pop("branches", [])) for line in parts]
-    for line in (*whole, *parts):
-        line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
-    assert parts == whole
-
-
 @pytest.mark.slow
 def test_ppo_raises_a_reward(two_ranks, runs, tmp_path):
-    flags = f"{reward_of(tmp_path, THREES)} --num-steps 8 --prompts-per-step 64"
+    reward = reward_of(tmp_path, "float(c.count('3'))")
+    flags = f"{reward} --num-steps 8 --prompts-per-step 64"
     flags += " --lr-schedule constant --warmup-updates 1"
     lines = read_metrics(trained(two_ranks, runs / "threes", "train_ppo.py", flags))
     assert lines[-1]["eval/reward"] > lines[0]["eval/before"] + 1.5
