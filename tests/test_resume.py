@@ -3,7 +3,7 @@
 import pytest
 
 from support.marks import slow
-from support.resuming import digests, interrupted_copy, load, resume
+from support.resuming import interrupted_copy, load, resume
 from support.scripts import read_rollouts, run_in_pool, trained
 
 NUM_STEPS = 3
@@ -31,10 +31,8 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
     pool = request.getfixturevalue(POOLS[num_ranks])
     script, flags = CASES[case]
     folder = trained(pool, runs / f"{case}-{num_ranks}", script, COMMON, flags)
-    expected = digests(folder)
-    assert sum(key.startswith("metrics") for key in expected) == NUM_STEPS
-    assert sum(key.endswith(".safetensors") for key in expected) == NUM_STEPS * (1 + (case == "ppo"))
-    assert sum(key.endswith(".pt models") for key in expected) == NUM_STEPS * num_ranks
+    checkpoints = (folder / "checkpoints").iterdir()
+    assert [int(path.name) for path in sorted(checkpoints)] == [*range(1, NUM_STEPS + 1)]
     for last_step in splits:
         output = resume(pool, script, folder, COMMON, flags, last_step=last_step)
         assert ("already finished" in output) == (last_step == NUM_STEPS)
