@@ -193,10 +193,16 @@ time.sleep(300)
         ),
         ("raise InputError('no')", [2, 2], r"error: no \[rank \d, before the first step\]"),
         ("joined()\nraise InputError('no')", [2, 2], r"error: no \[rank \d, step 3, phase reward\]"),
+        (
+            "import torch\ntorch.cuda.device_count = lambda: 1 - rank\n"
+            "torch.cuda.get_device_capability = torch.cuda.set_device = lambda index: (8, 0)\nprocess_group.start()",
+            [2, 2],
+            "error: devices: all ranks need the same, but rank 1 on cpu, rank 0 on cuda.*",
+        ),
         ("open('/', 'w')", [2], r"error: \[Errno 21\] Is a directory: '/' \[rank 0, before the first step\]"),
     ],
 )
-def test_rows_06_and_23_an_error_is_printed_once_and_ends_all(tmp_path, body, codes, message):
+def test_rows_06_23_and_44_an_error_is_printed_once_and_ends_all(tmp_path, body, codes, message):
     """Of one rank while the other is in a collective, or of all of them; a file that cannot be written is no bug."""
     assert re.fullmatch(message, outputs_of(tmp_path, body, codes, within=8).strip())
 
@@ -275,16 +281,3 @@ process_group.start()
 print(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
 """
     assert outputs_of(tmp_path, body, [0], within=20) == "expandable_segments:True\nFalse\n"
-
-
-def test_row_44_a_rank_without_the_device_of_the_others_is_refused(tmp_path):
-    """One line in all."""
-    body = """
-import torch
-torch.cuda.device_count = lambda: 1 - rank
-torch.cuda.get_device_capability = lambda index: (8, 0)
-torch.cuda.set_device = lambda index: None
-process_group.start()
-"""
-    (said,) = outputs_of(tmp_path, body, [2, 2], within=15).splitlines()
-    assert said.startswith("error: devices: all ranks need the same, but rank 1 on cpu, rank 0 on cuda")
