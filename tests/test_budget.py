@@ -27,9 +27,6 @@ QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.Q
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
-    "PPO 7B on 8": make_workload(
-        QWEN_7B, 8, trained=[QWEN_7B, dataclasses.replace(QWEN_7B, scalar_head=True)]
-    ),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": make_workload(dataclasses.replace(QWEN_7B, adapters=Adapters(16))),
     "32B from shards": make_workload(QWEN_32B, 8, decode_group=8, offloads_optimizer=True, longest=4396),

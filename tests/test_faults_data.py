@@ -39,7 +39,6 @@ def tokenizer_folder(tmp_path):
         (b'{"prompt": "a", "answer": 1, "answer": 2}', "cannot be read: key 'answer' is there twice"),
         (b'["a"]', r"expected an object, got \['a'\]"),
         (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),
-        (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
         (b'{"prompt": [{"role": "user", "content": null}]}', "field 'prompt'"),
         (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' has the name of an argument"),

@@ -6,7 +6,6 @@ import pytest
 
 from minirl.errors import InputError
 from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
-from minirl.training.loss_weights import minibatch_of
 
 
 def num_computed(sequences, lengths, prompts):
@@ -43,12 +42,6 @@ def test_trained_sequences_are_in_one_microbatch_each_and_no_others_in_any(seed)
         as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
         assert as_rows == [ranks[rank] for ranks in plan.microbatches]
     assert plan.rank_of.count(None) == len(lengths) - sum(map(len, trained))
-
-
-def test_minibatches_are_rollouts_in_their_order_about_equally_many():
-    """The example of the docstring; weights and plan both go by it."""
-    assert minibatch_of(5, 2).tolist() == [0, 0, 1, 1, 1]
-    assert minibatch_of(8, 4).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may():

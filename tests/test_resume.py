@@ -14,23 +14,26 @@ CASES = {
     "grpo": ("train_grpo.py", "--dynamic-sampling --kl-coef 0.01"),
     "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
 }
-POOLS = {1: "one_rank", 2: "two_ranks"}
 EVERY_SPLIT = range(NUM_STEPS + 1)
 
 
 @pytest.mark.parametrize(
-    ("case", "num_ranks", "splits"),
-    [slow("grpo", 2, EVERY_SPLIT), slow("ppo", 2, EVERY_SPLIT), ("skips", 1, [1])],
+    ("case", "ranks", "splits"),
+    [
+        slow("grpo", "two_ranks", EVERY_SPLIT),
+        slow("ppo", "two_ranks", EVERY_SPLIT),
+        ("skips", "one_rank", [1]),
+    ],
 )
-def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, num_ranks, splits):
+def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, ranks, splits):
     """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is dropped.
     Faults 1 and 40. Pitfalls 57 and 61.
     """
-    pool = request.getfixturevalue(POOLS[num_ranks])
+    pool = request.getfixturevalue(ranks)
     script, flags = CASES[case]
-    folder = trained(pool, runs / f"{case}-{num_ranks}", script, COMMON, flags)
+    folder = trained(pool, runs / case, script, COMMON, flags)
     checkpoints = (folder / "checkpoints").iterdir()
     assert [int(path.name) for path in sorted(checkpoints)] == [*range(1, NUM_STEPS + 1)]
     for last_step in splits:
@@ -42,7 +45,7 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
 def test_row_11_a_run_goes_on_with_another_number_of_ranks(one_rank, two_ranks, runs):
     """The prompts are the same and, given equal weights, the samples."""
     script, flags = CASES["grpo"]
-    folder = trained(two_ranks, runs / "grpo-2", script, COMMON, flags)
+    folder = trained(two_ranks, runs / "grpo", script, COMMON, flags)
     fewer = interrupted_copy(folder, "fewer", 2)
     run_in_pool(one_rank, script, COMMON, flags, f"--run-name {fewer.name}", runs=runs)
     whole, rest = ([(r["id"], r["completion"]) for r in read_rollouts(run, 3)] for run in (folder, fewer))
