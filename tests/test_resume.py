@@ -34,8 +34,6 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
     pool = request.getfixturevalue(ranks)
     script, flags = CASES[case]
     folder = trained(pool, runs / case, script, COMMON, flags)
-    checkpoints = (folder / "checkpoints").iterdir()
-    assert [int(path.name) for path in sorted(checkpoints)] == [*range(1, NUM_STEPS + 1)]
     for last_step in splits:
         output = resume(pool, script, folder, COMMON, flags, last_step=last_step)
         assert ("already finished" in output) == (last_step == NUM_STEPS)
