@@ -23,16 +23,15 @@ from support.families import PUBLISHED
 from support.memory import make_workload, saved_bytes
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
+TOGETHER = {"shard_weights": True, "shard_gradients": True}
 
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": make_workload(dataclasses.replace(QWEN_7B, adapters=Adapters(16))),
-    "32B from shards": make_workload(QWEN_32B, 8, decode_group=8, offloads_optimizer=True, longest=4396),
-    "evaluation of 7B": make_workload(
-        QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}, parks_frozen=False
-    ),
+    "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest=4396),
+    "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
 }
 
 
@@ -43,8 +42,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
         work = dataclasses.replace(WORKLOADS[name], free=free)
-        # Ranks that decode together shard gradients too.
-        sizes = choose_sizes(work, {"shard_gradients": True} if work.decode_group > 1 else {})
+        sizes = choose_sizes(work, TOGETHER if work.trained == [QWEN_32B] else {})
         needed = budget(work, sizes)
         fitted.append(needed.fits())
         if not fitted[-1]:
@@ -100,10 +98,9 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
 def test_the_cache_takes_what_the_budget_says():
     """And a request of a gated delta net its states."""
     config = cached_model("states", torch.float32).config
-    shape = {"num_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "num_query_groups": 2}
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
-    cache = KVCache(config.attention_windows, delta_net=config.delta_net, **shape, **options)
+    cache = KVCache(config, **options)
     needed = budget(make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False))
-    assert needed.decoding["cache"] == sum(pool.keys.nbytes + pool.values.nbytes for pool in cache.pools)
+    assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
     assert needed.decoding["requests"] == of_states + 4 * 16 * config.vocab_size

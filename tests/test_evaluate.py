@@ -52,7 +52,7 @@ TASK = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
 
 
 def test_the_numbers_of_an_evaluation_are_means_over_prompts():
-    """A completion without a reward does not count; each reward has its mean, and each file in the order given.
+    """A completion without a reward does not count; each reward has its mean, and each file.
 
     Another value than 0 or 1 of a reward with a weight, and there is neither pass@k nor a majority.
     """
@@ -63,7 +63,6 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
         record(1, 1, 0.6, "8", exact=1.0, short=-2.0, end="length", num_tokens=6),
     ]
     values = values_by_prompt(records, TASK, weights={"exact": 1.0, "short": 0.0})
-    assert list(values)[:3] == ["eval/reward", "eval/a/reward", "eval/b/reward"]
     judged = {"eval/pass@1": [0.0, 1.0], "eval/pass@2": [1.0], "eval/majority": [1.0]}
     assert values == judged | {
         "eval/reward": [0.0, 0.8],

@@ -253,9 +253,9 @@ def test_row_41_no_output_stops_a_run(tmp_path, into):
 
 def test_row_44_devices_that_cannot_serve_all_ranks_are_refused(monkeypatch):
     """Where torch sees none, ranks take the CPU."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for count, capability, fault in (
-        (1, (8, 6), "2 ranks on this node, and torch sees 1 CUDA device(s): use --nproc-per-node 1"),
+        (1, (8, 6), "2 ranks, and torch sees 1 CUDA device(s): use --nproc-per-node 1"),
         (2, (7, 5), "CUDA device 0 has compute capability (7, 5), and at least (8, 0)"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
@@ -274,7 +274,8 @@ def starts_cuda():
     print(os.environ["PYTORCH_ALLOC_CONF"])
     return "cuda"
 process_group.device_type = starts_cuda
-torch.cuda.set_device = torch.cuda.current_device = lambda *index: 0
+torch.cuda.set_device = process_group.rank = lambda *index: 0
+process_group.world_size = lambda: 1
 process_group.dist.is_initialized = lambda: True
 process_group.dist.barrier = lambda: None
 process_group.start()

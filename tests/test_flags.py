@@ -86,9 +86,7 @@ REFUSED = {
         # shared flags
         ("--model x", "--model needs --data"),
         ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
-        ("--dry-run --gpus 8x80 --decode-group 3", "--decode-group 3: 8 ranks do not make groups of 3"),
         ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
-        ("--top-k 5", "--top-k and --top-p are for python -m minirl.extras.evaluate"),
         ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
         ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
@@ -107,7 +105,6 @@ REFUSED = {
     ],
     train_ppo: [
         ("--gamma 1.5", "--gamma 1.5"),
-        ("--top-p 0.9", "sampled logprobs would differ from training logprobs"),
         ("--value-lr 0", "--value-lr 0.0"),
     ],
 }
@@ -128,3 +125,23 @@ def test_flags_that_would_train_something_else_are_refused_by_name(
     with pytest.raises(InputError, match=re.escape(message)):
         module.main(read_config(module, [flags]))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_updates", "warmup", "rates"),
+    [
+        ("constant", 6, 4, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
+        ("linear", 6, 2, [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0]),
+        ("linear", 2, 4, [0.5, 1.0]),
+    ],
+)
+def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
+    schedule, num_updates, warmup, rates
+):
+    """The first update already moves, and so does the last."""
+    for first in (0, 3):
+        config = train_ppo.Config(
+            num_steps=first + num_updates, num_minibatches=1, warmup_updates=warmup, lr_schedule=schedule
+        )
+        updates = range(first, first + len(rates))
+        assert [config.learning_rate(update, 2.0, first_update=first) for update in updates] == rates

@@ -5,12 +5,14 @@ import sys
 
 import pytest
 
-from minirl.extras.plot import CAUSES, draw, main, read_run
+from minirl.extras.plot import draw, main, read_run
+
+CAUSES = ("decode", "host", "prefill", "update")
 
 
 @pytest.mark.slow
 def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(tmp_path, monkeypatch):
-    """The causes are stacked to the step, from the ground up in one order; a fork's causes come last.
+    """The causes are stacked to the step, from the ground up in one order.
 
     Of a run by name or folder: its whole lines, without points for null and for missing metrics. A run with hardly any
     metrics is drawn too; one without steps is refused by name.
@@ -21,15 +23,15 @@ def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(
     folder.mkdir()
     lines = [{"step": step, "policy/logp_gap_max": 0.0, "eval/reward": 0.5} for step in (1, 2)]
     lines += [{"step": 3, "eval/reward": None}, {"step": 4}]
-    lines[0] |= {"eval/before": 0.25, **{f"time/{cause}": 1.0 for cause in (*CAUSES, "a")}}
+    lines[0] |= {"reward/mean": 0.4, "eval/before": 0.25, **{f"time/{cause}": 1.0 for cause in CAUSES}}
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + '{"step": 5, "rew')
     assert read_run(str(folder)) == read_run("mine") == ("mine", lines)
     figure = draw([("mine", lines), ("short", lines[3:])])
     assert [*map(list, figure.axes[0].lines[2].get_data())] == [[0, 1, 2], [0.25, 0.5, 0.5]]
     areas = figure.axes[-2].collections
-    assert [area.get_label() for area in areas] == [*CAUSES, "a"]
-    assert areas[-1].get_paths()[0].vertices[:, 1].max() == len(CAUSES) + 1
+    assert [area.get_label() for area in areas] == list(CAUSES)
+    assert areas[-1].get_paths()[0].vertices[:, 1].max() == len(CAUSES)
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["plot", "mine", str(folder), "--output", str(picture)])
     assert main() == 0

@@ -13,6 +13,7 @@ from minirl.errors import InputError, RewardError
 from minirl.rewards.functions import OverlongPenalty, arguments_of, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import RolloutId, appended, rollout_of, token_tensor
 from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
@@ -130,7 +131,7 @@ def reward_folder(request, tmp_path_factory):
 
 
 def load(folder, *, chat=False, max_tokens=1000, **options):
-    options |= {"chat": chat, "max_tokens": max_tokens, "park": False}
+    options |= {"chat": chat, "max_tokens": max_tokens}
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 
@@ -207,7 +208,8 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_toke
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
     lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
-    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
+    rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
+    penalties = OverlongPenalty(limit=20, buffer=8)(rollouts)
     assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
 
 

@@ -40,7 +40,7 @@ def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeyp
         return main(), *capsys.readouterr()
 
     code, out, err = shown("mine")
-    assert (code, err) == (0, f"note: {path}:3 is not a rollout and is left out\n")
+    assert (code, err) == (0, "")
     assert out.splitlines() == [
         "3.0  f:1  reward 1, advantage 0.5, 5 tokens sampled, env_done",
         "rewards: exact none, short -0.25",

@@ -14,7 +14,7 @@ RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 # Reward functions that name these get them too.
-EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
+EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 # Each has "role" and "content", a text. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
 # To append between two turns: text, token ids or messages.

@@ -13,7 +13,6 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages, RewardFunction, Row
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import (
-    OverlongPenalty,
     arguments_of,
     asked_of_episodes,
     checked_rewards,
@@ -66,7 +65,7 @@ class RewardQueue:
         self._threads = {
             name: ThreadPoolExecutor(MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1)
             for name, function in functions.items()
-            if not isinstance(function, RewardWorkers | RewardModel | OverlongPenalty)
+            if not isinstance(function, RewardWorkers | RewardModel)
         }
         self._under_way: list[Future[Rewards]] = []
         self.groups: dict[int, _Group] = {}
@@ -118,7 +117,7 @@ class RewardQueue:
         _wait_for([call for group in groups for call in group.calls.values()])
         columns = []
         for name, function in self._functions.items():
-            if isinstance(function, RewardModel | OverlongPenalty):
+            if isinstance(function, RewardModel):
                 rewards = _of_all_prompts(name, function, groups)
             else:
                 rewards = [reward for group in groups for reward in group.calls[name].result()]
@@ -142,10 +141,8 @@ def _wait_for(calls: Sequence[Future[Rewards]]) -> None:
 
 
 @spent_on("wait_rewards")
-def _of_all_prompts(name: str, function: RewardModel | OverlongPenalty, groups: Sequence[_Group]) -> Rewards:
-    """Return the rewards of a function that judges all prompts of a step together."""
-    if isinstance(function, OverlongPenalty):
-        return [function.of_rollout(rollout) for group in groups for rollout in group.rollouts]
+def _of_all_prompts(name: str, function: RewardModel, groups: Sequence[_Group]) -> Rewards:
+    """Return the rewards of a model that judges all prompts of a step together."""
     if not groups:
         return []
     prompts = [group.row.prompt for group in groups for _ in group.rollouts]

@@ -49,13 +49,14 @@ def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
 
 
 def objectives() -> dict[str, str]:
-    """The rows of docs/objectives.md, by the names of their diffs."""
+    """The items of docs/objectives.md, by the names of their diffs."""
     page = (ROOT / "docs" / "objectives.md").read_text()
-    return {name: row for row, name in re.findall(r"^(\| \[(.*?)\].*)$", page, re.MULTILINE)}
+    items = map(" ".join, map(str.split, page.split("\n- ")[1:]))
+    return {re.findall(r"\[(.*?)\]", item)[0]: item for item in items}
 
 
 def objective_fork(folder: Path, name: str) -> str:
-    """The script that a row of docs/objectives.md makes with its patch; at most 15 lines are new."""
+    """The script that an item of docs/objectives.md makes with its patch; at most 15 lines are new."""
     (path,) = re.findall(r"\]\((objectives/\w+\.diff)\)", objectives()[name])
     patch = ROOT / "docs" / path
     added = re.findall(r"^\+(?!\+\+ ) *\S", patch.read_text(), re.MULTILINE)
@@ -78,8 +79,7 @@ def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
     flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
     """
     commands = [[str(script), *words(flags)]] * ranks
-    where = {"MINIRL_RUNS": str(runs), "LOCAL_WORLD_SIZE": str(ranks)}
-    return start(Path(tempfile.mkdtemp()), commands, **where)
+    return start(Path(tempfile.mkdtemp()), commands, MINIRL_RUNS=str(runs))
 
 
 def words(flags: Iterable[str]) -> list[str]:
