@@ -194,7 +194,7 @@ time.sleep(300)
         ("raise InputError('no')", [2, 2], r"error: no \[rank \d, before the first step\]"),
         ("joined()\nraise InputError('no')", [2, 2], r"error: no \[rank \d, step 3, phase reward\]"),
         (
-            "import torch\ntorch.cuda.device_count = lambda: 1 - rank\n"
+            "import torch\ntorch.cuda.device_count = lambda: 2 - 2 * rank\n"
             "torch.cuda.get_device_capability = torch.cuda.set_device = lambda index: (8, 0)\nprocess_group.start()",
             [2, 2],
             "error: devices: all ranks need the same, but rank 1 on cpu, rank 0 on cuda.*",
