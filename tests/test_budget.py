@@ -28,9 +28,6 @@ TOGETHER = {"shard_weights": True, "shard_gradients": True}
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
-    "PPO 7B on 8": make_workload(
-        QWEN_7B, 8, trained=[QWEN_7B, dataclasses.replace(QWEN_7B, scalar_head=True)]
-    ),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": make_workload(dataclasses.replace(QWEN_7B, adapters=Adapters(16))),
     "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest=4396),
@@ -61,22 +58,6 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
             assert sizes.cache_tokens >= 32 * work.longest
     assert fitted == sorted(fitted)
     assert fitted[0] < fitted[-2]
-
-
-def test_gradients_are_sharded_before_layers_are_recomputed_unless_the_host_adds_them_up():
-    """With less and less memory: the sums overlap with backward, recomputation takes a third more time.
-
-    For sums on the host each microbatch would wait. One rank shards nothing.
-    """
-    switches = {
-        "7B on 8": {300: (False, False), 100: (False, True), 78: (True, False), 60: (True, True)},
-        "1.5B": {80: (False, False), 45: (True, False)},
-        "7B with the optimizer on the host": {200: (False, False), 80: (True, False), 50: (True, True)},
-    }
-    for name, by_free in switches.items():
-        for free, expected in by_free.items():
-            sizes = choose_sizes(dataclasses.replace(WORKLOADS[name], free=free * 1e9), {})
-            assert (sizes.recompute_layers, sizes.shard_gradients) == expected, (name, free)
 
 
 class FusedNorm(torch.autograd.Function):

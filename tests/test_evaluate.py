@@ -63,17 +63,15 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
         record(1, 1, 0.6, "8", exact=1.0, short=-2.0, end="length", num_tokens=6),
     ]
     values = values_by_prompt(records, TASK, weights={"exact": 1.0, "short": 0.0})
-    assert len(values["eval/pass@2"]) == len(values["eval/majority"]) == 1
-    judged = {"eval/pass@1": 0.5, "eval/pass@2": 1.0, "eval/majority": 1.0}
-    means = {name: fmean(of_prompts) for name, of_prompts in values.items()}
-    assert means == judged | {
-        "eval/reward": 0.4,
-        "eval/a/reward": 0.8,
-        "eval/b/reward": 0.0,
-        "eval/exact": 0.5,
-        "eval/short": -1.5,
-        "eval/len_mean": 3.0,
-        "eval/truncated": 0.25,
+    judged = {"eval/pass@1": [0.0, 1.0], "eval/pass@2": [1.0], "eval/majority": [1.0]}
+    assert values == judged | {
+        "eval/reward": [0.0, 0.8],
+        "eval/a/reward": [0.8],
+        "eval/b/reward": [0.0],
+        "eval/exact": [0.0, 1.0],
+        "eval/short": [-1.0, -2.0],
+        "eval/len_mean": [2.0, 4.0],
+        "eval/truncated": [0.0, 0.5],
     }
     shaped = values_by_prompt(records, TASK, weights={"exact": 1.0, "short": 0.1})
     assert values.keys() - shaped.keys() == judged.keys()
@@ -95,10 +93,7 @@ def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, run
     expected = {name: value for name, value in read_metrics(folder)[-1].items() if "eval/" in name}
     one = evaluated(one_rank, f"--model trained --run-name one {flags}", runs=runs)
     assert {name: score["mean"] for name, score in one["scores"].items()} == expected
-    assert expected.keys() == {
-        *("eval/reward", "eval/majority", "eval/len_mean", "eval/truncated"),
-        *(f"eval/pass@{k}" for k in range(1, 5)),
-    }
+    assert {"eval/majority", "eval/pass@4"} < expected.keys()
     assert one["model"].endswith("trained/checkpoints/000002")
     two = evaluated(two_ranks, f"--model {one['model']} --run-name two {flags}", runs=runs)
     assert json.dumps(two) == json.dumps(one)
@@ -114,22 +109,19 @@ def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, run
 
 def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(tmp_path):
     """Those on the command line win: --data replaces the run's --eval-data too. Seed and training are not repeated."""
-    flags = {"eval_data": ["a.jsonl"], "data": "train.jsonl", "chat": True, "seed": 3, "gone": 1, "lr": 1.0}
-    flags |= {"reward": ["mine.py:f"], "reward_weights": [2.0], "max_new_tokens": 9, "temperature": 0.5}
-    (tmp_path / "args.json").write_text(json.dumps(flags))
-    model = str(tmp_path)
-    repeated = {"eval_data": ("a.jsonl",), "chat": True, "reward": ("mine.py:f",), "reward_weights": (2.0,)}
-    assert parsed(["--model", model]) == Config(model=model, max_new_tokens=9, **repeated)
-    given = {"eval_data": (), "chat": False, "reward": ("episode",), "data": "c.jsonl"}
-    config = parsed(["--model", model, *"--no-chat --data c.jsonl --reward episode".split()])
-    assert config == Config(model=model, max_new_tokens=9, **repeated | given)
+    flags = {"eval_data": ["a.jsonl"], "data": "train.jsonl", "reward": ["mine.py:f"], "max_new_tokens": 9}
+    (tmp_path / "args.json").write_text(json.dumps(flags | {"seed": 3, "lr": 1.0, "temperature": 0.5}))
+    how = {"model": str(tmp_path), "max_new_tokens": 9}
+    repeated = Config(eval_data=("a.jsonl",), reward=("mine.py:f",), **how)
+    assert parsed(["--model", str(tmp_path)]) == repeated
+    config = parsed(["--model", str(tmp_path), *"--data c.jsonl --reward episode".split()])
+    assert config == Config(data="c.jsonl", eval_data=(), reward=("episode",), **how)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--samples 2 --temperature 0", "must be greater than 0"),
-        ("--eval-rows 0", "--eval-rows 0: must be greater than 0"),
         ("--model some/model", "--model needs --data"),
         ("--task gsm8k", "--task gsm8k needs --data"),
         ("--model unsaved --task sorting", "unsaved has no checkpoint"),

@@ -30,24 +30,18 @@ def parsed(*arguments, presets=None):
     return parse(ForkConfig, description="", presets=presets, arguments=arguments)
 
 
-def test_flags_of_every_group_are_read_into_one_flat_config():
+def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
     """Of the fork, of the script and of the library; several values; on and off; the preset's unless given.
 
-    Defaults of the class itself win over those of the classes that it inherits from.
+    Defaults of the class itself win over those of the classes that it inherits from. The first preset is the default.
     """
-    assert parsed().lr == 0.5
-    flags = "--bonus 3 --baseline none --reward a.py:f b.py:g --chat --drop-truncated --run mine".split()
-    presets = {"default": {"lr": 0.1, "bonus": 2.0, "kl_coef": 0.2}}
-    expected = {"bonus": 3.0, "lr": 0.1, "kl_coef": 0.2, "baseline": "none", "run_name": "mine"}
+    assert parsed("--penalty", "1", presets=PRESETS) == ForkConfig(penalty=1.0, lr=0.5)
+    flags = (
+        "--bonus 3 --baseline none --reward a.py:f b.py:g --chat --drop-truncated --run mine --algorithm fast"
+    )
+    expected = {"bonus": 3.0, "lr": 0.1, "baseline": "none", "run_name": "mine", "algorithm": "fast"}
     expected |= {"chat": True, "drop_truncated": True, "reward": ("a.py:f", "b.py:g")}
-    assert parsed(*flags, presets=presets) == ForkConfig(**expected)
-
-
-def test_a_preset_is_chosen_by_name_and_by_default_the_first():
-    """Whatever else is on the command line; an unknown name is refused with the names there are."""
-    assert parsed("--penalty", "1", presets=PRESETS) == ForkConfig(penalty=1.0)
-    fast = ForkConfig(algorithm="fast", **PRESETS["fast"])
-    assert parsed("--penalty", "0", "--algorithm", "fast", presets=PRESETS) == fast
+    assert parsed(*flags.split(), presets=PRESETS) == ForkConfig(**expected)
     with pytest.raises(InputError, match="--algorithm nope: one of default, fast"):
         parsed("--algorithm=nope", presets=PRESETS)
 
@@ -72,9 +66,9 @@ def test_every_number_flag_must_be_finite(module):
     ("fields", "message"),
     [
         ({"bonus": -1.0}, "--bonus -1.0: must not be negative"),
-        ({"temperature": 0.0}, "--temperature 0.0: must be greater than 0"),
         ({"data": ""}, "--data: is empty"),
         ({"reward": ("a", " ")}, "--reward: is empty"),
+        ({"temperature": 0.0}, "--temperature 0.0: must be greater than 0"),
     ],
 )
 def test_a_negative_number_a_0_where_none_can_be_and_an_empty_text_are_refused(fields, message):
@@ -89,7 +83,6 @@ REFUSED = {
         # files
         ("--data none.jsonl --task gsm8k", "none.jsonl"),
         ("--model no/such --data one.jsonl --task gsm8k --dry-run", "--model no/such"),
-        ("--task jsonl", "--data"),
         # shared flags
         ("--model x", "--model needs --data"),
         ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import minirl.report.logger
-from minirl.data.task import Row
 from minirl.errors import SaveError
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import time_account
@@ -29,11 +28,8 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.report.records import rollout_records
-from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from minirl.training.batch import Batch
-from support.collecting import letter_tokenizer
 from support.processes import file_limit
 from support.rollouts import in_two_branches
 
@@ -56,18 +52,16 @@ def reduce_over_ranks(monkeypatch):
 
 @pytest.mark.parametrize("order", itertools.permutations([[1.0], [0.5, math.nan], []]))
 def test_a_nan_is_not_hidden_by_a_maximum_and_a_metric_without_values_is_missing(reduce_over_ranks, order):
-    """Whichever rank and part had it: so the greatest gap of logprobs is seen. Totals are exact."""
+    """Whichever rank and part had it: so the greatest gap of logprobs is seen."""
     first, second = ranks = StepMetrics(), StepMetrics()
     for metrics, values in zip((first, second, second), order, strict=True):
         metrics.add_max("nan", torch.tensor(values))
     second.add_max("max", torch.tensor([-5.0, -3.0]))
     first.add_max("none", torch.tensor([]))
     first.add_values("none", torch.tensor([]))
-    first.add_total("total", torch.tensor(2**53 - 2))
-    second.add_total("total", 1)
     for reduced in reduce_over_ranks(*ranks):
         assert math.isnan(reduced.pop("nan"))
-        assert reduced == {"max": -3.0, "total": 2**53 - 1}
+        assert reduced == {"max": -3.0}
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1):
@@ -222,12 +216,10 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
 
 @pytest.fixture
 def make_logger(monkeypatch, tmp_path):
-    """`make_logger(arguments, **options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
-    monkeypatch.setattr(minirl.report.logger, "rank", lambda: 0)
+    """`make_logger(**options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
     monkeypatch.setattr(minirl.report.logger, "gather_objects", lambda lines: [lines])
-    return lambda arguments=(), wandb_mode="off", **options: Logger(
-        tmp_path, dict(arguments), wandb_mode=wandb_mode, **options
-    )
+    arguments = {"wandb_id": "4a", "lr": 0.1}
+    return lambda wandb_mode="off", **options: Logger(tmp_path, arguments, wandb_mode=wandb_mode, **options)
 
 
 def steps_in(folder):
@@ -244,44 +236,20 @@ def said(capsys):
 def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_this_start(
     make_logger, monkeypatch, capsys
 ):
-    """A wait over a tenth of a step is named."""
+    """A metric of other steps has no column; a wait over a tenth of a step is named."""
     clock = iter([100.0, 110.0, 120.0])
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", lambda: next(clock))
     logger = make_logger(after_step=10)
     logger.log(11, {"reward/mean": 0.5123, "policy/logp_gap_max": 1.2e-7}, num_steps=20)
     later = {"policy/logp_gap_max": 0.0, "eval/reward": 0.456, "time/step": 2.0}
-    later |= {"time/wait_rewards": 0.46, "time/wait_replies": 0.19}
-    logger.log(12, later, num_steps=20)
+    logger.log(12, later | {"time/wait_rewards": 0.46, "time/wait_replies": 0.19}, num_steps=20)
     assert capsys.readouterr().out.splitlines() == [
         "step 11/20 0:01:30 left reward  0.512 gap 1e-07",
         "step 12/20 0:01:20 left gap 0e+00 eval 0.456 wait rewards 23%",
     ]
 
 
-def test_rollouts_are_json_with_what_one_wants_to_read(make_logger, tmp_path):
-    """One line a rollout in order of ids, with its row, texts, every reward by name, further numbers and its end."""
-    row = Row([{"role": "user", "content": "na\u00efve\n?"}], {}, "f:1")
-    rewards = torch.tensor([[0.25, math.nan]])
-    rewarded = RewardedRollouts([make_rollout(2, 3)], [row], ["yes\u2028"], rewards)
-    records = rollout_records(rewarded, ["a", "b"], letter_tokenizer(), advantage=torch.tensor([0.5]))
-    make_logger().log_rollouts(12, [*records, {"id": [3, 9]}])
-    text = (tmp_path / "rollouts" / "000012.jsonl").read_text()
-    assert [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]] == [
-        {"id": [3, 9]},
-        {
-            "id": [4, 1],
-            "row": "f:1",
-            "prompt": [{"role": "user", "content": "na\u00efve\n?"}],
-            "completion": "yes\u2028",
-            "advantage": 0.5,
-            "rewards": {"a": 0.25, "b": None},
-            "num_tokens": 3,
-            "finish_reason": "stop",
-        },
-    ]
-
-
-@pytest.mark.parametrize("method", ["import", "init", "log", "finish"])
+@pytest.mark.parametrize("method", ["import", "log"])
 def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
     make_logger, monkeypatch, capsys, tmp_path, method
 ):
@@ -292,9 +260,8 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
         calls.append(args)
         raise SystemExit("no network")
 
-    run = types.SimpleNamespace(log=lambda *args, **kwargs: None, finish=lambda: None)
-    setattr(run, method, broken)
-    wandb = types.SimpleNamespace(init=broken if method == "init" else lambda **kwargs: run)
+    run = types.SimpleNamespace(log=broken, finish=broken)
+    wandb = types.SimpleNamespace(init=lambda **kwargs: run)
     monkeypatch.setitem(sys.modules, "wandb", None if method == "import" else wandb)
     logger = make_logger(wandb_mode="online")
     for step in range(3):
@@ -307,22 +274,21 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
 
 
 def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(make_logger, monkeypatch, tmp_path):
-    """The same id and numbers; those of later steps are gone. A damaged line costs no other line."""
+    """The numbers of later steps are gone. A damaged line costs no other line."""
     started, logged = [], {}
     run = types.SimpleNamespace(log=lambda metrics, step: logged.update({step: metrics}))
     init = lambda **kwargs: started.append(kwargs) or run  # noqa: E731
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    logger = make_logger({"lr": 0.1}, wandb_mode="offline")
+    logger = make_logger(wandb_mode="offline")
     for step in (1, 2, 3):
         logger.log(step, {"a": step}, num_steps=3)
     assert logged[2] == {"a": 2}
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\x00\x00\n" + path.read_bytes())
-    make_logger(wandb_mode="offline", after_step=2)
+    make_logger(after_step=2)
     assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
-    first, second = started
-    assert first["id"] == second["id"]
-    assert (first["mode"], first["config"]["lr"], first["resume"]) == ("offline", 0.1, "allow")
+    expected = {"id": "4a", "mode": "offline", "resume": "allow", "config": {"wandb_id": "4a", "lr": 0.1}}
+    assert started[0] | expected == started[0]
 
 
 def test_row_40_a_full_disk_costs_neither_the_run_nor_a_step_s_metrics(make_logger, capsys, tmp_path):

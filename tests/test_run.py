@@ -1,17 +1,21 @@
-"""Everything around the loop: folders, copies of a run's inputs, held-out files, rewards that do not apply."""
+"""Everything around the loop: folders, copies of a run's inputs, steps with and without a signal."""
 
+import contextlib
 import dataclasses
 import itertools
 import shutil
-import sys
 from pathlib import Path
 from statistics import fmean
+from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from minirl.generation import sampling
+from minirl.generation.sampling import sample
 from minirl.run import setup
 from minirl.run.config import RunConfig
-from minirl.run.run_folder import RunFolder
 from support.marks import slow
 from support.scripts import (
     SCRIPTS,
@@ -33,7 +37,7 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
 ):
     """With a constant learning rate as if it had been asked for all of them at once; a resume says what has changed.
 
-    The last lines say where checkpoint, metrics and rollouts are.
+    Fault 13. The last lines say where checkpoint, metrics and rollouts are.
     """
     model = shutil.copytree(embedded_model, tmp_path / "model")
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
@@ -67,11 +71,12 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, one_update, several):
     """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do."""
-    source_of, config = setup.source_of_old_logprobs, RunConfig(num_minibatches=2, **fields)
-    assert source_of(dataclasses.replace(config, num_minibatches=1), is_exact=True) == one_update
-    assert source_of(config, is_exact=True) == several
+    config = RunConfig(num_minibatches=2, **fields)
+    once = dataclasses.replace(config, num_minibatches=1)
+    found = [setup.source_of_old_logprobs(how, is_exact=True) for how in (once, config)]
+    assert found == [one_update, several]
     inexact = "sampled" if config.max_staleness and several == "sampled" else "scored"
-    assert source_of(config, is_exact=False) == inexact
+    assert setup.source_of_old_logprobs(config, is_exact=False) == inexact
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
@@ -99,12 +104,58 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
             assert script == "train_ppo.py" or total == pytest.approx(0, abs=1e-5)
 
 
-def test_the_script_that_ran_last_is_kept(tmp_path, monkeypatch):
-    """Also where it runs from the run's folder; other names do not count as scripts."""
-    (tmp_path / "my_grpo.py").write_text("text")
-    folder = RunFolder(tmp_path / "run", {}, None, None)
-    folder.path.mkdir()
-    for name in ("my_grpo.py", "run/my_grpo.py", "run"):
-        monkeypatch.setattr(sys, "argv", [str(tmp_path / name)])
-        folder.keep_script()
-        assert [path.read_text() for path in folder.path.iterdir()] == ["text"]
+def take_stop_token(hidden, head, **options):
+    tokens, logprobs = sample(hidden, head, **options)
+    return torch.zeros_like(tokens), logprobs
+
+
+def ending_at_once():
+    """A patch under which every completion ends at once."""
+    return mock.patch.object(sampling, "sample", take_stop_token)
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", slow("train_ppo.py")])
+@pytest.mark.parametrize(
+    ("row", "flags", "metric"),
+    [
+        ("row-28-equal-rewards", "", "reward/frac_equal_groups"),
+        ("row-29-empty", "", "len/mean"),
+        ("row-30-truncated", "--max-new-tokens 1", "len/truncated"),
+    ],
+)
+def test_a_step_without_signal_is_finite(two_ranks, runs, tmp_path, script, row, flags, metric):
+    """Ranks stay in step; where all advantages or weights are 0 (GRPO), no weight moves.
+
+    Then one rollout is computed, which shows the gap.
+    """
+    is_grpo = script == "train_grpo.py"
+    if is_grpo and row == "row-30-truncated":
+        flags += " --drop-truncated"
+    under = ending_at_once if row == "row-29-empty" else contextlib.nullcontext
+    reward = reward_of(tmp_path, "1.0")
+    folder = trained(two_ranks, runs / f"{row}-{script}", script, TINY, flags, reward, under=under)
+    lines = read_metrics(folder)
+    assert [line[metric] for line in lines] == [1, 1]
+    assert not any(None in line.values() for line in lines), "something is not finite"
+    first, last = map(load_file, sorted(folder.glob("checkpoints/*/model.safetensors")))
+    assert all(bool(torch.isfinite(x).all()) for x in last.values())
+    if is_grpo:
+        for line in lines:
+            assert line["optim/grad_norm"] == 0
+            assert "policy/logp_gap_max" in line
+            assert 0.5 < line["perf/skipped_tokens"] < 1
+        assert all(torch.equal(first[key], last[key]) for key in first)
+
+
+@pytest.mark.slow
+def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs):
+    """The run ends at once and says why; the checkpoints before it are as they were. Fault 31."""
+    flags = f"{TINY} --keep-checkpoints 0"
+    folder = trained(two_ranks, runs / "ruined", "train_grpo.py", flags)
+    with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):
+        run_in_pool(
+            two_ranks, "train_grpo.py", f"{flags} --num-steps 6 --lr 9e18 --run-name ruined", runs=runs
+        )
+    saved = list(folder.glob("checkpoints/*/model.safetensors"))
+    assert len(saved) >= 2
+    assert all(bool(tensor.isfinite().all()) for path in saved for tensor in load_file(path).values())

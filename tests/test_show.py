@@ -30,9 +30,8 @@ def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeyp
     What cannot be shown is exit code 2 and one line.
     """
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
-    for name in ("mine", "empty"):
-        (tmp_path / name / "rollouts").mkdir(parents=True)
     path = tmp_path / "mine" / "rollouts" / "000012.jsonl"
+    path.parent.mkdir(parents=True)
     path.with_name("000002.jsonl").touch()
     path.write_text(json.dumps(ANSWER) + "\n" + json.dumps(EPISODE) + '\n{"id": [5, 0], "row')
 
@@ -65,7 +64,6 @@ def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeyp
     for arguments, said in (
         (["nowhere"], "nowhere: no rollouts in nowhere or "),
         (["mine", "7"], "has none of step 7; there are steps 2 to 12"),
-        (["empty"], "rollouts: has no rollouts yet"),
     ):
         code, _, err = shown(*arguments)
         assert code == 2

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import tyro
 
 from minirl.episodes.episode import one_turn
-from minirl.errors import refuse
+from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
@@ -42,7 +42,7 @@ from minirl.run.config import (
     RunNameFlags,
 )
 from minirl.run.flags import early_value, parse
-from minirl.run.run_folder import runs_root
+from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
 
 # The flags of a run that its evaluation repeats.
@@ -88,12 +88,12 @@ def _is_checkpoint(model: str) -> bool:
 
 def _run_of(model: str) -> Path | None:
     """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
-    folder = Path(model)
     if _is_checkpoint(model):
-        return folder.resolve().parent.parent
-    is_model = os.path.exists(folder / "config.json")
-    runs = () if is_model else (folder, runs_root() / model)
-    return next((run for run in runs if os.path.exists(run / "args.json")), None)
+        return Path(model).resolve().parent.parent
+    is_model = os.path.exists(os.path.join(model, "config.json"))
+    with contextlib.suppress(InputError):
+        return None if is_model else find_run(model, "args.json")
+    return None
 
 
 def _newest_checkpoint(model: str) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -49,6 +48,7 @@ class Logger:
     ):
         """Open the logs in `folder`, which must exist.
 
+        args: what args.json takes, with the run's `wandb_id`.
         after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
         wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder cannot be written to.
         """
@@ -61,7 +61,6 @@ class Logger:
         self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            args = {**args, "wandb_id": _wandb_id(folder)}
             # Paths and other values that JSON cannot hold become text.
             durable.replace_file(folder / "args.json", json.dumps(args, indent=2, default=str) + "\n")
             _cut_metrics(self._metrics_file, after_step)
@@ -165,10 +164,3 @@ def _cut_metrics(path: Path, last_step: int) -> None:
     lines = read_json_lines(path) if path.is_file() else []
     steps = [line for line in lines if line["step"] <= last_step]
     durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))
-
-
-def _wandb_id(folder: Path) -> str:
-    """The run's id in wandb: the one in args.json if the run is resumed, or a new one."""
-    path = folder / "args.json"
-    args = json.loads(path.read_text()) if path.is_file() else {}
-    return args.get("wandb_id", secrets.token_hex(4))

@@ -286,6 +286,7 @@ class Setup:
             "model": str(self.model_folder),
             "world_size": world_size(),
             "command": sys.argv,
+            "wandb_id": self.folder.args.get("wandb_id", secrets.token_hex(4)),
             "flags": self._flags,
         }
 

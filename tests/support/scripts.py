@@ -26,39 +26,12 @@ SCRIPTS = ("train_grpo.py", "train_ppo.py")
 FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
-BRANCHES = '''
-from support.rollouts import in_two_branches
-
-
-def with_branches(rollout):
-    """Of the first prompt one rollout is in two branches, of the second one two, and so on."""
-    rollout_id = rollout.rollout_id
-    return in_two_branches(rollout) if rollout_id.sample <= rollout_id.prompt_ordinal else rollout
-
-
-class BranchingSetup(Setup):
-    def make_collector(self, *args, **options):
-        collector = super().make_collector(*args, **options)
-        step = collector._runner.step
-        collector._runner.step = lambda: [with_branches(rollout) for rollout in step()]
-        return collector
-
-
-Setup = BranchingSetup
-'''
-
-
 def extended_fork(folder: Path, script: str, text: str, *, name: str) -> Path:
     """A copy of the script with more text before its last lines, which run it."""
     fork = folder / f"{name}_{script}"
     head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
     fork.write_text(head + text + guard + tail)
     return fork
-
-
-def branching_fork(folder: Path, script: str) -> Path:
-    """A copy of the script with rollouts in branches."""
-    return extended_fork(folder, script, BRANCHES, name="branching")
 
 
 def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
