@@ -1,10 +1,12 @@
 """Types that minirl has no modules for: the gate, bits of decoding, names of tensors, steps on two ranks.
 
-`PYTHONPATH=tests python tests/test_hf_models.py` prints the table of docs/families.md.
+`PYTHONPATH=tests python tests/test_hf_models.py` prints the table of docs/families.md, and trains a step of each type
+on two ranks.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +27,7 @@ from minirl.run.embedded_model import write_shape
 from support.engines import make_engine, make_request, scores_of
 from support.families import logit_error
 from support.marks import slow
+from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
 from support.scripts import read_config, read_metrics, reward_of, run_in_pool, write_rows
 
@@ -164,17 +167,23 @@ def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
         train_grpo.main(read_config(train_grpo, [f"{flags} 1x60"]))
 
 
+def small_run(folder, kind, **keys):
+    """A small model of this type, and flags to train it."""
+    model = folder / kind
+    make_checkpoint(model, kind, **keys)
+    write_shape(folder / "tokens")
+    for path in (folder / "tokens").glob("tokenizer*"):
+        path.rename(model / path.name)
+    data = f"--data {write_rows(folder / 'data.jsonl', [{'prompt': f'{i}{9 - i}='} for i in range(9)])}"
+    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9"
+    return model, f"--model {model} {data} {reward_of(folder, 'len(set(c)) / 8')} {flags}"
+
+
 @pytest.mark.parametrize("kind", [slow(kind) for kind in RUNS])
 def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(two_ranks, runs, tmp_path, kind):
-    folder = tmp_path / kind
-    make_checkpoint(folder, kind)
-    write_shape(tmp_path / "tokens")
-    for path in (tmp_path / "tokens").glob("tokenizer*"):
-        path.rename(folder / path.name)
     script, more = RUNS[kind]
-    data = f"--data {write_rows(tmp_path / 'data.jsonl', [{'prompt': f'{i}{9 - i}='} for i in range(9)])}"
-    flags = f"--model {folder} {data} {reward_of(tmp_path, 'len(set(c)) / 8')} {more} --num-steps 2 --save-every 1"
-    flags += " --prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9 --run-name"
+    folder, flags = small_run(tmp_path, kind)
+    flags += f" {more} --num-steps 2 --save-every 1 --run-name"
     run_in_pool(two_ranks, script, f"{flags} {kind}", runs=runs)
     for line in read_metrics(runs / kind):
         assert line["policy/logp_equal_frac"] == 1
@@ -210,6 +219,30 @@ def test_the_page_lists_the_types_that_pass():
         assert ", ".join(f"`{kind}`" for kind in kinds) in " ".join(DOCS.read_text().split())
 
 
+def trains(pool, folder, kind):
+    """Whether a step on two ranks moves the weights, and their logprobs have no gap."""
+    _, flags = small_run(folder, kind, num_hidden_layers=4)
+    try:
+        run_in_pool(
+            pool,
+            "train_grpo.py",
+            f"{flags} --temperature 99 --num-steps 1 --run-name {kind}",
+            runs=folder / "runs",
+        )
+    except AssertionError as error:
+        print(kind, str(error)[-300:], file=sys.stderr)
+        return False
+    (line,) = read_metrics(folder / "runs" / kind)
+    return line["policy/logp_gap_max"] == 0 and line["optim/grad_norm"] > 0
+
+
 if __name__ == "__main__":
+    ranks = RankPool(2)
     for kinds in passing_types():
         print(len(kinds), ", ".join(f"`{kind}`" for kind in kinds))
+        with tempfile.TemporaryDirectory() as made:
+            trained = {kind: trains(ranks, Path(made), kind) for kind in kinds}
+        print(
+            sum(trained.values()), "train; not", [kind for kind, is_right in trained.items() if not is_right]
+        )
+    ranks.stop()

@@ -6,7 +6,6 @@ whatever its value: `is_causal: false` is another model.
 docs/families.md lists the families, and says how to add one or a feature.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Set
@@ -19,7 +18,7 @@ import torch
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import DeltaNet, LayerNorms, ModelConfig, Rope
-from minirl.model.folders import file_of
+from minirl.model.folders import as_transformers_reads, file_of
 from minirl.model.layers import ACTIVATIONS
 
 
@@ -225,7 +224,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
         from minirl.extras.hf_models.types import read_other
 
-        config = _as_transformers_reads(raw)
+        config = as_transformers_reads(raw)
         scalar_head = _is_classifier(raw, config.num_labels)
         return dataclasses.replace(read_other(raw, config), scalar_head=scalar_head)
     vision = _VISION_MODELS.get(raw["model_type"])
@@ -235,7 +234,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     _check_keys(raw, known.union(family.ignored_keys.split()))
     raw = {key: value for key, value in raw.items() if key in known}
     _check_ranges(raw)
-    config = _as_transformers_reads(raw)
+    config = as_transformers_reads(raw)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
     fields = _ropes(config, kinds, head_dim, family) | {
@@ -342,22 +341,6 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
 def _is_positive(value: Any) -> bool:
     """Return whether it is a positive number that fp32 can hold, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
-
-
-def _as_transformers_reads(raw: Mapping[str, Any]) -> Any:
-    """Return the object of transformers' config class, which checks types and fills in missing keys.
-
-    Raises InputError with the reason, which names the key.
-    """
-    from transformers import CONFIG_MAPPING
-
-    try:
-        # A copy, because transformers fills in the objects within.
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
-    except Exception as error:  # which one depends on the version of transformers
-        reason = " ".join(str(error).split())
-        name = raw.get("model_type")
-        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None
 
 
 def _head_dim(config: Any) -> int:

@@ -13,6 +13,7 @@ from minirl.errors import InputError
 from minirl.extras.hf_models.gate import Facts, measure, model_config
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.model.config import ModelConfig
+from minirl.model.folders import as_transformers_reads
 
 # Keys that say which class wrote the file, not what it computes.
 _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "transformers_version")
@@ -70,10 +71,7 @@ def read_other(raw: Mapping[str, Any], config: Any) -> ModelConfig:
 
 
 def _config(text: str) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    raw = json.loads(text)
-    return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    return as_transformers_reads(json.loads(text))
 
 
 @functools.cache
