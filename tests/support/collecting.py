@@ -103,27 +103,6 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
     return Prompts(max_new_tokens=max_new_tokens, tokenizer=tokenizer)
 
 
-def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """The episode's answers to its first turn and its third one."""
-    first = episode.turns[0]
-    texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
-    return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
-
-
-async def replying(episode: Episode):
-    """Four turns with messages or text between them; some end with a stop token."""
-    await episode.generate(max_tokens=15, stop=["ab", "f"])
-    await episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
-    await episode.generate(after=" yes, ", max_tokens=3)
-    await episode.generate(after=replies_of(episode)[1], max_tokens=9)
-
-
-def end_of(turn) -> list[int]:
-    """The text that closes a turn without an end token."""
-    eos_id = TOKENS.index("<eos>")
-    return [] if turn.ids[-1] == eos_id else [eos_id]
-
-
 @contextmanager
 def in_workers(folder: Path, **defaults):
     """`load(name, **options)` for reward functions of a folder's mine.py; their workers are killed at the end."""
