@@ -22,7 +22,7 @@ from torch import Tensor
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
-from minirl.episodes.runner import Counted, EpisodeRunner
+from minirl.episodes.runner import EpisodeRunner
 from minirl.episodes.running import NO_BUDGET
 from minirl.episodes.step_groups import Groups, Selection, select_step
 from minirl.errors import refuse
@@ -34,7 +34,7 @@ from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request, Rollout
 
-# The default tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts
+# The tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts
 # take the places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
@@ -62,7 +62,6 @@ class Collector:
         reward_weights: Tensor | None = None,
         max_refills: int | None = None,
         max_staleness: int = 0,
-        round_tokens: int | None = None,
         call_timeout: float | None = None,
     ):
         """functions: the K reward functions by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
@@ -74,8 +73,6 @@ class Collector:
         that such groups fill up the step. None: do not replace them.
         max_staleness: the most steps from a rollout's first token to the step that trains on it. 0: all rollouts of a
         step begin and end in it.
-        round_tokens: with `max_staleness`, the most tokens that a rollout samples in a round. None: a share of the
-        longest completion.
         """
         self.num_served = 0
         self.engine = engine
@@ -91,11 +88,12 @@ class Collector:
         self._max_refills = max_refills
         self._call_timeout = call_timeout
         self._max_staleness = max_staleness
+        # The most tokens that a rollout samples in a round.
         self._round_tokens = NO_BUDGET
         if max_staleness:
             least, most = ROUND_LIMITS
             share = round(ROUND_FRAC * prompts.max_new_tokens)
-            self._round_tokens = round_tokens or min(max(least, share), most)
+            self._round_tokens = min(max(least, share), most)
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
@@ -184,10 +182,11 @@ class Collector:
             call_timeout=self._call_timeout,
         )
 
-    def take_count(self, counted: Counted) -> int:
+    def take_count(self, counted: str) -> int:
         """Return this rank's count since the last call, including rollouts that no step takes.
 
-        counted: see `runner.Counted`.
+        counted: "sampled_tokens", of all episodes; "tool_results", that were appended; "tool_errors", how many of these
+        are errors.
         """
         return self._runner.take_count(counted)
 

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from minirl.data.task import After, Messages, Row, as_messages, conversation, is_token_ids
 from minirl.episodes.generate import Generate
-from minirl.episodes.refusals import REWARD, check_name, checked_reward
+from minirl.episodes.refusals import REWARD, checked_reward
 from minirl.episodes.turn import Turn
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -35,11 +35,6 @@ END_REASONS = (
 )
 
 
-async def not_running(asked: Generate) -> Turn:
-    """The `Branch.ask` of an episode that no program runs."""
-    raise InputError("generate(): the episode is not running")
-
-
 @dataclass
 class Branch:
     """A prompt with the turns that follow it.
@@ -48,7 +43,7 @@ class Branch:
     included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
     first turn; until then it has the episode's limit. turns: the finished ones. tools: JSON schemas of the tools that
     its prompt shows; None: the run's. drops_last: whether its last turn reached nobody, and so does not belong to the
-    rollout. No turn follows it. ask: samples a turn.
+    rollout. No turn follows it. ask: samples a turn; what runs the episode sets it.
     """
 
     prompt: str | Messages | list[int]
@@ -58,7 +53,7 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
-    ask: Callable[[Generate], Awaitable[Turn]] = not_running
+    ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -183,7 +178,8 @@ class Episode(Branch):
         # The caller may go on to change its list of messages; the branch keeps the present ones.
         own = copy.deepcopy(prompt)
         number = 1 + len(self._further)
-        branch = Branch(own, self.max_tokens, number=number, tools=tools, ask=self.ask)
+        branch = Branch(own, self.max_tokens, number=number, tools=tools)
+        branch.ask = self.ask
         self._further[number] = branch
         return branch
 
@@ -191,7 +187,6 @@ class Episode(Branch):
         """Add to a reward of the rollout. Raises InputError unless it is finite, and after the episode's end."""
         place = f"episode.reward, for the row at {self.row.place}:"
         refuse(self.is_closed, f"{place} the episode ended; give rewards before `await episode.generate()`")
-        check_name(name, place)
         checked = checked_reward(value, f"{place} {name!r} is")
         self.given[name] = checked_reward(self.given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
 

@@ -9,8 +9,6 @@ from minirl.rewards.values import MAX_REWARD, validate_number
 
 # The name of a reward that is given without one.
 REWARD = "reward"
-# Characters of a reward's name.
-MAX_NAME = 80
 
 
 def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:
@@ -45,22 +43,13 @@ def returned_rewards(returned: Any) -> dict[str, float | None]:
         return {REWARD: checked_reward(returned, "returns")}
     rewards: dict[str, float | None] = {}
     for name, value in returned.items():
-        check_name(name, "returns")
         rewards[name] = None if value is None else checked_reward(value, f"returns {name!r}:")
     return rewards
-
-
-def check_name(name: Any, what: str) -> None:
-    """Raise InputError, beginning with `what`, unless a reward can have this name."""
-    is_name = isinstance(name, str) and 0 < len(name) <= MAX_NAME
-    refuse(not is_name, f"{what} a reward named {name!r:.80}; expected text of at most {MAX_NAME} characters")
 
 
 def checked_reward(value: Any, what: str) -> float:
     """Return a reward as a float. Raises InputError, beginning with `what`, unless it is a finite number."""
     checked = validate_number(value)
-    # A comparison that was meant to be something else is easily taken for a number.
-    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-    if is_bool or not isinstance(checked, float):
+    if not isinstance(checked, float):
         raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
     return checked

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
@@ -32,9 +31,6 @@ WAIT_S = 0.05
 MAX_TURNS = 1000
 # How a tool's result begins if it is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
-# A runner counts: tokens that all episodes sampled; appended results of tools, and how many of them are errors, as TRL
-# writes them.
-Counted = Literal["sampled_tokens", "tool_results", "tool_errors"]
 
 
 class EpisodeRunner:
@@ -68,8 +64,8 @@ class EpisodeRunner:
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
         self._turn_maker = TurnMaker(self._name, prompts)
-        self._counts: Counter[Counted] = Counter()
-        # All open episodes; those whose turn waits for the next round's budget.
+        self._counts: Counter[str] = Counter()
+        # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
         self._running: dict[Program, RunningEpisode] = {}
         self._spent: list[RunningEpisode] = []
         # By branch that the engine has.
@@ -83,11 +79,6 @@ class EpisodeRunner:
         self._budget = NO_BUDGET
         self._weight_version = 0
         self._active_at = 0.0
-
-    @property
-    def running(self) -> list[RunningEpisode]:
-        """The open episodes, in the order in which they began."""
-        return list(self._running.values())
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
@@ -160,8 +151,8 @@ class EpisodeRunner:
         ended, self._ended = self._ended, []
         return ended
 
-    def take_count(self, counted: Counted) -> int:
-        """Return this count since the last call."""
+    def take_count(self, counted: str) -> int:
+        """Return this count since the last call; see `Collector.take_count`."""
         return self._counts.pop(counted, 0)
 
     def _make(self, request: Request) -> RunningEpisode:
@@ -267,12 +258,7 @@ class EpisodeRunner:
         if rollout.finish_reason == "length" and end < present.request.max_new_tokens:
             self._spent.append(running)
             return
-        self._finish_turn(running, end - turn.start, rollout.finish_reason)
-
-    def _finish_turn(self, running: RunningEpisode, num_tokens: int, finish_reason: str) -> None:
-        """Give a function the turn that it asked for, whose tokens its branch has."""
-        _, turn = running.present
-        turn.num_tokens, turn.finish_reason = num_tokens, finish_reason
+        turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
         running.episode.take(turn)
         self._programs.send(running.program, turn)
 

@@ -28,6 +28,7 @@ class RunningBranch:
     """A branch of a running episode.
 
     request: that of its present turn, without tokens. is_held: whether it waits in the engine for its next turn.
+    tokens: its tokens so far.
     """
 
     request: Request
@@ -35,14 +36,10 @@ class RunningBranch:
     is_held: bool = False
     tokens: BranchTokens = field(default_factory=BranchTokens)
 
-    @property
-    def rollout(self) -> Rollout | None:
-        """The branch up to its newest token; None before its first turn."""
-        return self.tokens.rollout
-
     def completion(self, present: Turn | None) -> Completion:
         """Return all tokens after the prompt, with those appended before the present turn if it is in this branch."""
-        tokens = NO_TOKENS if self.rollout is None else self.rollout.after_prompt
+        rollout = self.tokens.rollout
+        tokens = NO_TOKENS if rollout is None else rollout.after_prompt
         if present is None or present.branch != self.branch.number or len(tokens) >= present.start:
             return tokens
         return tokens + appended(present.appended)
@@ -50,7 +47,7 @@ class RunningBranch:
     @property
     def seen(self) -> Rollout | None:
         """The rollout up to the last turn of `branch`, without one that reached nobody; None without any turn."""
-        rollout = self.rollout
+        rollout = self.tokens.rollout
         if rollout is None or not self.branch.turns:
             return None
         if len(rollout.tokens) == rollout.num_prompt_tokens + self.branch.num_tokens:

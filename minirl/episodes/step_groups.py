@@ -65,11 +65,6 @@ class Selection:
     # The prompts whose groups were selected or dropped.
     ended: frozenset[int]
 
-    @property
-    def num_selected(self) -> int:
-        """The number of complete groups that were selected, up to P."""
-        return len(self.groups.rewards)
-
 
 def select_step(
     rewarded: RewardedRollouts,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from minirl.episodes.collector import Collector
-from minirl.episodes.runner import Counted
 from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
@@ -281,8 +280,7 @@ class Run:
         rewarded = groups.rewarded
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
-        for name in counts if self._setup.tokenizer.tools else ():
+        for name in ("tool_results", "tool_errors") if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 

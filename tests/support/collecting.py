@@ -79,15 +79,21 @@ def evaluated(collector, requests):
 
 
 def make_collector(
-    prompts=None, *, functions=None, engine_options=None, attention="mixed", **options
+    prompts=None, *, functions=None, engine_options=None, round_tokens=None, **options
 ) -> Collector:
-    """A collector of groups of three, rewarded by `functions`, or else by `sums`."""
+    """A collector of groups of three, rewarded by `functions`, or else by `sums`.
+
+    round_tokens: the most tokens that a rollout samples in a round, with `max_staleness`.
+    """
     prompts = prompts or Prompts()
     make_stop_test = functools.partial(StopStrings, prompts.tokenizer)
-    model = cached_model(attention, torch.float32)
+    model = cached_model("mixed", torch.float32)
     engine = make_engine(model, make_stop_test=make_stop_test, **(engine_options or {}))
     functions = {"sums": sums} if functions is None else functions
-    return Collector(engine, prompts, functions, **{"group_size": 3, **options})
+    collector = Collector(engine, prompts, functions, **{"group_size": 3, **options})
+    if options.get("max_staleness") and round_tokens:
+        collector._round_tokens = round_tokens
+    return collector
 
 
 async def calculator(episode: Episode):
