@@ -11,7 +11,6 @@ import torch
 
 from minirl.data.task import Row
 from minirl.episodes.step_groups import select_step
-from minirl.generation.engine import Engine
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Rollout, RolloutId
 from support.collecting import (
@@ -46,30 +45,21 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
 
 
-def test_an_episode_keeps_its_tokens_once_and_is_gone_with_its_rollout(monkeypatch):
-    """The engine returns all tokens of a branch with each turn. No episode waits for a garbage collection."""
-    returned, num_kept, episodes = [], [], []
-    step = Engine.step
+def test_an_episode_is_gone_with_its_rollout():
+    """None waits for a garbage collection."""
+    episodes = []
 
-    def noted(engine):
-        rollouts = step(engine)
-        returned.extend(map(weakref.ref, rollouts))
-        return rollouts
-
-    async def patient(episode):
+    async def noted(episode):
         episodes.append(weakref.ref(episode))
-        for _ in range(6):
-            await episode.generate(max_tokens=2)
-        num_kept.append(sum(rollout() is not None for rollout in returned))
+        await episode.generate(max_tokens=2)
+        await episode.branch("abc").generate(max_tokens=2)
 
-    monkeypatch.setattr(Engine, "step", noted)
     gc.disable()
     try:
-        make_collector(Prompts(lambda rollout_id: 20), rollout=patient, group_size=1).collect(1)
+        make_collector(rollout=noted, group_size=1).collect(1)
         assert [episode() for episode in episodes] == [None]
     finally:
         gc.enable()
-    assert (len(returned), num_kept) == (6, [1])
 
 
 def assert_scored_as_sampled(rollout: Rollout) -> None:

@@ -58,11 +58,6 @@ async def full_and_done(episode):
     episode.end("env_done")
 
 
-async def out_of_time(episode):
-    await in_turn(episode)
-    episode.end("timeout")
-
-
 async def too_long_a_reply(episode):
     await episode.generate(max_tokens=8)
     await episode.generate(after="a" * 52)
@@ -82,7 +77,6 @@ async def too_long_a_branch(episode):
         (in_turn, 1, "max_turns", ["turn_length"]),  # the second never began
         (full_before, 0, "turn_length", ["turn_length", "length"]),
         (full_and_done, 0, "env_done", ["env_done", "length"]),
-        (out_of_time, 0, "timeout", ["timeout", "turn_length"]),
         (endless, 3, "max_turns", ["max_turns"]),
         (too_long_a_reply, 0, "length", ["length"]),
         (too_long_a_branch, 0, "length", ["turn_length"]),
