@@ -101,7 +101,7 @@ class Guessing:
         return "waited"
 
     async def get_reward(self):
-        return float(self.guesses[-1] == self.target)
+        return float(len(self.guesses))
 
     async def close(self):
         print(f"closed after {len(self.guesses)} guesses")
@@ -226,7 +226,7 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
         [result("guess", "too small")],
         [result("guess", "right"), result("wait", "waited")],
     ]
-    assert episode.given == {"reward": 1.0}
+    assert episode.given == {"reward": 2.0}, "the last result counts"
     assert "closed after 2 guesses" in capfd.readouterr().out
 
 
