@@ -1,5 +1,6 @@
 """Shared by all tests: the data folder, one thread, and the pools of ranks for everything distributed."""
 
+import asyncio
 import contextlib
 import fcntl
 import io
@@ -12,11 +13,21 @@ import pytest
 import torch
 
 import support.interpreter  # noqa: F401  before any test imports triton
+from minirl.episodes.event_loop import event_loop
 from minirl.run.embedded_model import embedded_model_folder
 from support.rank_pool import RankPool, wait_for_replies
 
 torch.set_num_threads(1)
 wait_for_replies()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_in_flight() -> Iterator[None]:
+    """End the rollouts that tests left in flight: asyncio warns of each at the end of the process."""
+    yield
+    for task in asyncio.all_tasks(event_loop()):
+        task.cancel()
+    event_loop().run_slice()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import re
 import runpy
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -13,12 +14,10 @@ import pytest
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.generate import Generate
-from minirl.episodes.programs import Ended, Programs
-from minirl.episodes.turn import BranchTokens, Turn
 from minirl.errors import InputError, RolloutError
 from minirl.extras.agents.endpoint import run_program, serve
 from minirl.extras.agents.openai_format import read_request
+from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
     assert_pauses_change_nothing,
     chat_prompts,
@@ -43,10 +42,6 @@ def load(tmp_path):
         return runpy.run_path(str(tmp_path / "mine.py"))[name]
 
     return load_one
-
-
-def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
-    return collected(make_collector(chat_prompts(120), rollout=rollout, **options), num_steps, num_groups)
 
 
 async def unseen(episode):
@@ -81,8 +76,6 @@ import asyncio, json, random, sys, time, urllib.request
 import openai
 from minirl.extras.agents.endpoint import run_program, serve
 
-SENT = {}  # by episode the ids that its client was sent, turn by turn
-
 def prompt_of(episode):
     return [{"role": "user", "content": [{"type": "text", "text": episode.row.prompt}]}]
 
@@ -90,15 +83,17 @@ def prompt_of(episode):
 async def client_async(url, episode):
     async with openai.AsyncOpenAI(base_url=url, api_key="-") as client:
         messages = prompt_of(episode)
-        sent = SENT[tuple(episode.prompt_ids), episode.seed] = []
         for number in range(3):
-            completion = await client.chat.completions.create(
+            raw = await client.chat.completions.with_raw_response.create(
                 model="m", messages=messages, max_tokens=5 + number, stop="e", temperature=0.2, seed=3,
                 extra_body={"return_token_ids": True},
             )
+            assert raw.headers["x-minirl-ignored"] == '["seed", "temperature"]'
+            completion = raw.parse()
             (choice,) = completion.choices
             assert completion.usage.prompt_tokens == len(completion.prompt_token_ids)
-            sent.append((completion.prompt_token_ids, choice.token_ids))
+            assert completion.prompt_token_ids + choice.token_ids == episode.prompt_ids + episode.tokens
+            assert choice.token_ids == episode.turns[-1].ids
             await asyncio.sleep(random.SystemRandom().random() / 50)
             messages += [choice.message, {"role": "user", "content": choice.message.content[:3] + " go on"}]
 
@@ -146,33 +141,20 @@ async def in_turns(episode):
 def test_an_agent_makes_the_rollouts_of_a_function_that_asks_here(load, name):
     """However late it asks, with a small cache, in parts, and after a resume. Fault 54.
 
-    What is trained is what the client was sent: the tokens before each turn, and in it.
+    What the client is sent are the episode's tokens: those before each turn, and in it.
     """
     pytest.importorskip("openai")
     prompts = chat_prompts(120)
-    rollout = load(name, AGENTS)
     tight = {"cache_tokens": 512, "max_running_requests": 5}
-    make = partial(make_collector, prompts, rollout=rollout, group_size=2, engine_options=tight)
-    if name == "client_async":
-        found = assert_pauses_change_nothing(make)
-    else:
-        found = {row[0]: row for row in collected(make(), 1, 1)[0]}
+    options = {"rollout": load(name, AGENTS), "group_size": 2, "engine_options": tight}
     twin = make_collector(prompts, rollout=in_turns, group_size=2)
-    rollouts = twin.collect(1 + max(found)[0]).rewarded.rollouts
-    assert all(found.get(one.rollout_id, facts(one))[:-1] == facts(one) for one in rollouts)
-    sent = rollout.__wrapped__.__globals__["SENT"]
-    for one in rollouts if name == "client_async" else ():
-        tokens = one.tokens.tolist()
-        bounds = [(one.num_prompt_tokens + turn.start, turn.num_tokens) for turn in one.episode.turns]
-        trained = [(tokens[:start], tokens[start : start + size]) for start, size in bounds]
-        assert sent[tuple(tokens[: one.num_prompt_tokens]), prompts.key(one.rollout_id)] == trained
+    if name == "client_async":
+        assert_pauses_change_nothing(partial(make_collector, prompts, **options), twin, budget=3)
+    else:
+        assert collected(make_collector(prompts, **options), 1, 1) == collected(twin, 1, 1)
 
 
-@pytest.mark.parametrize("num_agents", [200])
-def test_many_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load, num_agents):
-    """Within the system's descriptors. Every fifth one asks for a second turn."""
-    pytest.importorskip("openai")
-    source = """
+MANY = """
 import openai
 from minirl.extras.agents.endpoint import serve
 
@@ -183,32 +165,27 @@ async def agent(url, episode):
     client = CLIENT.with_options(base_url=url)
     messages = [{"role": "user", "content": episode.row.prompt}]
     for _ in range(1 + (episode.seed % 5 == 0)):
-        completion = await client.chat.completions.create(model="m", messages=messages)
+        completion = await client.chat.completions.create(model="m", messages=messages, max_tokens=3)
         messages += [completion.choices[0].message, {"role": "user", "content": "go on"}]
     return 1.0
 """
-    programs = Programs(load("agent", source))
-    episodes = [made_episode(seed=i) for i in range(num_agents)]
-    running = {programs.begin(episode): episode for episode in episodes}
-    while running:
-        for program, reply in programs.replies(1.0):
-            if isinstance(reply, Generate):
-                give(program, programs, running[program])
-            else:
-                assert reply == Ended({"reward": 1.0}), reply
-                del running[program]
-    assert [len(episode.turns) for episode in episodes] == [1 + (i % 5 == 0) for i in range(num_agents)]
 
 
-async def post(url, path="chat/completions", *, method="POST", data=None, headers=None, **fields):
+def test_200_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load):
+    """Within the system's descriptors. Every fifth one asks for a second turn."""
+    pytest.importorskip("openai")
+    prompts = chat_prompts()
+    options = {"functions": {"reward": EpisodeReward()}, "group_size": 1}
+    rollouts = make_collector(prompts, rollout=load("agent", MANY), **options).collect(200).rewarded.rollouts
+    num_turns = [len(one.episode.turns) for one in rollouts]
+    assert num_turns == [1 + (prompts.key(one.rollout_id) % 5 == 0) for one in rollouts]
+    assert [one.episode.rewards for one in rollouts] == [{"reward": 1.0}] * 200
+
+
+async def post(url, path="chat/completions", *, data=None, **fields):
     """The status and the JSON, or the text of a stream, of an answer."""
     data = json.dumps(fields) if data is None else data
-    async with (
-        aiohttp.ClientSession() as client,
-        client.request(method, f"{url}/{path}", data=data) as answer,
-    ):
-        if headers is not None:
-            headers.append(answer.headers)
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/{path}", data=data) as answer:
         is_json = answer.content_type == "application/json"
         return answer.status, await (answer.json() if is_json else answer.text())
 
@@ -217,68 +194,26 @@ def message_in(answer):
     return answer["choices"][0]["message"]
 
 
-def made_episode(*, seed=0):
-    return Episode(Row("hi", {}, "f:1"), seed, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=True)
+def made_episode():
+    return Episode(Row("hi", {}, "f:1"), 0, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=True)
 
 
 def sampled_turn(branch, text="yes", **said):
     """A turn of one token per letter, with this message."""
-    message = {"role": "assistant", "content": text, **said}
-    ids = [ord(letter) for letter in text]
     branch.prompt_ids = [5, 6]
-    turn = Turn(
-        branch.num_tokens,
-        len(ids),
-        "stop",
+    ids = [ord(letter) for letter in text or ""]
+    start, count = branch.num_tokens, len(ids)
+    return SimpleNamespace(
         branch=branch.number,
+        start=start,
+        end=start + count,
+        num_tokens=count,
+        finish_reason="stop",
         appended=[],
-        tokenizer=None,
-        tokens=BranchTokens(),
-        first=0,
-        answer_first=0,
+        ids=ids,
+        text=text,
+        message={"role": "assistant", "content": text, **said},
     )
-    vars(turn).update(ids=ids, text=text, message=message)
-    return turn
-
-
-def give(program, programs, episode, branch=0, **fields):
-    """Give an agent the turn that it asks for."""
-    turn = sampled_turn(episode.branches[branch], **fields)
-    episode.take(turn)
-    programs.send(program, turn)
-
-
-def drive(agent, *turns, while_sampled=lambda: None):
-    """What an agent asks for when it gets these turns, and how it ends; closed when it asks for more.
-
-    agent: `agent(post, episode)`, or one that `serve` made. while_sampled: called before each turn ends.
-    """
-
-    async def with_post(url, episode):
-        return await agent(partial(post, url), episode)
-
-    is_served = hasattr(agent, "__wrapped__")
-    programs = Programs(agent if is_served else serve(with_post), timeout_s=20.0)
-    episode = made_episode()
-    program = programs.begin(episode)
-    asked = []
-    while True:
-        for _, reply in programs.replies(0.05):
-            if not isinstance(reply, Generate):
-                return asked, reply
-            asked.append(reply)
-            while_sampled()
-            if len(asked) > len(turns):
-                programs.close_all()
-                return asked, None
-            give(program, programs, episode, reply.branch, **turns[len(asked) - 1])
-
-
-def run_for(seconds):
-    """Run the loop for this time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        event_loop().run_slice(0.01)
 
 
 def until(is_true):
@@ -289,56 +224,65 @@ def until(is_true):
         event_loop().run_slice(0.01)
 
 
+async def at_once():
+    """No wait."""
+
+
+def drive(rollout, *turns, while_sampled=at_once):
+    """What an agent asks for when it gets these turns; its episode ends, as at a limit, when it asks for more.
+
+    while_sampled: awaited before each turn ends.
+    """
+    episode, asked, left = made_episode(), [], list(turns)
+
+    async def ask(request):
+        asked.append(request)
+        await while_sampled()
+        if not left:
+            task.cancel()
+            await asyncio.sleep(1000)
+        turn = sampled_turn(episode.branches[request.branch], **left.pop(0))
+        episode.take(turn)
+        return turn
+
+    episode.ask = ask
+    task = event_loop().create_task(rollout(episode))
+    until(task.done)
+    assert task.cancelled() or task.result() is None
+    return asked
+
+
 # Requests, as JSON, and the refusals.
 REFUSED = {
     "[]": "is not a JSON object",
     "{}": "messages: expected a list of one or more",
-    '{"messages": "hi"}': "messages: expected a list",
     '{"messages": ["hi"]}': "messages[0]: expected an object",
     '{"messages": [{"role": "user"}, {"content": "a"}]}': "messages[1]: expected a role",
     '{"messages": [{"role": "user", "content": 7}]}': "messages[0]: expected a role, and text as content",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "messages[0]: only text as content",
-    '{"messages": [{"role": "user", "tool_calls": 3}]}': "messages[0]: only text as content, and calls",
     '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}': "and calls of functions",
     r'{"messages": [{"role": "user", "content": "\ud800"}]}': "half a surrogate pair is not text",
-    r'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments":'
-    r' "{\"a\": [\"\\ud800\"]}"}}]}, {"role": "user"}]}': "half a surrogate pair is not text",
     '{"messages": [{"role": "assistant", "content": "so"}]}': "whose turn the model samples",
     '{"n": 2}': "n: only 1 is possible here; leave it out",
-    '{"logit_bias": {"3": 4}}': "logit_bias: only {} is possible here",
     '{"response_format": {"type": "json_object"}}': "response_format: only {'type': 'text'} is possible",
     '{"tool_choice": "required"}': "tool_choice: only 'auto' is possible here",
-    '{"logprobs": true}': "logprobs: only False is possible here",
     '{"messages": [{"role": "user"}], "stop": 3}': "stop: expected text or a list of texts",
     '{"messages": [{"role": "user"}], "tools": 3}': "tools: 3: expected a list",
-    json.dumps({"messages": [HI], "tools": [TOOL, TOOL]}): "tools: two have the name 'add'; rename one",
 }
 
 
-def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field():
+def test_row_60_a_request_that_cannot_be_honoured_is_refused_by_its_field(capfd):
+    """A field without effect is noted once."""
     for body, said in REFUSED.items():
         with pytest.raises(InputError, match=re.escape(said)):
             read_request(json.loads(body), made_episode())
-
-
-def test_fields_without_effect_are_named_in_a_header_and_noted_once(capfd):
-    headers = []
-
-    async def agent(post, _):
-        for _ in range(2):
-            await post(
-                messages=[HI], headers=headers, temperature=0.7, reasoning_effort="low", model="gpt", n=1
-            )
-
-    asked, _ = drive(agent, {}, {})
-    assert asked[0] == Generate()
-    given = [json.loads(one["x-minirl-ignored"]) for one in headers]
-    assert given == [["reasoning_effort", "temperature"]] * 2
+    for _ in range(2):
+        read_request({"messages": [HI], "reasoning_effort": "low"}, made_episode())
     assert capfd.readouterr().out.count("'reasoning_effort', which has no effect") == 1
 
 
 def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_goes_on(caplog):
-    """The answer says why, in OpenAI's form."""
+    """The answer says why, in OpenAI's form. What is no HTTP ends its connection."""
     refused = [
         ({"messages": [HI], "n": 2}, 400, "n: only 1 is possible here"),
         ({"data": "["}, 400, "the request is no JSON"),
@@ -351,45 +295,42 @@ def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_go
         ({"messages": [HI], "max_tokens": 0}, 400, "generate(max_tokens=0): must be at least 1"),
     ]
 
-    async def agent(post, episode):
+    @serve
+    async def agent(url, episode):
         for asked, status, said in refused:
-            found, answer = await post(**asked)
+            found, answer = await post(url, **asked)
             assert (found, answer["error"]["message"][: len(said)]) == (status, said)
-        _, answer = await post(messages=[HI])
-        episode.max_tokens = 3
-        status, answer = await post(messages=[HI, message_in(answer), HI])
-        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-
-    asked, reply = drive(agent, {})
-    assert (len(asked), reply) == (1, Ended())
-    assert caplog.text == ""
-
-
-def test_row_60_what_is_no_http_ends_its_connection_without_a_traceback(caplog):
-    async def agent(post, _):
-        host, port = post.args[0].split("/")[2].split(":")
+        host, port = url.split("/")[2].split(":")
         for sent in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\na b\r\n\r\n", b"POST /" + b"x" * 99_999):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
-            assert b" 400 Bad Request" in await asyncio.wait_for(reader.read(), 10 * SLACK)
+            assert b" 400 Bad Request" in await reader.read()
             writer.close()
-        await post(messages=[HI])
+        _, answer = await post(url, messages=[HI])
+        episode.max_tokens = 3
+        status, answer = await post(url, messages=[HI, message_in(answer), HI])
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
-    assert drive(agent, {})[1] == Ended()
+    assert len(drive(agent, {})) == 1
     assert caplog.text == ""
 
 
 def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_episode():
     answers = []
 
-    async def agent(post, _):
+    @serve
+    async def agent(url, _):
         async def ask_once():
-            answers.append(await post(messages=[HI]))
+            answers.append(await post(url, messages=[HI]))
 
         await asyncio.gather(*(ask_once() for _ in range(100)))
 
-    drive(agent, while_sampled=lambda: until(lambda: len(answers) == 36))
-    assert {status for status, _ in answers[:36]} == {429}
+    async def flooded():
+        while len(answers) < 36:
+            await asyncio.sleep(0.01)
+
+    assert len(drive(agent, while_sampled=flooded)) == 1
+    assert {status for status, _ in answers} == {429}
     assert answers[0][1]["error"]["message"] == "64 requests of the episode are waiting already"
 
 
@@ -397,25 +338,24 @@ def test_row_60_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped
     """While a turn is sampled its client hangs up, as does one that waits; then the same is asked once more."""
     hung_up = []
 
-    async def agent(post, episode):
+    @serve
+    async def agent(url, episode):
         for number in (1, 2):
-            hung_up.append(asyncio.create_task(post(messages=[HI], max_tokens=number)))
+            hung_up.append(asyncio.create_task(post(url, messages=[HI], max_tokens=number)))
             await asyncio.sleep(0.05)
         await asyncio.wait(hung_up)
-        _, answer = await post(messages=[HI], max_tokens=3)
+        _, answer = await post(url, messages=[HI], max_tokens=3)
         assert [branch.drops_last for branch in episode.branches.values()] == [True, False]
-        await post(messages=[HI, message_in(answer), HI], max_tokens=4)
+        await post(url, messages=[HI, message_in(answer), HI], max_tokens=4)
 
-    def hang_up():
-        until(lambda: len(hung_up) == 2)
-        run_for(0.2)
+    async def hang_up():
+        await asyncio.sleep(0.2)
         for task in hung_up:
             task.cancel()
-        run_for(0.2)
+        await asyncio.sleep(0.2)
 
-    asked, reply = drive(agent, {}, {}, {}, while_sampled=hang_up)
+    asked = drive(agent, {}, {}, {}, while_sampled=hang_up)
     assert [(one.branch, one.max_tokens) for one in asked] == [(0, 1), (1, 3), (1, 4)]
-    assert isinstance(reply, Ended)
 
 
 def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_path):
@@ -423,24 +363,31 @@ def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_pa
     seen = []
     pid = tmp_path / "pid"
 
-    async def waiting(url, episode):
+    @serve
+    async def waiting(url, _):
         try:
             await post(url, messages=[HI])
         finally:
             seen.append("cancelled")
 
-    def threaded(url, episode):
+    @serve
+    def threaded(url, _):
         for _ in range(2):
             seen.append(asyncio.run(post(url, messages=[HI]))[1]["error"]["message"])
 
-    async def starting(url, episode):
+    @serve
+    async def starting(url, _):
         asking = asyncio.create_task(post(url, messages=[HI]))
         await run_program(url, "sh", "-c", f"echo $$ > {pid}; exec sleep 1000")
         await asking
 
-    drive(serve(waiting))
-    drive(serve(threaded))
-    drive(serve(starting), while_sampled=lambda: until(pid.exists))
+    async def started():
+        while not pid.exists() or not pid.read_text():
+            await asyncio.sleep(0.01)
+
+    drive(waiting)
+    drive(threaded)
+    drive(starting, while_sampled=started)
     until(lambda: len(seen) == 3)
     assert seen == ["cancelled", "the episode ended", "no episode has this URL: it ended, or never existed"]
     until(lambda: not is_alive(int(pid.read_text())))
@@ -465,51 +412,40 @@ def silent_thread(url, episode):
     time.sleep(3)
 
 @serve
-def raises(url, episode):
-    asks(url, episode)
-    raise KeyError("no such tool")
-
-@serve
 def exits(url, episode):
     asks(url, episode)
     sys.exit(3)
 
 @serve
-async def starts_a_command(url, episode):
-    await run_program(url, "sh", "-c", "exit 3")
-
-@serve
-def stops_in_thread(url, episode):
+def stops(url, episode):
     asks(url, episode)
     raise StopIteration
 
 @serve
-async def never_asks(url, episode):
-    return 1.0
+async def starts_a_command(url, episode):
+    await run_program(url, "sh", "-c", "exit 3")
 """
+FAILS = {
+    "silent": "after turn 1: took more than 0.7 s; see --call-timeout",
+    "silent_thread": "after turn 1: took more than 0.7 s; see --call-timeout",
+    "exits": r"after turn 1: raised\n(.|\n)*mine.py(.|\n)*SystemExit\(3\)",
+    "stops": r"after turn 1: raised\n(.|\n)*StopIteration",
+    "starts_a_command": r"before its first turn: raised\n(.|\n)*RuntimeError: sh ended with exit code 3",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("silent", "after turn 1: took more than 0.7 s; see --call-timeout"),
-        ("silent_thread", "after turn 1: took more than 0.7 s; see --call-timeout"),
-        ("raises", r"after turn 1: raised\n(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'"),
-        ("exits", r"after turn 1: raised\n(.|\n)*SystemExit\(3\)"),
-        (
-            "starts_a_command",
-            r"before its first turn: raised\n(.|\n)*RuntimeError: sh ended with exit code 3",
-        ),
-        ("stops_in_thread", r"after turn 1: raised\n(.|\n)*StopIteration"),
-        ("never_asks", "ended without a turn"),
-    ],
-)
-def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name, said):
-    options = {"call_timeout": 0.7 if "silent" in name else 60.0}
-    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, (.|\n)*{said}"):
-        rollouts_of(load(name, HOSTILE), num_groups=2, group_size=2, **options)
+@pytest.mark.parametrize("name", FAILS)
+def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name):
+    collector = make_collector(
+        chat_prompts(120), rollout=load(name, HOSTILE), call_timeout=0.7 if "silent" in name else 60.0
+    )
+    with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, {FAILS[name]}"):
+        collector.collect(1)
+
+
+def test_an_agent_is_refused_where_prompts_are_text(load):
     with pytest.raises(RolloutError, match="the run's prompts are text: add --chat"):
-        collected(make_collector(rollout=load(name, HOSTILE)), 1)
+        make_collector(rollout=load("silent", HOSTILE)).collect(1)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é", "b": [1, 2]}}}
@@ -520,15 +456,13 @@ def called(arguments):
     return [{"id": "c00001000", "type": "function", "function": {"name": "add", "arguments": arguments}}]
 
 
-CALLED = called('{"a": "é", "b": [1, 2]}')
+CALLED = [{**one, "index": 0} for one in called('{"a": "é", "b": [1, 2]}')]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("asked", "turn", "said", "finish_reason"),
     [
-        ({}, {"text": "so", "tool_calls": [CALL]}, {"content": "so", "tool_calls": CALLED}, "tool_calls"),
-        ({}, {"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": CALLED}, "tool_calls"),
+        ({}, {"text": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": CALLED}, "tool_calls"),
         ({}, {"reasoning_content": "hm"}, {"content": "yes", "reasoning_content": "hm"}, "stop"),
         # The stop string and the rest of its token are left out.
         ({"stop": ["Z", "Obs"]}, {"text": "I see. Obs:"}, {"content": "I see. "}, "stop"),
@@ -537,21 +471,19 @@ CALLED = called('{"a": "é", "b": [1, 2]}')
     ],
 )
 def test_an_answer_has_openais_form_and_is_continued_as_an_agent_sends_it_back(
-    asked, turn, said, finish_reason, is_stream
+    asked, turn, said, finish_reason
 ):
-    """Without the reasoning, with other spaces, with None for no text."""
+    """Streamed; sent without the reasoning, with other spaces, with None for no text."""
     result = {"role": "tool", "content": "3", "tool_call_id": "c00001000"}
 
-    async def agent(post, _):
-        _, answer = await post(messages=[HI], return_token_ids=True, stream=is_stream, **asked)
-        if is_stream:
-            event, end, _ = answer.split("\n\n")
-            assert end == "data: [DONE]"
-            answer = json.loads(event.removeprefix("data: "))
+    @serve
+    async def agent(url, _):
+        _, answer = await post(url, messages=[HI], return_token_ids=True, stream=True, **asked)
+        event, end, _ = answer.split("\n\n")
+        assert end == "data: [DONE]"
+        answer = json.loads(event.removeprefix("data: "))
         (choice,) = answer["choices"]
-        message = choice["delta" if is_stream else "message"]
-        if is_stream and "tool_calls" in message:
-            assert message["tool_calls"][0].pop("index") == 0
+        message = choice["delta"]
         assert (message, choice["finish_reason"]) == ({"role": "assistant", **said}, finish_reason)
         assert answer["prompt_token_ids"] == [5, 6]
         assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
@@ -559,38 +491,40 @@ def test_an_answer_has_openais_form_and_is_continued_as_an_agent_sends_it_back(
         message["content"] = message["content"] or None
         if "tool_calls" in message:
             message["tool_calls"] = called('{"b":[1,2],"a":"\\u00e9"}')
-        await post(messages=[HI, {**message, "refusal": None}, {**result, "name": None}])
+        await post(url, messages=[HI, {**message, "refusal": None}, {**result, "name": None}])
 
-    (first, second), _ = drive(agent, turn, {})
+    first, second = drive(agent, turn, {})
     assert first.stop == tuple(asked.get("stop", ()))
     assert (first.branch, second.branch, second.after) == (0, 0, [result])
 
 
 def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn():
     """A system's message of the agent's own, other tools, the same question once more, another history."""
-    system = {"role": "system", "content": "be brief"}
+    own = [{"role": "system", "content": "be brief"}, HI]
     other = {**TOOL, "function": {**TOOL["function"], "name": "sub"}}
-    rewritten = {"role": "assistant", "content": None, "tool_calls": called('{"a": 1}')}
-    episodes = []
+    branches = {}
 
-    async def agent(post, episode):
-        episodes.append(episode)
-        await post(messages=[HI, rewritten, HI])
-        own = [system, HI]
-        for _ in range(2):
-            _, answer = await post(messages=own)
-            own += [message_in(answer), HI]
-        await post(messages=[HI])
-        await post(messages=[HI])
-        await post(messages=[HI], tools=[other])
-        await post(messages=own)
+    @serve
+    async def agent(url, episode):
+        await post(url, messages=[HI, {"role": "assistant", "tool_calls": called('{"a": 1}')}, HI])
+        _, answer = await post(url, messages=own)
+        await post(url, messages=[*own, message_in(answer), HI])
+        await post(url, messages=[HI])
+        await post(url, messages=[HI])
+        await post(url, messages=[HI], tools=[other])
+        branches.update(episode.branches)
 
-    asked, _ = drive(agent, *[{}] * 7)
-    assert [one.branch for one in asked] == [1, 2, 2, 0, 3, 4, 2]
-    assert [one.after for one in asked] == ["", "", [HI], "", "", "", [HI]]
-    branches = episodes[0].branches
-    assert [branches[number].tools for number in (0, 2, 4)] == [[TOOL], [TOOL], [other]]
-    assert branches[2].prompt == [system, HI]
+    asked = drive(agent, *[{}] * 6)
+    assert [(one.branch, one.after) for one in asked] == [
+        (1, ""),
+        (2, ""),
+        (2, [HI]),
+        (0, ""),
+        (3, ""),
+        (4, ""),
+    ]
+    assert [branch.tools for branch in branches.values()] == [[TOOL]] * 4 + [[other]]
+    assert branches[2].prompt == own
     # Templates get arguments as structures, and text.
     (call,) = branches[1].prompt[1]["tool_calls"]
     assert (branches[1].prompt[1]["content"], call["function"]["arguments"]) == ("", {"a": 1})

@@ -2,11 +2,6 @@
 
 import asyncio
 import copy
-import inspect
-import json
-import signal
-import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +10,8 @@ import torch
 from minirl.data.answers import parsed_answer
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
-from minirl.data.tools import tool_schemas
-from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
-from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_tokenizer
 from minirl.run.load_task import load_rollout, load_task
@@ -27,15 +19,16 @@ from support.collecting import (
     CHAT,
     Prompts,
     chat_prompts,
-    collected,
     letter_tokenizer,
     make_collector,
 )
-from support.engines import cached_model, make_engine
 from support.texts import CHATML, HERMES, save_chat_tokenizer
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
+
+SOURCE = '''
+import asyncio, signal, threading
 
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -46,7 +39,6 @@ def add(a: int, b: int) -> int:
     """
     return a + b
 
-
 def fail(text: str) -> str:
     """Fail.
 
@@ -54,7 +46,6 @@ def fail(text: str) -> str:
         text: What to say.
     """
     raise ValueError(f"no {text}")
-
 
 def describe(name: str) -> dict:
     """Describe something within a second: an alarm belongs to the main thread.
@@ -65,7 +56,6 @@ def describe(name: str) -> dict:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     return {"name": name, "letters": list(name)}
 
-
 def lookup(function: str) -> list[tuple]:
     """Look something up.
 
@@ -73,7 +63,6 @@ def lookup(function: str) -> list[tuple]:
         function: What it does.
     """
     return [(function, b"raw")] if function else []
-
 
 async def search(query: str) -> str:
     """Search.
@@ -85,7 +74,6 @@ async def search(query: str) -> str:
     if query == "nothing":
         raise LookupError("found nothing")
     return f"found {query}"
-
 
 class Guessing:
     """A game of TRL's kind: guess the number of a row."""
@@ -118,8 +106,6 @@ class Guessing:
     async def close(self):
         print(f"closed after {len(self.guesses)} guesses")
 
-
-BROKEN = '''
 class NoReset:
     def guess(self, number: int) -> str:
         """Guess.
@@ -147,8 +133,7 @@ class Listed(NoTools):
     def reset(self, **row):
         return [1]
 '''
-FUNCTIONS = [add, fail, describe, lookup, search]
-SOURCE = "import asyncio, signal, threading\n\n" + "\n\n".join(map(inspect.getsource, [*FUNCTIONS, Guessing]))
+TOOLS = "add,fail,describe,lookup,search"
 
 
 def call(name, /, **arguments):
@@ -160,21 +145,18 @@ def call(name, /, **arguments):
 @pytest.fixture
 def load(tmp_path):
     """Tools or an environment of the file above."""
-    (tmp_path / "mine.py").write_text(SOURCE + BROKEN)
-    return lambda kind, name: load_rollout(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}))
+    (tmp_path / "mine.py").write_text(SOURCE)
+
+    def load_one(kind, name, **options):
+        return load_rollout(RunConfig(**{kind: f"{tmp_path}/mine.py:{name}"}, **options))
+
+    return load_one
 
 
 @pytest.fixture
 def tokenizer(tmp_path):
     save_chat_tokenizer(tmp_path, HERMES + WITH_TOOLS, "<|im_end|>")
     return Tokenizer(tmp_path, chat=True)
-
-
-def said_turn(episode, tokenizer, asked, text):
-    """A turn of an episode with this text, after its request."""
-    ids = tokenizer.encode_text(f"{text}<|im_end|>", "")
-    message = parsed_answer(tokenizer, ids, tokenizer.backend("", return_tensors="pt")["input_ids"][0].long())
-    return SimpleNamespace(branch=asked.branch, ids=ids, message=message)
 
 
 def converse(rollout, tokenizer, texts, columns=None):
@@ -184,7 +166,9 @@ def converse(rollout, tokenizer, texts, columns=None):
 
     async def ask(request):
         requests.append(request)
-        turn = said_turn(episode, tokenizer, request, next(left))
+        ids = tokenizer.encode_text(f"{next(left)}<|im_end|>", "")
+        message = parsed_answer(tokenizer, ids, torch.tensor([], dtype=torch.long))
+        turn = SimpleNamespace(branch=request.branch, message=message)
         episode.take(turn)
         return turn
 
@@ -208,8 +192,8 @@ TEXTS = (
 
 
 def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_the_model(load, tokenizer):
-    tools = load("tools", ",".join(f.__name__ for f in FUNCTIONS))
-    assert [tool["function"]["name"] for tool in tools.tools] == [f.__name__ for f in FUNCTIONS]
+    tools = load("tools", TOOLS)
+    assert ",".join(tool["function"]["name"] for tool in tools.tools) == TOOLS
     requests, _ = converse(tools.function, tokenizer, TEXTS)
     asked = [request.after for request in requests]
     missing = asked[2][1]["content"]
@@ -246,37 +230,26 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
     assert "closed after 2 guesses" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "error"),
-    [
-        ("tools", "add,subtract", "--tools .*mine.py has no function subtract"),
-        ("environment", "NoReset", r"NoReset has no method reset\(\*\*row\)"),
-        ("environment", "Undocumented", "tools: 'guess': no JSON schema can be made of it"),
-        ("environment", "Raises", "OSError: no server"),
-    ],
-)
-def test_row_59_what_is_no_tool_or_environment_is_refused_at_the_start(load, kind, name, error):
-    with pytest.raises(InputError, match=error):
-        load(kind, name)
+NO_REWARD = r"--reward {}: --{} .*mine.py:{} gives no such reward; .*`environments`: --reward FILE.py"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "reward"),
+    ("kind", "name", "reward", "error"),
     [
-        ("environment", "Silent", "episode"),
-        ("environment", "Guessing", "episode:style"),
-        ("tools", "add", "episode"),
+        ("tools", "add,subtract", "format", "--tools .*mine.py has no function subtract"),
+        ("environment", "NoReset", "format", r"NoReset has no method reset\(\*\*row\)"),
+        ("environment", "Undocumented", "format", "tools: 'guess': no JSON schema can be made of it"),
+        ("environment", "Raises", "format", "OSError: no server"),
+        ("environment", "Silent", "episode", NO_REWARD),
+        ("environment", "Guessing", "episode:style", NO_REWARD),
+        ("tools", "add", "episode", NO_REWARD),
     ],
 )
-def test_row_59_a_reward_that_an_environment_does_not_give_is_refused_at_the_start(
-    tmp_path, load, kind, name, reward
+def test_row_59_what_is_no_tool_or_environment_or_lacks_the_reward_is_refused_at_the_start(
+    load, kind, name, reward, error
 ):
-    load(kind, name)  # writes the file
-    spec = f"{tmp_path}/mine.py:{name}"
-    expected = rf"--reward {reward}: --{kind} {spec} gives no such reward; .*`environments`: --reward FILE.py"
-    with pytest.raises(InputError, match=expected):
-        load_rollout(RunConfig(**{kind: spec}, reward=(reward,)))
-    assert load_rollout(RunConfig(**{kind: spec}, reward=("a.py:score",))).tools
+    with pytest.raises(InputError, match=error.format(reward, kind, name)):
+        load(kind, name, reward=(reward,))
 
 
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
@@ -294,19 +267,19 @@ def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
 def test_a_tokenizer_without_a_response_template_does_for_an_environment_without_tools(load):
     environment = load("environment", "NoTools")
     assert not environment.gives_reward
-    collected(make_collector(chat_prompts(), rollout=environment.function), 1)
+    make_collector(chat_prompts(), rollout=environment.function).collect(1)
     with pytest.raises(RolloutError, match=r"reset returned \[1\]; expected text or None"):
-        collected(make_collector(chat_prompts(), rollout=load("environment", "Listed").function), 1)
+        make_collector(chat_prompts(), rollout=load("environment", "Listed").function).collect(1)
 
 
-def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path):
+def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, load):
     """Refused with the tokenizer, before there is a model."""
-    tools = SimpleNamespace(tools=tool_schemas([add]))
+    tools = load("tools", "add")
     config = RunConfig(tools="mine.py:add", chat=True)
     only_users = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m"
     for template, own, said in (
         (WITH_TOOLS, (), "no response template"),
-        (HERMES + WITH_TOOLS, (add,), "--tools or --environment: this script describes its own tools"),
+        (HERMES + WITH_TOOLS, (len,), "--tools or --environment: this script describes its own tools"),
         (
             HERMES + WITH_TOOLS.replace("{{ m", only_users),
             (),
@@ -423,41 +396,28 @@ GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "
         ("environment", "Echo", "reward_func", [said("", ("echo", {"message": "abc"})), said("done")], 6),
         # The second wins, the third comes too late.
         ("environment", "Wordle", "reward_func", [*GUESSES, said("won")], 1),
-        ("environment", "Wordle", "reward_func", [GUESSES[0], said("lost")], 0),
         ("tools", "query", "query_reward", [said("", ("query", {"sql_command": "a"})), said("Yes")], 11),
-        ("tools", "query", "query_reward", [said("no")], 0),
     ],
 )
 def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     tmp_path, monkeypatch, kind, name, reward, turns, score
 ):
     """Whatever is sampled, the turns have these texts."""
-    (tmp_path / "program.py").write_text(PROGRAMS)
-    row = {"prompt": [{"role": "user", "content": "a b"}], "answer": "Yes"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (tmp_path / "mine.py").write_text(PROGRAMS)
 
     def turn_before(tokenizer, ids, before):
         return turns[tokenizer.decode(before, skip_special_tokens=False).count("<turn>a:") - 1]
 
     monkeypatch.setattr("minirl.data.answers.parsed_answer", turn_before)
-    code = {kind: f"{tmp_path}/program.py:{name}", "reward": (f"{tmp_path}/program.py:{reward}",)}
-    config = RunConfig(data=str(tmp_path / "rows.jsonl"), **code)
-    loaded, task = load_rollout(config), load_task(config)
-    try:
-        tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
-        tokenizer.tools = loaded.tools
-        prompts = Prompts(tokenizer=tokenizer, max_new_tokens=1000, num_rows=1)
-        prompts._rows = task.train_rows
-        model = copy.deepcopy(cached_model("full", torch.float32))
-        model.config = replace(model.config, max_position_embeddings=2048)
-        collector = Collector(
-            make_engine(model, cache_tokens=16384), prompts, task.rewards, rollout=loaded.function
-        )
-        assert collector.collect(1).rewards.tolist() == [[[score]]]
-    finally:
-        for function in task.rewards.values():
-            if isinstance(function, RewardWorkers):
-                function.stop()
+    file = f"{tmp_path}/mine.py"
+    config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
+    loaded, functions = load_rollout(config), load_task(config).rewards
+    tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
+    tokenizer.tools = loaded.tools
+    prompts = Prompts(tokenizer=tokenizer, max_new_tokens=450)
+    prompts._rows = [Row([{"role": "user", "content": "a b"}], {"answer": "Yes"}, "f:1")]
+    collector = make_collector(prompts, rollout=loaded.function, functions=functions, group_size=1)
+    assert collector.collect(1).rewards.tolist() == [[[score]]]
 
 
 # It shows the names of tools, and begins answers otherwise where there are any.

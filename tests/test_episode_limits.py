@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minirl.data.view import view_of
-from minirl.episodes.episode import END_REASONS, one_turn
+from minirl.episodes.episode import one_turn
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF, all_branches
 from minirl.training.batch import pack
@@ -17,7 +17,6 @@ from support.collecting import (
     chat_prompts,
     letter_tokenizer,
     make_collector,
-    replying,
 )
 
 
@@ -25,7 +24,7 @@ async def out_of_order(episode):
     first, second = episode.branch("one"), episode.branch("two")
     await second.generate(max_tokens=2)
     await first.generate(max_tokens=3)
-    await second.generate(after="q", max_tokens=4)
+    await second.generate(after={"role": "user", "content": "q"}, max_tokens=4)
     await episode.generate(after="q", max_tokens=5)
 
 
@@ -59,6 +58,11 @@ async def full_and_done(episode):
     episode.end("env_done")
 
 
+async def out_of_time(episode):
+    await in_turn(episode)
+    episode.end("timeout")
+
+
 async def too_long_a_reply(episode):
     await episode.generate(max_tokens=8)
     await episode.generate(after="a" * 52)
@@ -78,7 +82,7 @@ async def too_long_a_branch(episode):
         (in_turn, 1, "max_turns", ["turn_length"]),  # the second never began
         (full_before, 0, "turn_length", ["turn_length", "length"]),
         (full_and_done, 0, "env_done", ["env_done", "length"]),
-        (endless, 0, "length", ["length"]),
+        (out_of_time, 0, "timeout", ["timeout", "turn_length"]),
         (endless, 3, "max_turns", ["max_turns"]),
         (too_long_a_reply, 0, "length", ["length"]),
         (too_long_a_branch, 0, "length", ["turn_length"]),
@@ -98,25 +102,7 @@ def test_row_56_a_limit_cuts_off_the_branch_that_reached_it_and_not_its_whole_ep
     assert batch.is_truncated[batch.last_index].tolist() == [end in CUT_OFF for end in ends] * 6
 
 
-def test_an_episode_ends_with_the_reason_that_it_gives():
-    """Only limits count as such."""
-
-    def reason_of(seed):
-        return END_REASONS[seed % len(END_REASONS)]
-
-    async def ends(episode):
-        await episode.generate(max_tokens=3)
-        episode.end(reason_of(episode.seed))
-
-    groups = collected(ends, group_size=8)
-    seeds = [Prompts().key(rollout.rollout_id) for rollout in groups.rewarded.rollouts]
-    reasons = [rollout.finish_reason for rollout in groups.rewarded.rollouts]
-    assert reasons == [reason_of(seed) for seed in seeds]
-    assert {*reasons} == {*END_REASONS}
-    assert groups.table.is_truncated.tolist() == [reason in CUT_OFF for reason in reasons]
-
-
-@pytest.mark.parametrize("function", [replying, branching, out_of_order])
+@pytest.mark.parametrize("function", [branching, out_of_order])
 def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(function):
     """The segments are the runs of the loss mask, except for adjacent turns; texts are those of the ids.
 
@@ -157,8 +143,10 @@ def test_metrics_tell_sampled_tokens_from_those_of_the_environment():
     assert found["env/turns_mean"] == 2
     assert (found["finish/max_turns"], found["finish/env_done"]) == (9 / 12, 3 / 12)
     assert found["len/truncated"] == 9 / 12
-    plain = collected(one_turn).rewarded.rollouts
-    assert (metrics_of(plain)["env/turns_mean"], metrics_of(plain)["env/tokens"]) == (1, 0)
+    plain = collected(one_turn, prompts=chat_prompts()).rewarded.rollouts
+    found = metrics_of(plain)
+    assert (found["env/turns_mean"], found["env/tokens"]) == (1, 0)
+    assert "count/parse_errors" not in found, "nobody asked for messages"
     assert all(view_of(rollout, "", letter_tokenizer()) == {} for rollout in plain)
 
 
@@ -175,4 +163,3 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(monkeypatch)
     rollouts = collected(asks, 16, prompts=chat_prompts()).rewarded.rollouts
     num_errors = sum(turn.parse_error is not None for rollout in rollouts for turn in rollout.episode.turns)
     assert metrics_of(rollouts)["count/parse_errors"] == num_errors > 8
-    assert "count/parse_errors" not in metrics_of(collected(one_turn).rewarded.rollouts)

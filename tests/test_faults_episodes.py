@@ -1,79 +1,120 @@
-"""What rollout functions may not ask for, begin or give: refused with function, row and turn."""
+"""What rollout functions may not do, ask for or give: refused with function, row and turn."""
 
 import re
 
 import pytest
 
-from minirl.errors import RolloutError
+from minirl.errors import InputError, RolloutError
+from minirl.rewards.functions import EpisodeReward
+from minirl.run.config import RunConfig
+from minirl.run.load_task import load_rollout
 from support.collecting import Prompts, make_collector
 
-MESSAGE = {"role": "user", "content": "a"}
-
-
-def asks(**asked):
-    return lambda episode: episode.generate(**asked)
-
-
-def begins(prompt):
-    return lambda episode: episode.branch(prompt).generate()
-
-
-def ends(episode):
-    episode.end("env_done")
-
-
-async def raises(episode):
-    raise KeyError("at its beginning")
-
-
-# What a function does first, or after a turn, one after another; and what is said.
 NO_PROMPT = r"branch\(.*\): expected text or messages with role and content"
-FIRST = [
-    ([], "ended without a turn"),
-    ([ends], "ended without a turn"),
-    ([raises], r"raised\n(.|\n)*KeyError: 'at its beginning'"),
-    ([asks(after=MESSAGE)], ".*before the first turn; see episode.branch"),
-    ([begins(7)], NO_PROMPT),
-    ([begins([])], ".*the prompt has no tokens"),
-    ([begins([{"role": "user"}])], NO_PROMPT),
-    ([begins("a" * 100)], ".*the prompt of its first turn leaves no room"),
-]
 NO_AFTER = "expected text, a list of token ids, or messages"
 NO_STOP = r"generate\(stop=.*\): expected texts; '' is in every text, U\+FFFD and surrogates in none"
-LATER = [
-    ([asks(after=5)], rf"generate\(after=5\): {NO_AFTER}"),
-    ([asks(after=b"abc")], rf"generate\(after=b'abc'\): {NO_AFTER}"),
-    ([asks(after=[1.5])], r"generate\(after=...\): expected text, token ids or messages"),
-    ([asks(after=[MESSAGE])], "messages after a text prompt; see --chat"),
-    ([asks(after=[10_000])], r"generate\(after=...\): token id 10000, and the model has 48"),
-    ([asks(stop=[7])], NO_STOP),
-    ([asks(stop=["a", ""])], NO_STOP),
-    ([asks(stop="a\ufffd")], NO_STOP),
-    ([asks(stop="\ud83d")], NO_STOP),
-    ([asks(max_tokens=0)], r"generate\(max_tokens=0\): must be at least 1"),
-    ([asks(max_tokens="7")], r"generate\(max_tokens='7'\): must be at least 1"),
-    ([asks(max_token=7)], r"raised\n(.|\n)*TypeError: .*unexpected keyword argument 'max_token'"),
-    ([lambda e: e.end("won")], r"episode.end\('won'\): expected one of stop, length, .*env_done"),
-    ([lambda e: e.reward(float("nan"))], "episode.reward, for the row at f.*: 'reward' is nan; a"),
-    ([ends, asks()], r"episode.generate\(\) after episode.end\('env_done'\)"),
-    ([ends, begins("abc")], r"episode.generate\(\) after episode.end\('env_done'\)"),
+LATE = "took more than 0.7 s; see --call-timeout"
+# What a function does first, or after a turn; and what is said.
+FIRST = {
+    "return": "ended without a turn",
+    "episode.end('env_done')": "ended without a turn",
+    "await episode.generate(after={'role': 'user', 'content': 'a'})": ".*before the first turn; see episode.branch",
+    "await episode.branch(7).generate()": NO_PROMPT,
+    "await episode.branch([]).generate()": ".*the prompt has no tokens",
+    "await episode.branch([{'role': 'user'}]).generate()": NO_PROMPT,
+    "await episode.branch('a' * 100).generate()": ".*the prompt of its first turn leaves no room",
+}
+LATER = {
+    "{}['no such tool']": r"raised\nTraceback(.|\n)*mine.py(.|\n)*KeyError: 'no such tool'",
+    "sys.exit()": r"raised\n(.|\n)*SystemExit",
+    "await asyncio.sleep(1000)": LATE,
+    "await asyncio.to_thread(time.sleep, 3)": LATE,
+    "await asyncio.wait_for(episode.generate(), 0.0005)": r"generate\(\): was cancelled while its turn was sampled",
+    "left = asyncio.create_task(episode.generate()); await asyncio.sleep(0)": "ended while one of its turns was",
+    "await asyncio.gather(episode.generate(), episode.generate())": r"generate\(\): asks for two turns at a time",
+    "await episode.generate(after=5)": rf"generate\(after=5\): {NO_AFTER}",
+    "await episode.generate(after=b'abc')": rf"generate\(after=b'abc'\): {NO_AFTER}",
+    "await episode.generate(after=[1.5])": r"generate\(after=...\): expected text, token ids or messages",
+    "await episode.generate(after={'role': 'user', 'content': 'a'})": "messages after a text prompt; see --chat",
+    "await episode.generate(after=[10_000])": r"generate\(after=...\): token id 10000, and the model has 48",
+    "await episode.generate(stop=[7])": NO_STOP,
+    "await episode.generate(stop=['a', ''])": NO_STOP,
+    "await episode.generate(max_tokens=0)": r"generate\(max_tokens=0\): must be at least 1",
+    "await episode.generate(max_tokens='7')": r"generate\(max_tokens='7'\): must be at least 1",
+    "episode.end('won')": r"episode.end\('won'\): expected one of stop, length, .*env_done",
+    "episode.end('stop'); await episode.generate()": r"episode.generate\(\) after episode.end\('stop'\)",
+    "return 1.0": r".*gives rewards \('reward'\) that the run does not have: add --reward episode",
+    "return {'other': 1.0}": r".*ended without the reward 'total' \(given: 'other'\)",
+    "return float('nan')": r"returns nan; a reward is a finite number of at most 1e\+12",
+    "return True": "returns True; a reward is",
+    "return '1.0'": "returns '1.0'; a reward is",
+    "return {'x' * 81: 1.0}": "returns a reward named 'xxx",
+    "episode.reward(float('nan'))": "episode.reward, for the row at f:3: 'reward' is nan; a reward is",
+    "episode.reward(1e12); episode.reward(1e12)": ".*'reward' adds up to 2000000000000.0; a reward is",
+}
+WRONG = [(code, said, "before its first turn") for code, said in FIRST.items()]
+WRONG += [
+    (f"await episode.generate(max_tokens=3); {code}", said, "after turn 1") for code, said in LATER.items()
 ]
-WRONG = [(*case, "before its first turn") for case in FIRST]
-WRONG += [([asks(max_tokens=3), *actions], said, "after turn 1") for actions, said in LATER]
+SOURCE = """
+import asyncio, sys, time
+
+async def mine(episode):
+    if episode.row.place != "f:3":
+        await episode.generate(max_tokens=9)
+        return RETURNED
+"""
 
 
-@pytest.mark.parametrize(("actions", "said", "when"), WRONG, ids=range(len(WRONG)))
-def test_row_61_what_an_episode_asks_for_or_gives_wrongly_is_refused(actions, said, when):
-    """Fault 56: an end that means nothing, too."""
-
-    async def mine(episode):
-        for action in actions:
-            done = action(episode)
-            if done is not None:
-                await done
-
+@pytest.mark.parametrize(("code", "said", "when"), WRONG, ids=range(len(WRONG)))
+def test_row_53_61_what_an_episode_does_asks_for_or_gives_wrongly_stops_the_run(tmp_path, code, said, when):
+    """It names function, row and turn, and leaves nothing running. Faults 24 and 56, too."""
+    functions = {name: EpisodeReward(name) for name in ("total",) if name in said}
+    returned = dict.fromkeys(functions, 1.0)
+    (tmp_path / "mine.py").write_text(f"RETURNED = {returned}\n{SOURCE}    {code}\n")
+    rollout = load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:mine")).function
+    options = {"functions": functions or None, "group_size": 1, "call_timeout": 0.7}
+    collector = make_collector(Prompts(num_rows=9), rollout=rollout, **options)
     with pytest.raises(RolloutError) as raised:
-        make_collector(Prompts(num_rows=4), rollout=mine, group_size=1).collect(4)
-    expected = rf"^rollout mine for the row at f:\d, {when}: (mine\(episode\).*: )?{said}"
+        collector.collect(9)
+    expected = rf"^rollout mine for the row at f:3, {when}: (mine\(episode\).*: )?{said}"
     assert re.match(expected, str(raised.value)), str(raised.value)
     assert raised.value.exit_code == 4
+    assert not collector._runner.running
+
+
+NO_FORM = r"a rollout: expected `async def mine\(episode\)` with `turn = await episode.generate\(\)`"
+UNUSABLE = {
+    "def mine(episode):\n    return episode.generate()": NO_FORM,
+    "async def mine(episode):\n    yield episode.generate()": NO_FORM,
+    "def mine(episode:": r"(.|\n)*SyntaxError",
+    "import no_such_module_of_mine": r'(.|\n)*mine\.py", line 1',
+    "mine = 3": r".*mine\.py has no function mine",
+}
+
+
+@pytest.mark.parametrize("source", UNUSABLE)
+def test_row_53_a_file_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(InputError, match=rf"^--rollout .*mine\.py:mine: {UNUSABLE[source]}"):
+        load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:mine"))
+
+
+# Values of a flag that names a user's function, of which none names one, and what is said.
+NO_SPEC = "expected file.py:function or module:function"
+UNNAMED = {
+    "mine.py": NO_SPEC,
+    "mine.py:": NO_SPEC,
+    ":score": NO_SPEC,
+    "folder/mine.txt:f": NO_SPEC,
+    "none.py:f": "there is no file none.py",
+    "no_such_package.rewards:f": "raised\nTraceback",
+    "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
+}
+
+
+def test_what_names_no_function_is_refused_with_the_flag():
+    for spec, said in UNNAMED.items():
+        with pytest.raises(InputError) as error:
+            load_rollout(RunConfig(rollout=spec))
+        assert str(error.value).startswith(f"--rollout {spec}: {said}")

@@ -103,37 +103,6 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
     return Prompts(max_new_tokens=max_new_tokens, tokenizer=tokenizer)
 
 
-def replies_of(episode: Episode) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """The episode's answers to its first turn and its third one."""
-    first = episode.turns[0]
-    texts = (first.text[:2], "", " x<eos>"[: len(first.ids)])
-    return [{"role": "tool", "content": text} for text in texts], {"role": "user", "content": " go on "}
-
-
-async def replying(episode: Episode):
-    """Four turns with messages or text between them; some end with a stop token."""
-    await episode.generate(max_tokens=15, stop=["ab", "f"])
-    await episode.generate(after=replies_of(episode)[0], max_tokens=episode.seed % 9 + 1)
-    await episode.generate(after=" yes, ", max_tokens=3)
-    await episode.generate(after=replies_of(episode)[1], max_tokens=9)
-
-
-async def chatting(episode: Episode):
-    """Messages that repeat the episode's facts about itself."""
-    turn = await episode.generate(max_tokens=9, stop="f")
-    for _ in range(2):
-        said = " ".join([*(message["content"] for message in episode.messages), turn.message["content"]])
-        results = [{"role": "tool", "content": said[-9:]}, {"role": "user", "content": said[:9]}]
-        await episode.generate(after=results, max_tokens=3)
-        turn = await episode.generate(after=turn.text[:1], max_tokens=5)
-
-
-def end_of(turn) -> list[int]:
-    """The text that closes a turn without an end token."""
-    eos_id = TOKENS.index("<eos>")
-    return [] if turn.ids[-1] == eos_id else [eos_id]
-
-
 @contextmanager
 def in_workers(folder: Path, **defaults):
     """`load(name, **options)` for reward functions of a folder's mine.py; their workers are killed at the end."""
@@ -214,21 +183,19 @@ def collected(
     return steps
 
 
-def assert_pauses_change_nothing(make, *, budget=6) -> dict[RolloutId, tuple]:
-    """Rollouts that pause between rounds, or begin again after a checkpoint, are those of one whole step. Returns them.
+def assert_pauses_change_nothing(make, whole: Collector, *, budget=6) -> None:
+    """Rollouts that pause between rounds, or begin again after a checkpoint, are those of one whole step.
 
-    make: makes a collector with further options.
+    make: makes a collector with further options. whole: collects that step.
     """
     pausing = {"round_tokens": budget, "max_staleness": 3}
     collector = make(**pausing)
-    found = {row[0]: row for step in collected(collector, 3, 2) for row in step}
+    found = {row[0]: row for step in collected(collector, 2, 2) for row in step}
     assert collector.in_flight, "nothing is in flight"
     again = resumed(collector, make(**pausing))
-    later = {row[0]: row for step in collected(again, 3, 2, first_step=3) for row in step}
+    later = {row[0]: row for step in collected(again, 2, 2, first_step=2) for row in step}
     again.close()
     assert not found.keys() & later.keys(), "a prompt is served twice"
     found |= later
-    num_groups = 1 + max(rollout_id.prompt_ordinal for rollout_id in found)
-    (whole,) = collected(make(), 1, num_groups)
-    assert found == {row[0]: row for row in whole if row[0] in found}
-    return found
+    (expected,) = collected(whole, 1, 1 + max(found)[0])
+    assert found == {row[0]: row for row in expected if row[0] in found}
