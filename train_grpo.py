@@ -258,7 +258,7 @@ def main(config: Config) -> int:
     engine = setup.make_engine(policy)
     frozen = []
     if config.has_reference:
-        frozen.append(setup.load_reference())
+        frozen.append(setup.load_reference(policy))
     if config.teacher:
         frozen.append(setup.load_teacher())
     collector = setup.make_collector(
@@ -315,7 +315,7 @@ def main(config: Config) -> int:
                     is_weight=config.policy_loss == "cispo",
                 )
             metrics.refuse_nonfinite(update=progress.update)
-            lr = run.learning_rate(config.peak_lr)
+            lr = config.learning_rate(progress.update, config.peak_lr)
             grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)

@@ -32,7 +32,7 @@ from minirl.episodes.step_groups import Groups
 from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens, add_value_clip
+from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_ppo
 from minirl.run.config import RunConfig, named_folder
@@ -186,22 +186,17 @@ def main(config: Config) -> int:
     setup = Setup(config, name="ppo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)
-    value, value_optimizer = setup.load_trainable(value_config, value_folder)
+    value, value_optimizer = setup.load_trainable(value_config, value_folder, base=policy)
     engine = setup.make_engine(policy)
-    reference = None
-    if config.has_reference:
-        reference = setup.load_reference()
     frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
-    if reference is not None:
-        frozen.append(reference)
+    if config.has_reference:
+        frozen.append(setup.load_reference(policy))
     collector = setup.make_collector(engine, rollout)
     run = Run(
         setup,
         {"policy": (policy, optimizer), "value": (value, value_optimizer)},
         collector,
-        folders={"value": value_folder},
         extra={"kl_coef": config.kl_reward_coef},
-        resolved={"value_lr": config.value_peak_lr},
     )
     progress = run.progress
 
@@ -230,7 +225,7 @@ def main(config: Config) -> int:
         explained = explained_variance(old_values[has_score], returns[has_score])
         metrics.add("value/explained_var", explained)
         trains_policy = step > config.value_warmup_steps
-        if reference is not None:
+        if config.has_reference:
             kl_sums = sequence_sums(kl, batch.lengths)
             kl_mean = float(gather_to_rollouts(batch, kl_sums, groups.scores.numel()).mean())
             metrics.add("policy/kl_ref_completion", kl_mean)
@@ -265,7 +260,6 @@ def main(config: Config) -> int:
                 objective = (micro.loss_weights * loss).sum()
                 value.backward(objective, is_last=is_last)
                 metrics.add_total("value/loss", objective.detach() / config.updates_per_step)
-                add_value_clip(metrics, micro, values, clip=config.value_clip)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro)
                     if micro.old_logprobs is None:  # one update a step: the old policy is this one
@@ -277,12 +271,13 @@ def main(config: Config) -> int:
                     add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)
                     add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
             metrics.refuse_nonfinite(update=progress.update)
-            lr = run.learning_rate(config.value_peak_lr)
+            lr = config.learning_rate(progress.update, config.value_peak_lr)
             metrics.add("value/lr", lr)
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("value/grad_norm", grad_norm)
             if trains_policy:
-                lr = run.learning_rate(config.peak_lr, first_update=config.value_warmup_updates)
+                first_update = config.value_warmup_updates
+                lr = config.learning_rate(progress.update, config.peak_lr, first_update=first_update)
                 metrics.add("optim/lr", lr)
                 grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                 metrics.add("optim/grad_norm", grad_norm)
@@ -300,10 +295,10 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
-    is_too_short = model_config.max_position_embeddings < setup.max_tokens
+    is_too_short = model_config.max_position_embeddings < setup.prompts.max_tokens
     if not vocabulary <= value_vocabulary or is_too_short:
         raise InputError(
-            f"--value-model {folder}: must read the policy's tokens, up to {setup.max_tokens} of them"
+            f"--value-model {folder}: must read the policy's tokens, up to {setup.prompts.max_tokens} of them"
         )
     return model_config, folder
 

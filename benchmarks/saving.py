@@ -35,7 +35,7 @@ def main() -> None:
     model = ShardedModel(read_config(args.model), args.model, dtype=getattr(torch, args.dtype), device=device)
     optimizer = model.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     models = {"policy": (model, optimizer)}
-    checkpoints = Checkpoints(args.folder, models, sources={"policy": args.model}, keep=1)
+    checkpoints = Checkpoints(args.folder, models, keep=1)
     for step in range(1, 4):
         barrier()
         began = time.monotonic()

@@ -2,14 +2,12 @@
 
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from minirl.errors import refuse
 
 # The finish reasons of rollouts that a limit cut off.
 CUT_OFF = frozenset({"length", "max_turns", "max_tokens", "timeout"})
@@ -40,7 +38,7 @@ class Completion:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, part: slice) -> "Completion":
+    def __getitem__(self, part: slice | tuple[int, slice]) -> "Completion":
         return Completion(*(stream[part] for stream in vars(self).values()))
 
     def __add__(self, other: "Completion") -> "Completion":
@@ -79,25 +77,6 @@ class Truncation(NamedTuple):
 
     top_k: int = 0
     top_p: float = 1.0
-
-    def checked(self, named: Callable[[str], str] = str) -> "Truncation":
-        """Return self. Raises InputError naming a field out of its range, or one that needs top_k.
-
-        named: how messages name a field.
-        """
-        for name, off in self._field_defaults.items():
-            value = getattr(self, name)
-            most = MAX_TOP_K if name == "top_k" else 1
-            is_number = type(value) in (int, type(off))
-            is_right = is_number and 0 <= value <= most
-            refuse(not is_right, f"{named(name)} {value!r:.80}: must be a number from 0 to {most}")
-            refuse(
-                value != off and not self.top_k,
-                f"{named(name)} {value}: needs {named('top_k')}, which bounds the tokens that are sorted; add "
-                f"{named('top_k')} {MAX_TOP_K}, the most",
-            )
-        refuse(self.top_p == 0, f"{named('top_p')} {self.top_p}: must be greater than 0")
-        return self
 
 
 NO_TRUNCATION = Truncation()

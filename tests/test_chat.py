@@ -1,11 +1,12 @@
 """Chats: messages after an answer are as the template writes them, prompts show tools, answers are parsed."""
 
 import random
+import re
 
 import pytest
 import torch
 
-from minirl.data.answers import check_readable, parsed_answer, writes_hermes
+from minirl.data.answers import check_readable, parsed_answer
 from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
@@ -35,7 +36,6 @@ CONTENTS = (
     "\x00\x01\u2028",
 )
 LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}
-FIRST_TOOL = "{% for t in (tools or [])[:1] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
 
@@ -75,12 +75,10 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
     tokenizer = make(template, end)
     end_id, eot_id = (tokenizer.encode_text(text, "")[0] for text in (end, "<|eot|>"))
     rng = random.Random(0)
-    cases = [[{"role": role, "content": content}] for content in CONTENTS for role in ("user", "tool")]
-    cases += [fuzzed_messages(rng) for _ in range(30)]
-    for new in cases:
+    for new in (fuzzed_messages(rng) for _ in range(60)):
         whole = written_behind(tokenizer, *new)
-        # 7 is an ordinary token, with which a stop string may end; <|eot|> ends the answers of other models.
-        for other in {None, 7, eot_id} - {end_id}:
+        # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
+        for other in {None, 10, eot_id} - {end_id}:
             assert following_ids(tokenizer, new, "f:1", end_id=other) == whole
         if end_id in whole[:3]:
             rest = whole[whole.index(end_id) + 1 :]
@@ -94,7 +92,6 @@ NO_TOOLS = CHATML.replace(
     "<|im_start|>{{", "{% if m.role == 'tool' %}{% continue %}{% endif %}<|im_start|>{{"
 )
 NO_TEXT = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
-
 
 SAID = {"role": "assistant", "content": "a"}
 TOLD = {"role": "tool", "content": ""}
@@ -135,10 +132,9 @@ def untyped(query):
 def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     row = Row("hi", {}, "f:1")
     tokenizer = make(WITH_TOOLS, tools=[lookup])
-    text = tokenizer.backend.decode(tokenizer.encode(row))
-    assert '"What to look for."' in text
-    assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == tokenizer.encode(row)
-    assert len(make(WITH_TOOLS).encode(row)) < len(tokenizer.encode(row))
+    ids = tokenizer.encode(row)
+    assert '"What to look for."' in tokenizer.backend.decode(ids)
+    assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == ids
 
 
 @pytest.mark.parametrize(
@@ -146,7 +142,6 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     [
         (None, [LOOKUP], "the tokenizer of .* has no chat template, which would show them"),
         (CHATML, [LOOKUP], "the chat template of .* does not show lookup"),
-        (FIRST_TOOL, [lookup, {**LOOKUP, "function": {"name": "other"}}], "show other;"),
         (WITH_TOOLS, [lookup, LOOKUP], "two have the name 'lookup'"),
         (WITH_TOOLS, [untyped], "'untyped': no JSON schema can be made of it"),
         (WITH_TOOLS, [{"name": "lookup"}], "expected a function, or a schema"),
@@ -176,7 +171,6 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
         ("hi<|im_end|>", "", {"content": "hi"}),
         ("<think>\na\n</think>\n\nb", "", {"reasoning_content": "a", "content": "b"}),
         ("a</think>b<|im_end|>", "assistant\n<think>\n", {"reasoning_content": "a", "content": "b"}),
-        ("a</think>b", "", {"content": "a</think>b"}),
         (
             f"so: {GOOD_CALL}\n{GOOD_CALL}<|im_end|>",
             "",
@@ -185,11 +179,11 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
         (f"<think>{GOOD_CALL}</think>b", "", {"reasoning_content": GOOD_CALL, "content": "b"}),
     ],
 )
-@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "<think>", "</think>")])
-def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text, before, expected):
+def test_an_answer_is_read_into_reasoning_content_and_calls(make, text, before, expected):
     """Also where the tags are special tokens."""
-    tokenizer = make(HERMES + CHATML, special=special)
-    assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
+    for special in ((), ("<tool_call>", "</tool_call>", "<think>", "</think>")):
+        tokenizer = make(HERMES + CHATML, special=special)
+        assert message_of(tokenizer, text, before) == {"role": "assistant", **expected}
 
 
 @pytest.mark.parametrize(
@@ -197,8 +191,6 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text,
     [
         ('{"name": "f", "arguments": {}}', "has no </tool_call>"),
         ("f(1)</tool_call>", "Expecting value"),
-        ("[1]</tool_call>", "expected {"),
-        ('{"name": "f"}</tool_call>', "expected {"),
         ('{"name": "f", "arguments": "{}"}</tool_call>', "expected {"),
         ('{"name": "f", "name": "g", "arguments": {}}</tool_call>', "there twice"),
         ('{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogates not allowed"),
@@ -209,8 +201,7 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, special, text,
 def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, error):
     """Fault 22."""
     message = message_of(make(HERMES + CHATML), f"{GOOD_CALL}<tool_call>{call}")
-    assert message["parse_error"].startswith("call 2: ")
-    assert error in message["parse_error"]
+    assert re.match(f"call 2: .*{error}", message["parse_error"])
     assert message["tool_calls"] == [called("f", x=[1, "<tool>"])]
     assert message["content"] == ""
 
@@ -232,43 +223,21 @@ RESPONSE_TEMPLATE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shown", "is_hermes"),
-    [
-        # Qwen2.5 and Qwen3; Qwen3-Coder; GLM-4.5.
-        (
-            r"\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>",
-            True,
-        ),
-        (r"<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", False),
-        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", False),
-    ],
-)
-def test_a_template_that_shows_a_call_of_hermes_says_how_calls_are_written(make, shown, is_hermes):
-    """Unless the tokenizer has a response template."""
-    tokenizer = make(CHATML)
-    tokenizer.backend.chat_template = shown
-    assert writes_hermes(tokenizer) == is_hermes
-    tokenizer.backend.response_template = RESPONSE_TEMPLATE
-    assert not writes_hermes(tokenizer)
-
-
 def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
+    """Unless the chat template shows a call as Hermes writes it, and there is no response template."""
     with pytest.raises(InputError, match=r"its tokenizer has no response template"):
-        message_of(make(CHATML), "hi")
-    tokenizer = make(CHATML)
+        message_of(make("<tool_call>\n<function=example_function_name>" + CHATML), "hi")  # Qwen3-Coder's
+    tokenizer = make(HERMES + CHATML)
     tokenizer.backend.response_template = RESPONSE_TEMPLATE
     call = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
     message = message_of(tokenizer, f"a</think>b{call}<|im_end|>", "<|im_start|>assistant\n<think>\n")
-    assert message["reasoning_content"].strip() == "a"
-    assert (message["role"], message["content"]) == ("assistant", "b")
+    found = [message[key].strip() for key in ("role", "reasoning_content", "content")]
+    assert found == ["assistant", "a", "b"]
     assert message["tool_calls"] == [called("f", x=1)]
     assert message_of(tokenizer, "<|im_end|>")["content"] == ""
     # Half a surrogate pair cannot be tokenized when it comes back in a message.
     assert "surrogates" in message_of(tokenizer, '<call>{"name": "\\ud800"}</call>')["parse_error"]
-    broken = message_of(tokenizer, "<call>{]</call><|im_end|>")
-    assert broken["parse_error"]
-    assert "tool_calls" not in broken
+    assert "tool_calls" not in message_of(tokenizer, "<call>{]</call><|im_end|>")
     tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
     with pytest.raises(InputError, match=r"the response template .* cannot be used: .*fields"):
         check_readable(tokenizer)
@@ -284,30 +253,25 @@ THINKING = (
 NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(make):
-    tokenizer = make(THINKING, template_arguments={"enable_thinking": False, "style": "brief"})
-    new = [{"role": "user", "content": "next"}]
-    following = following_ids(tokenizer, new, "f:1", end_id=None)
-    assert following == written_behind(tokenizer, *new)
-    assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
-    answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
-    assert answered == "brief\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
-
-
-def test_the_flag_of_template_arguments_reaches_the_prompts_or_names_what_the_template_does_not_use(tmp_path):
-    """Fault 43."""
+def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_path):
+    """The flag names what the template does not use. Fault 43."""
     save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
     model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
 
-    def first_prompt(arguments):
+    def prompts_with(arguments):
         config = RunConfig(chat_template_kwargs=arguments, chat=True)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        prompts, _ = load_prompts(config, task, tmp_path, model_config, tools=(), user_rollout=None)
-        return prompts.tokenizer.backend.decode(prompts.prompt_ids(0))
+        return load_prompts(config, task, tmp_path, model_config, tools=(), user_rollout=None)[0]
 
-    assert first_prompt('{"enable_thinking": false}').endswith(NO_THOUGHT)
+    prompts = prompts_with('{"enable_thinking": false, "style": "brief"}')
+    tokenizer = prompts.tokenizer
+    asked = "brief\n<|im_start|>user\nq<|im_end|>\n"
+    assert tokenizer.backend.decode(prompts.prompt_ids(0)) == asked + NO_THOUGHT
+    following = following_ids(tokenizer, [TOLD], "f:1", end_id=None)
+    assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
+    answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
+    assert answered == f"{asked}<|im_start|>assistant\na<|im_end|>\n"
     for name in ("enable_thinkin", "form"):
-        with pytest.raises(
-            InputError, match=f"--chat-template-kwargs: .* does not use '{name}'; leave it out"
-        ):
-            first_prompt(f'{{"style": "x", "{name}": false}}')
+        said = f"--chat-template-kwargs: .* does not use '{name}'; leave it out"
+        with pytest.raises(InputError, match=said):
+            prompts_with(f'{{"style": "x", "{name}": false}}')

@@ -41,10 +41,7 @@ def tokens_of(lengths, shared):
 
 
 def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_each_alone():
-    """The chunk in which the shared tokens end is computed once more, from the state of the parent or its parent.
-
-    Pitfall 65.
-    """
+    """Also of a parent that shares with another one. Pitfall 65."""
     model = cached_model("states", torch.float32)
     is_exact = is_batch_invariant(model.config, torch.float32, CPU)
     sequences = tokens_of(LENGTHS, SHARED)

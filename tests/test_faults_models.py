@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -58,15 +57,11 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
 
 
 def test_row_33_what_the_index_promises_must_be_there(folder):
-    """A tensor, which may be one that no parameter needs, or a file; a single file wins, as in transformers."""
+    """A single file wins, as in transformers."""
     path, index = folder / "model.safetensors", folder / INDEX
-    names = [*load_file(path), "rotary_emb.inv_freq"]
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(path), "a.safetensors")}))
     load(folder)
-    path.rename(folder / "a.safetensors")
-    with pytest.raises(InputError, match=r"lacks tensors \['rotary_emb.inv_freq'\] that the index promises"):
-        load(folder)
-    (folder / "a.safetensors").unlink()
+    path.unlink()
     with pytest.raises(InputError, match=r"a\.safetensors: not a whole safetensors file"):
         load(folder)
 
@@ -82,7 +77,6 @@ def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path)
 
 
 INDEX = "model.safetensors.index.json"
-NOT_IN_THE_FOLDER = ["../x", ".."]
 
 
 @pytest.mark.parametrize(
@@ -92,14 +86,9 @@ NOT_IN_THE_FOLDER = ["../x", ".."]
         ("config.json", "[1]", r"expected a JSON object, got \[1\]"),
         ("config.json", '{"a": 5, "a": 6}', "cannot be read: key 'a' is there twice"),
         (INDEX, "{}", "has no weight_map"),
-        *(
-            (INDEX, json.dumps({"weight_map": {"a": name}}), re.escape(f"weight_map names {name!r}"))
-            for name in NOT_IN_THE_FOLDER
-        ),
     ],
 )
 def test_row_33_a_file_that_cannot_be_used_is_named_with_its_fault(folder, file, content, message):
-    """No traceback, and no file outside of the folder is opened."""
     if file == INDEX:
         (folder / "model.safetensors").unlink()
     (folder / file).write_text(content)

@@ -5,9 +5,7 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
-from pathlib import Path
 
 import numpy
 import pytest
@@ -20,8 +18,10 @@ from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from support.collecting import in_workers
 from support.forked import fork, make_pipe
+from support.jobs import wait_for
 from support.processes import is_alive
 from support.rollouts import rewards_of_call
+from support.scripts import write_rows
 
 SOURCE = """
 import asyncio, os, re, subprocess, sys, time
@@ -54,10 +54,6 @@ def closes_everything():
 def hangs_in_c():
     re.match("(a+)+$", "a" * 50 + "b")
 
-def prints_forever():
-    while True:
-        print("x" * 1_000_000)
-
 def floods():
     for fd in range(5000):
         try:
@@ -81,8 +77,6 @@ async def one_is_late(completions):
     await asyncio.sleep(1000 if completions == ["late"] else 0)
     return [1.0] * len(completions)
 
-def returns_nan(completions):
-    return [1.0, float("nan")]
 """
 RAISED = {
     "raises": r"raised\nTraceback(.|\n)*mine\.py\", line \d+, in raises\n(.|\n)*KeyError: 'no \\x1b\[31mred",
@@ -92,7 +86,6 @@ LOST = {
     "dies": "ended its process, exit code 3",
     "closes_everything": r"ended its process, signal 9 \(Killed\)",
     "hangs_in_c": "took more than 1 s and was killed",
-    "prints_forever": "took more than 1 s and was killed",
     "floods": "its process sent something other than an answer",
 }
 
@@ -114,26 +107,20 @@ def submit(function, number, completion):
 
 
 def assert_gone(pids):
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if is_alive(pid)]}"
-        time.sleep(0.02)
+    wait_for(lambda: not any(map(is_alive, pids)), f"still alive: some of {pids}", seconds=10)
 
 
 @pytest.mark.parametrize("part", ["data", "eval_data"])
 def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(tmp_path, part):
     """File, line, field, function and the fields that are there; in every row of both files."""
     (tmp_path / "needs.py").write_text("def right(completions, answer, level=None, **kw):\n    return []\n")
-    good, bad = str(tmp_path / "good.jsonl"), str(tmp_path / "bad.jsonl")
-    row = '{"prompt": "a", "answer": 1}\n'
-    Path(good).write_text(row)
-    Path(bad).write_text(row + '{"prompt": "b", "solution": 1}')
-    reward = (f"{tmp_path}/needs.py:right",)
-    files = {"data": good, part: bad if part == "data" else (bad,)}
+    row = {"prompt": "a", "answer": 1}
+    good = write_rows(tmp_path / "good.jsonl", [row])
+    bad = write_rows(tmp_path / "bad.jsonl", [row, {"prompt": "b", "solution": 1}])
+    flags = {"data": good, part: bad if part == "data" else (str(bad),)}
     said = r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"
     with pytest.raises(InputError, match=said):
-        load_task(RunConfig(**files, reward=reward))
-    assert list(load_task(RunConfig(data=good, reward=reward)).rewards) == ["right"]
+        load_task(RunConfig(**flags, reward=(f"{tmp_path}/needs.py:right",)))
 
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
@@ -152,15 +139,14 @@ def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(lo
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", LOST, ids=lambda action: f"row-25-{action}")
 def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(load, name, action):
-    """Fault 26 for output. The calls that wait for it fail with the same error, and so do all later ones."""
+    """The calls that wait for it fail with the same error, and so do all later ones. Fault 26: it floods the pipes."""
     function = load(name, timeout_s=1.0 if "killed" in LOST[action] else 20.0)
     calls = [submit(function, number, action) for number in range(2)]
-    errors = [call.exception() for call in calls]
-    assert re.match(rf"reward {name} for the row at f\.jsonl:[01].*: {LOST[action]}", str(errors[0]))
-    assert errors[1] is errors[0]
+    error = calls[0].exception()
+    assert re.match(rf"reward {name} for the row at f\.jsonl:[01].*: {LOST[action]}", str(error))
+    assert calls[1].exception() is error
     assert_gone([function._processes[0]._process.pid])
-    with pytest.raises(RewardError, match=re.escape(str(errors[0]))):
-        rewards_of(function, ["fine"])
+    assert submit(function, 2, "fine").exception() is error
 
 
 def test_row_25_the_late_one_of_several_async_calls_is_named(load):
@@ -186,18 +172,12 @@ NUMBERS = (
 )
 NO_REWARDS = (
     ([1, float("nan")], "completion 'b': returned nan; expected a finite number"),
-    ([float("-inf"), 1], "completion 'a': returned -inf"),
     ([1, "1.0"], "completion 'b': returned '1.0'"),
-    ([1, b"1"], "completion 'b': returned b'1'"),
-    ([1, [1.0]], r"completion 'b': returned \[1.0\]"),
-    ([1, 10**9000], "completion 'b': returned a value of <class 'int'>"),
     ([1, 1e30], r"completion 'b': returned 1e\+30; .* at most 1e\+12"),
     (numpy.ones((2, 1)), r"completion 'a': returned array\(\[1.\]\)"),
     (1.0, "returned 1.0; expected a list of 2 numbers"),
     (None, "returned None; expected a list"),
-    (numpy.array(1.0), "returned .*; expected a list"),
     ("12", "returned '12'; expected a list"),
-    ({0: 1.0, 1: 1.0}, "returned .*; expected a list"),
     ([1.0] * 3, "returned 3 values for 2 completions"),
 )
 
@@ -212,17 +192,15 @@ def test_row_24_numbers_of_every_kind_arrive_as_floats_and_all_else_is_named():
         assert re.match(said, validate_rewards(values, ["a", "b"]))
 
 
-def returns_nan(completions):
-    return [1.0, float("nan")]
-
-
-@pytest.mark.parametrize("where", ["here", "worker"])
-def test_row_24_a_wrong_value_stops_the_run_with_function_and_row(load, where):
+def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
     """Fault 46: hostile completions are escaped and cut."""
-    function = returns_nan if where == "here" else load("returns_nan")
+
+    def returns_nan(completions):
+        return [float("nan")]
+
     hostile = "\x1b[2J\u202e<script>" + "x" * 10_000
     with pytest.raises(RewardError, match=r"^reward returns_nan .* f\.jsonl:1: completion .*nan") as caught:
-        rewards_of(function, ["a", hostile])
+        rewards_of(returns_nan, [hostile])
     assert str(caught.value).isprintable()
     assert "<script>" in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -238,7 +216,6 @@ def test_row_26_what_user_code_prints_goes_to_stderr(load, capfd):
 
 UNUSABLE = {
     "def reward(completions:\n": "SyntaxError",
-    "import no_such_module_of_mine\n": r'mine\.py", line 1',
     "import os\nos._exit(4)\n": "ended its process, exit code 4",
     "reward = 3\n": r"mine\.py has no function reward",
 }
@@ -249,13 +226,12 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
     """Before any model is loaded, with the flag."""
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--reward .*mine\.py:reward: (.|\n)*{UNUSABLE[source]}"):
-        RewardWorkers(f"{tmp_path}/mine.py:reward", num_workers=2)
+        RewardWorkers(f"{tmp_path}/mine.py:reward")
 
 
-def test_no_process_and_no_thread_is_left_after_stop(tmp_path):
+def test_no_process_is_left_after_stop(tmp_path):
     """Neither a worker nor what its code forked or started, also while a call hangs. The file is loaded there alone."""
     (tmp_path / "acting.py").write_text(SOURCE)
-    num_threads = threading.active_count()
     function = RewardWorkers(f"{tmp_path}/acting.py:acts", num_workers=2)
     assert "user_file_acting" not in sys.modules
     assert rewards_of(function, ["starts"]) == [1.0]
@@ -267,24 +243,18 @@ def test_no_process_and_no_thread_is_left_after_stop(tmp_path):
     assert not call.done()
     function.stop()
     assert_gone(pids)
-    deadline = time.monotonic() + 5
-    while threading.active_count() > num_threads:  # those of other tests may still end
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def hang_in_workers(pipe, folder, waits):
-    """Start processes in both workers, send the workers' ids, and call one that holds the interpreter's lock."""
-    functions = [RewardWorkers(f"{folder}/mine.py:{name}") for name in ("acts", "acts_async", "acts")]
-    for function in functions[:2]:
-        assert rewards_of(function, ["starts"]) == [1.0]
-    pipe.send([function._processes[0]._process.pid for function in functions])
-    call = submit(functions[2], 1, "hangs_in_c")
+    """Start processes in one worker, send the workers' ids, and call one that holds the interpreter's lock."""
+    idle, hanging = (RewardWorkers(f"{folder}/mine.py:acts") for _ in range(2))
+    assert rewards_of(idle, ["starts"]) == [1.0]
+    pipe.send([function._processes[0]._process.pid for function in (idle, hanging)])
+    call = submit(hanging, 1, "hangs_in_c")
     if waits:
         call.result()
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up in /proc")
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_no_process_is_left_after_the_trainer_was_killed_or_ended(tmp_path, is_killed):
     """While workers wait and while one hangs in C; processes of user code go too. No call delays the exit."""
@@ -293,7 +263,7 @@ def test_no_process_is_left_after_the_trainer_was_killed_or_ended(tmp_path, is_k
     trainer = fork(hang_in_workers, theirs, tmp_path, is_killed)
     pids = ours.recv()
     pids += [*map(int, (tmp_path / "mine.py.pids").read_text().split())]
-    assert len(pids) == 3 + 2 * 3
+    assert len(pids) == 2 + 3
     if is_killed:
         time.sleep(0.2)
         assert all(map(is_alive, pids))

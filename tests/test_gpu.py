@@ -86,14 +86,12 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     from minirl.extras.kernels import paged_attention
 
     cache, rows = make_cache(window, groups, dim, dtype)
-    pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(rows)).caches[0]
-    read = cached.read
+    read = cache.decode_layout(torch.tensor(rows)).read
+    keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable_attention.decode(
-        q, pool.keys[0].float(), pool.values[0].float(), read.index, read.mask
-    )
+    expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.masks[window])
     poison(cache, rows)
-    inputs = (x.cuda() for x in (q.to(dtype), pool.keys[0], pool.values[0], read.blocks, read.lengths))
+    inputs = (x.cuda() for x in (q.to(dtype), keys, values, read.blocks, read.lengths))
     assert_near([paged_attention.decode(*inputs, window=window)], [expected], tolerance)
 
 

@@ -23,15 +23,15 @@ def mended_interpreter(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
-    """Forks, block borders, windows that dropped blocks, shared key heads; unseen keys are not touched, nor void
+    """Forks, block borders, windows, shared key heads; unseen keys are not touched, nor void
     columns of a table's row."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     cache, rows = make_cache(window, groups, dim, dtype)
     some = [rows[i] for i in (0, 2, 3, 4, 6, 9)]
-    pool, cached = cache.pools[0], cache.decode_layout(torch.tensor(some)).caches[0]
-    read, keys, values = cached.read, pool.keys[0], pool.values[0]
+    read = cache.decode_layout(torch.tensor(some)).read
+    keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.mask)
+    expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.masks[window])
     poison(cache, rows)
     num_columns = read.blocks.shape[1]
     wide = torch.full((len(some), num_columns + 4), 10**6, dtype=torch.int32)

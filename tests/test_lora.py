@@ -97,17 +97,22 @@ def train_one_update(rank, folder, options):
     # A CUDA graph reads the adapters there.
     assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
     assert all(".lora_" in name for name in model.masters)
-    value = sharded(folder, scalar_head=True, adapters=NARROW, base=model, **options)
-    assert value.masters.keys() == {*model.masters, "score.weight"}
-    for name, weight in value.compute_weights.items():
-        if name not in value.masters:
-            assert weight.data_ptr() == model.compute_weights[name].data_ptr(), name
+    for own_base in (
+        folder,
+        folder.parent / ".." / folder.parent.name / folder.name,
+    ):  # the latter as another folder
+        value = sharded(own_base, scalar_head=True, adapters=NARROW, base=model, **options)
+        assert value.masters.keys() == {*model.masters, "score.weight"}
+        for name, weight in value.compute_weights.items():
+            if name not in value.masters:
+                is_shared = weight.data_ptr() == model.compute_weights[name].data_ptr()
+                assert is_shared == (own_base == folder), name
     return {name: weight.detach().clone() for name, weight in model.compute_weights.items()}
 
 
 @pytest.mark.parametrize("options", [{}, slow({"shard_gradients": True, "offload_optimizer": True})], ids=str)
 def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_ranks, folder, options):
-    """The base has no masters; its reference is on the same storage, and so is a value model's trunk."""
+    """The base has no masters; its reference is on its storage, and so is the trunk of a value model of its folder."""
     base = named_parameters(load_replica(folder, dtype=torch.float32))
     (expected,) = one_rank.run(train_one_update, folder, {})
     for after in two_ranks.run(train_one_update, folder, options):

@@ -1,4 +1,4 @@
-"""The forks of docs/objectives.md train, resume bit for bit, and give the worked numbers of their rows."""
+"""The forks of docs/objectives.md train, resume bit for bit, and give the worked numbers of their items."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from support.scripts import (
 )
 from support.worked import double, groups_of
 
-ROWS = objectives()
+ITEMS = objectives()
 PATCHES = sorted((ROOT / "docs" / "objectives").iterdir())
 OF_A_STEP = ("Clip-cov", "KL-cov", "80/20", "Adaptive entropy")
 """These measure all tokens of a step."""
@@ -32,11 +32,11 @@ FLAGS += " --lr 1e-3 --seed 1"  # samples whose rewards differ in groups
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ITEMS)
 def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, tmp_path, name):
     """Killed after its first step, it ends like the undisturbed run; a statistic of the step ignores the split."""
     fork, run_name = objective_fork(tmp_path, name), re.sub(r"\W", "_", name)
-    flags = (FLAGS, *re.findall("`(--[^`]*)`", ROWS[name])[:1])
+    flags = (FLAGS, *re.findall("`(--[^`]*)`", ITEMS[name])[:1])
     folder = trained(one_rank, runs / run_name, fork, *flags)
     resume(one_rank, fork, folder, *flags)
     metrics = read_metrics(folder)
@@ -158,15 +158,15 @@ def worked_numbers(rank, name, script):
 
 
 @pytest.mark.parametrize("name", WORKED)
-def test_an_objective_gives_the_worked_numbers_of_its_row(one_rank, tmp_path, name):
+def test_an_objective_gives_the_worked_numbers_of_its_item(one_rank, tmp_path, name):
     (examples,) = one_rank.run(worked_numbers, name, objective_fork(tmp_path, name))
-    assert [", ".join(numbers) for numbers in examples] == re.findall(r"`(-?\d[^`]*)`", ROWS[name])
+    assert [", ".join(numbers) for numbers in examples] == re.findall(r"`(-?\d[^`]*)`", ITEMS[name])
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_an_objective_is_a_patch_that_git_applies_and_a_row_of_the_page(tmp_path, patch):
+def test_an_objective_is_a_patch_that_git_applies_and_an_item_of_the_page(tmp_path, patch):
     """After a change of the script: `patch train_grpo.py` with it, and `git diff train_grpo.py` is the new one."""
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
     subprocess.run(["git", "apply", "--check", patch], cwd=tmp_path, check=True)
-    assert f"(objectives/{patch.name})" in "".join(ROWS.values())
-    assert ROWS.keys() == WORKED.keys()
+    assert f"(objectives/{patch.name})" in "".join(ITEMS.values())
+    assert ITEMS.keys() == WORKED.keys()

@@ -1,8 +1,9 @@
-"""Reward functions in TRL's shape: arguments, sources, results; reward models."""
+"""Reward functions in TRL's shape: arguments, sources, results; reward models; calls while others are decoded."""
 
 import functools
-import json
-import runpy
+import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -11,15 +12,17 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.rewards.functions import OverlongPenalty, arguments_of, functions_and_weights
-from minirl.rewards.reward_model import load_reward_model
+from minirl.rewards.reward_model import RewardModel, load_reward_model
+from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import RolloutId, appended, rollout_of, token_tensor
+from support.collecting import in_workers
+from support.jobs import wait_for
 from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
 
 ROW = Row("one?", {"answer": 1, "level": "easy", "messages": "of the file"}, "f.jsonl:1")
 CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
-
-
 CPU = torch.device("cpu")
 REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
 POSITIONS = 64
@@ -50,16 +53,12 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
     # What episodes give must be named.
     assert arguments_of(everything, {"messages": [3], "answer": [1]}, ["answer"]) == {"answer": [1]}
-    scaled = functools.partial(lambda scale, answer, *, level="unused": [scale * a for a in answer], 10)
-    assert rewards_of(scaled) == [10.0, 10.0]
-    with pytest.raises(ZeroDivisionError):  # the user needs their own traceback
-        rewards_of(lambda completions: [1 / 0])
 
 
 def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tmp_path, monkeypatch):
     """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours.
 
-    Modules are found in the working directory and among installed packages.
+    Modules are found in the working directory.
     """
     folder = tmp_path / "a:b"
     package = folder / "in_parts"
@@ -75,39 +74,6 @@ def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tm
     assert rewards_of(RewardWorkers(f"{folder}/mine.py:score")) == [2.0, 2.0]
     monkeypatch.chdir(folder)
     assert rewards_of(RewardWorkers("in_parts.scores:score")) == [3.0, 3.0]
-    installed = RewardWorkers("minirl.data.gsm8k:strict_score")
-    assert rewards_of(installed, Row("q", {"answer": 4.0}, "f:1"), ["#### 4", "#### 5"]) == [1.0, 0.0]
-
-
-ASYNC_REWARD = """
-import asyncio
-
-async def score(completions):
-    all_have_begun = asyncio.Barrier(len(completions))
-
-    async def score_one(completion):
-        await all_have_begun.wait()
-        return None if completion == "b" else float(len(completion))
-
-    return await asyncio.gather(*map(score_one, completions))
-"""
-
-
-def test_an_async_function_is_waited_for_and_its_completions_run_side_by_side(tmp_path):
-    """Ten completions of which none ends before all have begun, in a process and here."""
-    (tmp_path / "mine.py").write_text(ASYNC_REWARD)
-    for score in (RewardWorkers(f"{tmp_path}/mine.py:score"), runpy.run_path(f"{tmp_path}/mine.py")["score"]):
-        assert rewards_of(score, ROW, ["aaa", "b"] * 5) == [3.0, None] * 5
-
-
-def save_model(folder, auto_class, **keys):
-    """A random transformers model whose scores differ clearly, over the reward model's vocabulary."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    keys |= {"vocab_size": len(REWARD_TOKENS), "max_position_embeddings": POSITIONS}
-    torch.manual_seed(0)
-    model = auto_class.from_config(LlamaConfig(initializer_range=0.5, **sizes, **keys))
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 @pytest.fixture(scope="module", params=[None, "<eos>"], ids=["no_pad", "pad_is_eos"])
@@ -119,8 +85,13 @@ def reward_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward_model")
     template = TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ style or '' }}")
     save_tokenizer(folder, template, tokens=REWARD_TOKENS)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": len(REWARD_TOKENS), "max_position_embeddings": POSITIONS}
     pad = request.param and REWARD_TOKENS.index(request.param)
-    oracle = save_model(folder, AutoModelForSequenceClassification, num_labels=1, pad_token_id=pad)
+    config = LlamaConfig(initializer_range=0.5, num_labels=1, pad_token_id=pad, **sizes)
+    torch.manual_seed(0)
+    oracle = AutoModelForSequenceClassification.from_config(config).eval()
+    oracle.save_pretrained(folder)
 
     @torch.no_grad()
     def score(text):
@@ -130,7 +101,7 @@ def reward_folder(request, tmp_path_factory):
 
 
 def load(folder, *, chat=False, max_tokens=1000, **options):
-    options |= {"chat": chat, "max_tokens": max_tokens, "park": False}
+    options |= {"chat": chat, "max_tokens": max_tokens}
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 
@@ -143,21 +114,22 @@ CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "h
 @pytest.mark.parametrize(
     ("prompt", "options", "expected"),
     [
-        ("ab,", {}, "<bos>ab,{}<eos>"),
+        ("ab,", {"max_tokens": 40}, "<bos>ab,{}<eos>"),
         (CHAT, {}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
         ("ab,", {"chat": True}, "<bos><turn>user:ab,<turn>assistant:{}"),
-        (CHAT, {"chat": True}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
-        # Those of --chat-template-kwargs.
         (
             "ab,",
             {"chat": True, "template_arguments": {"style": "brief"}},
             "<bos>brief<turn>user:ab,<turn>assistant:{}",
         ),
     ],
-    ids=["text", "messages", "chat", "chat_messages", "template_arguments"],
+    ids=["text", "messages", "chat", "template_arguments"],
 )
 def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, options, expected):
-    """Text ends in one EOS, messages go through its own template; the score is that of the last token."""
+    """Text ends in one EOS, messages go through its own template; the score is that of the last token. Pitfall 18.
+
+    Texts of a microbatch do not change each other's score.
+    """
     folder, oracle = reward_folder
     completions = ["", "a", " so it is.", "a" * 20]
     got = rewards_of(load(folder, **options), Row(prompt, {}, "f:1"), completions)
@@ -178,45 +150,31 @@ def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_fo
     assert load(folder)([prompt], [answers]) == close_to([oracle(text)])
 
 
-def test_reward_model_scores_depend_on_neither_budget_nor_neighbours(reward_folder):
-    """Any number of texts in a forward, in any order: each text keeps its score. Pitfall 18."""
-    folder, _ = reward_folder
-    prompts = ["ab", "c,d ", "e" * 20, "f", "g g"]
-    completions = ["x" * n for n in (1, 30, 7, 0, 3)]
-    whole = load(folder)(prompts, completions)
-    assert torch.tensor(whole).std() > 0.1
-    places = [3, 1, 4, 0]
-    some = load(folder, max_tokens=40)([prompts[i] for i in places], [completions[i] for i in places])
-    assert some == pytest.approx([whole[i] for i in places], abs=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "fits"), [(20, 20), (1000, POSITIONS)], ids=["microbatch", "positions"]
-)
-def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder, max_tokens, fits):
+def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
     """One of exactly the limit is scored; one more token names the flag, the folder, both numbers and a way out."""
     folder, _ = reward_folder
-    is_eos_read = json.loads((folder / "config.json").read_text())["pad_token_id"] is None
-    model, others = load(folder, max_tokens=max_tokens), 1 + is_eos_read  # <bos>, <eos>
-    assert len(model(["a", "a"], ["b", "b" * (fits - 1 - others)])) == 2
-    said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
-    with pytest.raises(RewardError, match=said):
-        model(["a", "a"], ["b", "b" * (fits - others)])
+    for options, fits in (({"max_tokens": 30}, 30), ({}, POSITIONS)):
+        model = load(folder, **options)
+        room = fits - len(ids("<bos><turn>user:hello<turn>assistant:"))
+        assert len(model([CHAT[1:]], ["b" * room])) == 1
+        said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
+        with pytest.raises(RewardError, match=said):
+            model([CHAT[1:]], ["b" * (room + 1)])
 
 
 def test_overlong_penalty_is_the_reference_row():
     """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
-    lengths = [0, 8, 12, 13, 16, 18, 20, 21, 100]
-    penalties = OverlongPenalty(limit=20, buffer=8)([[7] * length for length in lengths])
-    assert penalties == [0, 0, 0, -0.125, -0.5, -0.75, -1, -1, -1]
+    lengths = (0, 12, 13, 16, 20, 100)
+    rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
+    assert OverlongPenalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
     """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0 and take no weight."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
     functions, weights = functions_and_weights(rewards, (), logged=logged)
-    assert list(functions.items()) == [("b", min), ("a", max), ("seen", sum)]
-    assert (weights.dtype, weights.tolist()) == (torch.float64, [1, 1, 0])
+    assert list(functions) == ["b", "a", "seen"]
+    assert weights.tolist() == [1, 1, 0]
     assert functions_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
     with pytest.raises(InputError, match=r"--reward-weights 1.0: the rewards are b, a$"):
         functions_and_weights(rewards, (1.0,), logged=logged)
@@ -230,13 +188,184 @@ def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and
     prompts = make_prompts(tmp_path, [Row("same", {"answer": i}, f"f:{i}") for i in (1, 2)])
     rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate((3, 0, 0, 1, 2))]
     functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
-    none = reward_rollouts(dict.fromkeys(functions, lambda: pytest.fail("called")), prompts, [])
-    first, rest = (reward_rollouts(functions, prompts, part) for part in (rollouts[:1], rollouts[1:]))
-    for places, judged in ((range(5), first + none + rest), ([3, 0], (first + rest).select([3, 0]))):
-        assert judged.rollouts == [rollouts[i] for i in places]
-        assert judged.rows == [prompts.row(rollouts[i].rollout_id.prompt_ordinal) for i in places]
-        assert judged.texts == ["a" * i for i in places]
-        expected = [[row.columns["answer"], i] for row, i in zip(judged.rows, places, strict=True)]
-        assert judged.rewards.tolist() == expected
-    for empty in (none, first.select([])):
-        assert (empty.rewards.shape, empty.rewards.dtype) == ((0, 2), torch.float64)
+    parts = [reward_rollouts(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
+    assert parts[1].rewards.shape == (0, 2)
+    places = [3, 0, 4, 1, 2]
+    judged = (parts[0] + parts[1] + parts[2]).select(places)
+    assert judged.rollouts == [rollouts[i] for i in places]
+    assert judged.rows == [prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in judged.rollouts]
+    assert judged.texts == ["a" * i for i in places]
+    answers = [row.columns["answer"] for row in judged.rows]
+    assert judged.rewards.T.tolist() == [answers, places]
+
+
+# Calls side by side.
+
+SOURCE = """
+import asyncio, pathlib, random, time
+import numpy
+
+FOLDER = pathlib.Path(__file__).parent
+
+def wait_for(pattern, count):
+    deadline = time.monotonic() + 60
+    while len(list(FOLDER.glob(pattern))) < count:
+        assert time.monotonic() < deadline, f"{count} {pattern}"
+        time.sleep(0.005)
+
+def waits(prompts, completions):
+    (FOLDER / f"begun_{prompts[0]}").touch()
+    wait_for("open", 1)
+    return [1.0] * len(completions)
+
+ALL_HAVE_BEGUN = asyncio.Barrier(8)
+
+async def meets_all(completions):
+    await ALL_HAVE_BEGUN.wait()
+    return [1.0] * len(completions)
+
+def draws(completions):
+    return [random.random() + numpy.random.rand() + len(completions) + i / 10 for i in range(len(completions))]
+
+def raises_beside_a_hang(completions):
+    if "bad" in completions:
+        wait_for("hangs", 1)
+        raise KeyError("bad")
+    (FOLDER / "hangs").touch()
+    time.sleep(100)
+
+def naps(completions):
+    time.sleep(0.3)
+    return [None] * len(completions)
+"""
+
+
+@pytest.fixture
+def load_workers(tmp_path):
+    """`load_workers(name, ...)`: the function of that name in its processes, killed at the end."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    with in_workers(tmp_path, timeout_s=20.0) as load_function:
+        yield load_function
+
+
+@pytest.fixture
+def make_groups(tmp_path):
+    """`make_groups([texts, ...])`: the prompts of a row for each group, and the groups' rollouts."""
+
+    def make(groups):
+        rows = [Row("abcdefghijkl"[i], {}, f"f.jsonl:{i}") for i in range(len(groups))]
+        prompts = make_prompts(tmp_path, rows)
+        return prompts, [
+            [make_rollout(prompts, ordinal, sample, f"{text}<eos>") for sample, text in enumerate(texts)]
+            for ordinal, texts in enumerate(groups)
+        ]
+
+    return make
+
+
+def add_all(functions, prompts, groups):
+    """A queue to which all groups are added."""
+    queue = RewardQueue(functions, prompts)
+    for group in groups:
+        queue.add(group)
+    return queue
+
+
+def flat(groups):
+    return list(itertools.chain(*groups))
+
+
+def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_workers, make_groups, tmp_path):
+    """Eight groups, four workers: four calls run side by side, and no fifth begins."""
+    prompts, groups = make_groups([("a", "b")] * 8)
+    queue = add_all({"waits": load_workers("waits", num_workers=4)}, prompts, groups)
+    wait_for(lambda: len(list(tmp_path.glob("begun_*"))) == 4, "four calls did not begin")
+    time.sleep(0.2)
+    assert {path.name[-1] for path in tmp_path.glob("begun_*")} == {prompts.row(i).prompt for i in range(4)}
+    assert queue.is_busy
+    (tmp_path / "open").touch()
+    assert queue.finish(range(8)).rewards.tolist() == [[1.0]] * 16
+    assert not queue.is_busy
+
+
+def test_an_async_function_judges_all_prompts_together(load_workers, make_groups):
+    """In one process and here: eight calls, none of which ends before all have begun."""
+    begun = threading.Barrier(8)
+
+    async def meets_all(completions):
+        begun.wait(20)
+        return [1.0] * len(completions)
+
+    prompts, groups = make_groups([("a", "b")] * 8)
+    functions = {"process": load_workers("meets_all"), "script": meets_all}
+    queue = add_all(functions, prompts, groups)
+    assert queue.finish(range(8)).rewards.tolist() == [[1.0, 1.0]] * 16
+
+
+def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_workers, make_groups):
+    """Random ones too, and those of a function that looks at the whole call; they come in order of the samples."""
+    prompts, groups = make_groups([("a", "b", "c")] * 6)
+    expected = reward_rollouts({"draws": load_workers("draws")}, prompts, flat(groups)).rewards.view(6, 3)
+    assert expected.unique().numel() == 18
+    mixed = [group[::-1] for group in groups[::-1]]
+    picked = [3, 0, 5, 1, 4, 2]
+    found = add_all({"draws": load_workers("draws", num_workers=3)}, prompts, mixed).finish(picked)
+    assert torch.equal(found.rewards.view(6, 3), expected[picked])
+    assert [row.place for row in found.rows] == [prompts.row(i).place for i in picked for _ in range(3)]
+
+
+def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_prompt_at_a_time(make_groups):
+    """It runs in another thread; `finish` alone waits for it."""
+    prompts, groups = make_groups([("a", "bb"), ("ccc", "dddd")])
+    is_open, calls = threading.Event(), []
+
+    def length(completions):
+        calls.append(completions)
+        assert is_open.wait(20)
+        return [len(text) for text in completions]
+
+    queue = add_all({"length": length}, prompts, groups)
+    wait_for(lambda: calls, "no call began")
+    queue.poll()
+    assert (len(calls), queue.is_busy, queue.ready()) == (1, True, set())
+    is_open.set()
+    assert queue.finish(range(2)).rewards.tolist() == [[1], [2], [3], [4]]
+    assert calls == [["a", "bb"], ["ccc", "dddd"]]
+
+
+def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for(make_groups):
+    """Its batches are those of the whole phase; columns go by the order of the functions.
+
+    A reward that does not apply is NaN: a 0 would enter its group's mean and std. Pitfall 59.
+    """
+    prompts, groups = make_groups([("a", "bb"), ("ccc", "dddd")])
+    calls = []
+
+    def length(prompts, completions):
+        calls.append(completions)
+        return [len(text) for text in completions]
+
+    functions = {"length": RewardModel(length), "f": lambda completions: [None, 1.0]}
+    queue = add_all(functions, prompts, groups[::-1])
+    assert calls == []
+    rewards = queue.finish(range(2)).rewards
+    assert torch.equal(rewards.nan_to_num(-9), torch.tensor([[1.0, -9], [2, 1], [3, -9], [4, 1]]).double())
+    assert calls == [["a", "bb", "ccc", "dddd"]]
+
+
+def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_workers, make_groups):
+    """Once it is there, without waiting for the others; it does not become a reward."""
+    prompts, groups = make_groups([("ok",), ("bad",)])
+    queue = add_all({"f": load_workers("raises_beside_a_hang", num_workers=2)}, prompts, groups)
+    for wait in (lambda: wait_for(queue.poll, "no call failed"), lambda: queue.finish(range(2))):
+        with pytest.raises(RewardError, match=r"row at f.jsonl:\d: raised(.|\n)*KeyError: 'bad'"):
+            wait()
+        assert queue.is_busy
+
+
+@pytest.mark.slow
+def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_workers, make_groups):
+    """Four calls that wait for one worker take longer than one may."""
+    prompts, groups = make_groups([("a",)] * 4)
+    queue = add_all({"naps": load_workers("naps", timeout_s=0.9)}, prompts, groups)
+    assert queue.finish(range(4)).rewards.isnan().all()

@@ -14,7 +14,7 @@ from minirl.model import batch_invariance
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.training.batch import Batch
-from minirl.training.frozen_models import FrozenModel, unparked
+from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import ChunkedLogprobs, value_batch
 from support.cuda_rules import pad_as_on_cuda
 from support.engines import CPU, score_at
@@ -223,10 +223,15 @@ def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):
     """Each use costs a copy to the device; afterwards the host has its own tensors back, and tied ones still are."""
     model = make_model(torch.float32, tied=True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # as a pinned one does
-    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *_, **__: tensor.clone())
     on_host = [parameter.data_ptr() for parameter in model.parameters()]
+
+    def check_device(model, batch):
+        assert {*on_host}.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        return [torch.zeros(len(batch.tokens))]
+
+    frozen = FrozenModel(model, check_device, names=["ref_logprobs"], device=torch.device("cuda"))
     for _ in range(2):
-        with unparked(model, torch.device("cuda"), park=True):
-            assert {*on_host}.isdisjoint(parameter.data_ptr() for parameter in model.parameters())
-            assert model.lm_head.weight is model.model.embed_tokens.weight
+        frozen.add_to(make_groups(0), [[0]])
         assert on_host == [parameter.data_ptr() for parameter in model.parameters()]

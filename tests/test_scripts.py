@@ -1,7 +1,6 @@
 """The scripts as users run them: torchrun on two ranks, forks, real input, and a run's files."""
 
 import json
-import re
 from contextlib import nullcontext
 
 import pytest
@@ -13,9 +12,7 @@ from support.scripts import (
     FAST_LEARNING,
     SCRIPTS,
     all_held_out,
-    branching_fork,
     read_metrics,
-    read_rollouts,
     reward_of,
     run_in_pool,
     scored_before_the_update,
@@ -27,37 +24,19 @@ ALGORITHMS = train_grpo.ALGORITHMS
 
 
 @pytest.mark.slow
-def test_default_run_learns_and_leaves_what_the_readme_says(two_ranks, runs):
-    """A short run on two ranks: rewards and held-out score rise, and every file is there. Under torchrun: row 1."""
+def test_default_run_learns(two_ranks, runs):
+    """A short run on two ranks: rewards and held-out score rise. Under torchrun: row 1."""
     flags = f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30"
     output = run_in_pool(two_ranks, "train_grpo.py", flags, runs=runs, under=all_held_out)
     metrics = read_metrics(runs / "a")
     rewards = [line["reward/mean"] for line in metrics]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
-    (scores,) = re.findall(r"held-out eval/reward: ([\d.]+) before, ([\d.]+) after", output)
-    assert 0.4 < float(scores[0]) < 0.5
-    assert float(scores[1]) > float(scores[0]) + 0.1
-    assert len(re.findall(r"^step ", output, re.MULTILINE)) == 30
+    before, after = metrics[0]["eval/before"], metrics[-1]["eval/reward"]
+    assert 0.4 < before < 0.5
+    assert after > before + 0.1
+    assert f"held-out eval/reward: {before:.3f} before, {after:.3f} after" in output
     assert all(line["policy/logp_gap_max"] <= 1e-5 for line in metrics)
     assert sorted(p.name for p in (runs / "a" / "checkpoints").iterdir()) == ["000020", "000030"]
-    rollouts = read_rollouts(runs / "a", 20)
-    assert [r["id"] for r in rollouts] == [[19 * 32 + i // 8, i % 8] for i in range(32 * 8)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_another_seed_gives_other_numbers_and_one_update_per_step_a_ratio_of_1(two_ranks, runs, script):
-    """Pitfalls 38 and 61: the ratio is exactly 1. That one seed gives the same numbers is in test_resume."""
-    flags = "--num-minibatches 1 --num-steps 2 --prompts-per-step 5 --group-size 3"
-    found = []
-    for seed in (1, 2):
-        folder = trained(two_ranks, runs / f"{script}-{seed}", script, f"--seed {seed} {flags}")
-        lines = list(map(untimed, read_metrics(folder)))
-        # A step in which all groups of three have equal rewards has no ratio.
-        assert {line["policy/ratio_max"] for line in lines if "policy/ratio_max" in line} == {1}
-        found.append((lines, read_rollouts(folder, 2)))
-    assert found[0][0] != found[1][0]
-    assert found[0][1] != found[1][1]
 
 
 @pytest.mark.slow
@@ -66,75 +45,55 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script):
     """Pitfall 48: taken from sampling or from a forward pass, four updates of a step see the same old policy."""
     flags = "--num-steps 1 --prompts-per-step 8 --group-size 4"
     flags += " --num-epochs 2 --num-minibatches 2 --temperature 0.7"
-    lines = {}
-    for kind, under in (("sampled", nullcontext), ("scored", scored_before_the_update)):
-        name = f"{script}-{kind}"
-        output = run_in_pool(one_rank, script, f"--run-name {name} {flags}", runs=runs, under=under)
-        lines[kind] = [untimed(line) for line in read_metrics(runs / name)]
-    if "bitwise: False" in output:
+    sampled, scored = (
+        trained(one_rank, runs / f"{script}-{kind}", script, flags, under=under)
+        for kind, under in (("sampled", nullcontext), ("scored", scored_before_the_update))
+    )
+    ((line,), (again,)) = map(read_metrics, (sampled, scored))
+    if line["policy/logp_gap_max"]:
         pytest.skip("this machine's products depend on the number of rows")
-    assert lines["sampled"] == lines["scored"]
-    assert all(line["policy/ratio_max"] > 1 for line in lines["scored"])
-
-
-@pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])
-def test_ranks_without_work_train_where_rows_are_not_padded(two_ranks, runs, script):
-    """As on CUDA: minibatches of one rollout leave one of two ranks without tokens, in scoring and training.
-
-    Pitfall 45.
-    """
-    flags = "--num-steps 1 --prompts-per-step 1 --group-size 3"
-    flags += " --num-minibatches 3 --correction token_truncate --entropy-coef 0.01"
-    folder = trained(two_ranks, runs / f"unpadded-{script}", script, flags, under=pad_as_on_cuda)
-    (metrics,) = read_metrics(folder)
-    assert metrics["count/rollouts"] == 3
-    assert metrics["optim/grad_norm"] > 0
+    assert untimed(line) == untimed(again)
+    assert line["policy/ratio_max"] > 1
 
 
 def test_world_size_need_not_divide_anything(two_ranks, runs):
-    """One prompt of three completions on two ranks, epochs, minibatches, KL, tiny microbatches, every norm.
+    """One prompt of three completions on two ranks, epochs, KL, tiny microbatches, every norm, as on CUDA unpadded.
 
-    Pitfall 4: all logprobs are at the sampling temperature. Pitfall 46: the schedule counts optimizer steps. Fault 43.
+    Minibatches of one rollout leave a rank without tokens. Pitfall 4: all logprobs are at the sampling temperature.
+    Pitfall 45. Pitfall 46: the schedule counts optimizer steps. Fault 43.
     """
     flags = "--num-steps 2 --prompts-per-step 1 --group-size 3"
-    flags += " --num-epochs 2 --num-minibatches 3 --kl-coef 0.1"
+    flags += (
+        " --num-epochs 2 --num-minibatches 3 --kl-coef 0.1 --correction token_truncate --entropy-coef 0.01"
+    )
     flags += " --max-tokens-per-microbatch 40 --loss-norm constant --advantage-norm none"
     flags += " --lr-schedule linear --lr 1e-6 --temperature 0.7"
-    first, last = read_metrics(trained(two_ranks, runs / "c", "train_grpo.py", flags))
+    folder = trained(two_ranks, runs / "c", "train_grpo.py", flags, under=pad_as_on_cuda)
+    first, last = read_metrics(folder)
     warm_up, decay = (0.2, 0.4, 0.6, 0.8, 1, 1), (6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7)
     assert first["optim/lr"] == pytest.approx(1e-6 * sum(warm_up) / 6)
     assert last["optim/lr"] == pytest.approx(1e-6 * sum(decay) / 6)
     assert first["policy/kl_ref_k3"] < 1e-4  # the reference is the policy that was sampled
     assert last["count/rollouts"] == 3
-    assert last["policy/kl_ref_k3"] >= 0
     assert last["policy/logp_gap_max"] <= 1e-5
+    assert last["optim/grad_norm"] > 0
 
 
 @pytest.mark.slow
 def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
-    """Five rollouts on two ranks: value warm-up, adaptive KL, bootstrap, epochs, minibatches, tiny microbatches."""
+    """Value warm-up, adaptive KL, bootstrap, epochs, minibatches of one or two of five rollouts, tiny microbatches."""
     flags = "--num-steps 3 --prompts-per-step 5 --value-warmup-steps 1"
     flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1 --kl-target 1"
     flags += " --max-tokens-per-microbatch 40 --bootstrap-truncated --gamma 0.99 --entropy-coef 0.01"
     flags += " --correction token_mask --kl-horizon 50 --temperature 0.7"
-    first, second, third = read_metrics(trained(two_ranks, runs / "d", "train_ppo.py", flags))
+    folder = trained(two_ranks, runs / "d", "train_ppo.py", flags, under=pad_as_on_cuda)
+    first, second, third = read_metrics(folder)
     assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
     assert first["value/grad_norm"] > 0
     assert second["optim/grad_norm"] > 0
     # Under the target: the coefficient sinks.
     assert first["reward/kl_coef"] == 0.1 > third["reward/kl_coef"]
     assert third["policy/logp_gap_max"] <= 1e-5
-
-
-def assert_all_time_has_a_cause(line: dict) -> None:
-    always = {"wait_ranks", "score", "update", "report", "host", "prefill", "decode"}
-    assert {f"time/{cause}" for cause in always} <= line.keys()
-    causes = {name: value for name, value in line.items() if name.startswith("time/") and name != "time/step"}
-    assert sum(causes.values()) == pytest.approx(line["time/step"], rel=0.01)
-    for name, seconds in causes.items():
-        largest = line[name.replace("time/", "time_max/")]
-        assert 0 <= seconds <= largest * 1.001 <= line["time_max/step"] * 1.01
-    assert 0 <= line["perf/idle_frac"] <= 1
 
 
 SLOW = """
@@ -165,77 +124,26 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
     lines = read_metrics(runs / f"slow-{function}")
     assert len(lines) == 2
     for line in lines:
-        assert_all_time_has_a_cause(line)
         assert line[f"time/wait_{function}"] >= 0.1
-        assert line["perf/idle_frac"] >= 0.1 / line["time/step"]
 
 
-@pytest.mark.parametrize(
-    ("pool", "name"),
-    [
-        ("one_rank", "dapo"),
-        *(slow("one_rank", name) for name in ALGORITHMS if name not in ("default", "dapo")),
-        # Between them they take every path.
-        *(slow("two_ranks", name) for name in ("dapo", "rloo", "reinforce++", "remax")),
-    ],
-)
-def test_every_preset_runs_and_sets_what_it_says(request, runs, name, pool):
-    """Two steps; the run's flags are the preset's, except the one that was given."""
+@pytest.mark.parametrize("name", ["dapo", *(slow(name) for name in ALGORITHMS if name != "dapo")])
+def test_every_preset_runs_and_sets_what_it_says(two_ranks, runs, name):
+    """Two steps; the run's flags are the preset's, except the one that was given. They take every path."""
     flags = f"--algorithm {name} --num-steps 2 --prompts-per-step 4 --clip-low 0.1"
-    folder = trained(request.getfixturevalue(pool), runs / f"{name}-{pool}", "train_grpo.py", flags)
+    folder = trained(two_ranks, runs / name, "train_grpo.py", flags)
     args = json.loads((folder / "args.json").read_text())
-    expected = ALGORITHMS[name] | {"clip_low": 0.1}
-    assert {flag: args[flag] for flag in expected} == expected
+    assert args | ALGORITHMS[name] | {"clip_low": 0.1} == args
     for line in read_metrics(folder):
         assert line["optim/grad_norm"] > 0
         assert line["count/rollouts"] == 4 * args["group_size"]
         assert None not in line.values()
-        assert ("policy/kl_ref_k3" in line) == bool(args["kl_coef"] or args["kl_reward_coef"])
-
-
-THREES = "float(c.count('3'))"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_grpo.py", "--loss-norm constant --kl-coef 0.1"),
-        ("train_grpo.py", "--loss-norm sequence_mean --kl-reward-coef 0.1 --advantage-norm batch_std"),
-        ("train_ppo.py", "--loss-norm sequence_mean --gae-lambda 1 --group-size 2"),
-    ],
-)
-def test_steps_are_the_same_whether_rollouts_have_one_branch_or_two(two_ranks, runs, tmp_path, script, flags):
-    """Counts, rewards, lengths, losses, KL and gradients: a rollout weighs the same, and every token counts once."""
-    name = "-".join(flags[2:].split())
-    flags += f" --num-steps 2 --num-minibatches 2 --prompts-per-step 6 {reward_of(tmp_path, THREES)}"
-    folders = [
-        trained(two_ranks, runs / f"{number}-{name}", str(path), flags)
-        for number, path in enumerate((script, branching_fork(tmp_path, script)))
-    ]
-    for whole, parts in zip(*map(read_metrics, folders), strict=True):
-        assert untimed(parts) == pytest.approx(untimed(whole), rel=1e-3, abs=1e-6)
-        assert whole["optim/grad_norm"] > 0.01
-    whole, parts = (read_rollouts(folder, 2) for folder in folders)
-    assert 2 in [len(line.pop("branches", [])) for line in parts]
-    for line in (*whole, *parts):
-        line["advantage"] = pytest.approx(line["advantage"], rel=1e-3, abs=1e-6)
-    assert parts == whole
-
-
-@pytest.mark.slow
-def test_ppo_raises_a_reward_and_the_kl_term_holds_it_back(two_ranks, runs, tmp_path):
-    """With the term less moves."""
-    flags = f"{reward_of(tmp_path, THREES)} --num-steps 8 --prompts-per-step 64"
+def test_ppo_raises_a_reward(two_ranks, runs, tmp_path):
+    reward = reward_of(tmp_path, "float(c.count('3'))")
+    flags = f"{reward} --num-steps 8 --prompts-per-step 64"
     flags += " --lr-schedule constant --warmup-updates 1"
-    gains, divergences = [], []
-    for kl_coef in ("1e-9", "1"):  # without a term there would be no reference to measure
-        folder = trained(
-            two_ranks, runs / f"threes-{kl_coef}", "train_ppo.py", flags, f"--kl-reward-coef {kl_coef}"
-        )
-        lines = read_metrics(folder)
-        gains.append(lines[-1]["eval/reward"] - lines[0]["eval/before"])
-        divergences.append(lines[-1]["policy/kl_ref_k3"])
-    assert gains[0] > 1.5
-    assert gains[0] > gains[1] + 0.6
-    assert divergences[0] > 2 * divergences[1]
+    lines = read_metrics(trained(two_ranks, runs / "threes", "train_ppo.py", flags))
+    assert lines[-1]["eval/reward"] > lines[0]["eval/before"] + 1.5

@@ -13,7 +13,6 @@ from minirl.model.config import Adapters
 from minirl.model.layers import Linear
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
-from minirl.ranks.process_group import host_group
 from minirl.run import planning, setup
 from support.engines import (
     CPU,
@@ -26,17 +25,16 @@ from support.marks import slow
 from support.models import RAW_CONFIG, make_folder, sharded
 from support.resuming import digests
 from support.scripts import (
+    read_metrics,
     trained,
     untimed,
 )
 
-WORLD = torch.distributed.group.WORLD
 
-
-def sharded_twin(whole: Transformer, rank: int, size: int) -> Transformer:
+def sharded_twin(whole: Transformer, rank: int) -> Transformer:
     """A model with this rank's rows of the layers' weights."""
     model = on_meta(whole.config).to(whole.lm_head.weight.dtype)
-    model.shards = Shards(WORLD, host_group(size))
+    model.shards = Shards()
     for layer in model.model.layers.modules():
         if isinstance(layer, Linear):
             layer.shard(model.shards)
@@ -67,7 +65,7 @@ def decoded(rollouts):
 
 def decode_both_ways(rank, whole, size, options):
     """This rank's share of the requests decoded from whole weights, and together; its share of the layers' bytes."""
-    model = sharded_twin(whole, rank, size)
+    model = sharded_twin(whole, rank)
     own = a_group_and_others()[rank::size]
     if rank == 1:
         own = own[:1]  # it is done long before the others
@@ -217,24 +215,22 @@ def values(tmp_path_factory, embedded_model):
     return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
 
 
-MODES = {"on": "--decode-group 2", "off": "--decode-group 1"}
-
-
 @pytest.mark.parametrize("case", [case if case == "kl" else slow(case) for case in RUNS])
 def test_a_run_that_decodes_from_shards_is_the_run_with_whole_weights(two_ranks, runs, values, case):
     """Rollouts' files, checkpoints and metrics: byte for byte. Ranks that decode together shard gradients."""
     script, flags = RUNS[case]
     found = []
-    for mode, decode_group in MODES.items():
+    for mode in ("on", "off"):
         folder = trained(
             two_ranks,
             runs / f"shards-{case}-{mode}",
             script,
             COMMON,
             flags.format(**values),
-            decode_group,
+            f"--shard-weights {mode}",
             under=sharding_gradients,
         )
+        assert all(("time/decode_comm" in line) == (mode == "on") for line in read_metrics(folder))
         found.append(untimed_digests(folder))
     in_slices, whole = found
     assert in_slices == whole, sorted(name for name in whole if in_slices.get(name) != whole[name])

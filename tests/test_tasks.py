@@ -1,11 +1,12 @@
 """Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
 
-import itertools
 import json
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from minirl.data import calculator
+from minirl.data.calculator import load_calculator
 from minirl.data.gsm8k import (
     INSTRUCTION,
     flexible_answer,
@@ -15,65 +16,45 @@ from minirl.data.gsm8k import (
     strict_answer,
     strict_score,
 )
-from minirl.data.jsonl import read_rows
-from minirl.data.sorting import ALPHABET, load_sorting, score
+from minirl.data.sorting import load_sorting, score
 from minirl.data.task import Row
-from minirl.errors import InputError
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from support.rollouts import rewards_of_call
+from support.scripts import ROOT, read_metrics, trained
 
+CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
 GOOD = '{"prompt": "hello", "answer": 3}'
-
-
-def eval_rows(task):
-    """All held-out rows."""
-    return list(itertools.chain(*task.eval_sets.values()))
 
 
 @pytest.fixture
 def write(tmp_path):
-    """A file of these bytes or lines, by path."""
+    """A file of these lines, by path."""
 
     def write_file(content, name="rows.jsonl"):
         path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else "\n".join(content).encode())
+        path.write_text("\n".join(content))
         return str(path)
 
     return write_file
-
-
-def test_a_missing_file_is_refused_by_name(tmp_path):
-    """A file that is not there, or is a folder."""
-    for path in (tmp_path / "none.jsonl", tmp_path):
-        with pytest.raises(InputError, match=f"there is no file {path}"):
-            read_rows(str(path))
 
 
 # Numbers that both read, that only the flexible one reads, and that neither does.
 STRICT = {
     "#### 18": 18,
     "#### 18.": 18,
-    "#### 18 .\n": 18,
-    "#### 18.0": 18,
     "#### 007": 7,
     "#### -7": -7,
     "#### $18": 18,
     "#### $1,234.50": 1234.5,
-    "#### 2.75.": 2.75,
     "she has 3 left #### 4": 4,
-    "#### 5\n#### 6": 6,
     "#### 5 or #### 7": 7,
 }
 FLEXIBLE = {
     "#### 5\nNo, wait.": 5,
-    "#### 5 and then 6": 6,
     "a #### in the middle, then 5": 5,
     "#### 18 dollars": 18,
-    "#### 50%": 50,
-    "#### **5**": 5,
     "#### 3/4": 4,
-    "#### 5 + 2 = 7": 7,
     "$5 + $6 = $11": 11,
     "it costs 3,000, then 4,": 4,
     "it fell to -3 degrees": -3,
@@ -91,21 +72,14 @@ def test_answers_are_extracted_by_the_table(text):
     assert flexible_answer(text) == (STRICT | FLEXIBLE).get(text)
 
 
-def test_scores_are_of_the_completion_alone():
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_scores_are_of_the_completion_alone(is_chat):
     """Also where the prompt holds the answer in the right format. Chats have completions too. Pitfall 19."""
-    row = Row("Is it\n#### 5" + INSTRUCTION, {"answer": 5.0}, "f:1")
+    prompt = "Is it\n#### 5"
+    row = Row([{"role": "user", "content": prompt}] if is_chat else prompt, {"answer": 5.0}, "f:1")
     texts = ["I do not know", "#### 5", "so 5", "#### 6"]
-    for prompt in (row.prompt, [{"role": "user", "content": row.prompt}]):
-        for function, expected in ((strict_score, [0, 1, 0, 0]), (flexible_score, [0, 1, 1, 0])):
-            assert rewards_of_call(function, replace(row, prompt=prompt), texts) == expected
-
-
-def test_gsm8k_rows_have_question_instruction_and_number(write):
-    """The reference's number is parsed once, at load; both scores are logged. Pitfall 56."""
-    path = write([json.dumps({"question": "How many?", "answer": "2*600=<<2*600=1200>>1200\n#### 1,200"})])
-    task = load_gsm8k(path, [])
-    assert task.train_rows == [Row("How many?" + INSTRUCTION, {"answer": 1200.0}, f"{path}:1")]
-    assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
+    assert rewards_of_call(strict_score, row, texts) == [0, 1, 0, 0]
+    assert rewards_of_call(flexible_score, row, texts) == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -123,113 +97,110 @@ def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(write, line, said):
 
 
 def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
-    """7473 and 1319 rows; each reference solution scores 1, strictly and flexibly, and another row's does not."""
-    for name, count in (("train", 7473), ("test", 1319)):
-        path = data_folder / "gsm8k" / f"{name}.jsonl"
-        rows = read_gsm8k(str(path))
-        assert len(rows) == count
-        solutions = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
+    """Each reference solution scores 1, strictly and flexibly, and another row's does not. Pitfall 56."""
+    train, test = (str(data_folder / "gsm8k" / f"{name}.jsonl") for name in ("train", "test"))
+    task = load_gsm8k(train, [test])
+    assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
+    for path, rows, count in ((train, task.train_rows, 7473), (test, task.eval_sets[test], 1319)):
+        examples = list(map(json.loads, Path(path).read_text().splitlines()))
+        assert [row.prompt for row in rows] == [example["question"] + INSTRUCTION for example in examples]
+        solutions = [example["answer"] for example in examples]
         answers = [row.columns["answer"] for row in rows]
         assert strict_score(solutions, answers) == flexible_score(solutions, answers) == [1.0] * count
         assert sum(strict_score(solutions[1:] + solutions[:1], answers)) < 0.1 * count
 
 
-def test_sorting_holds_out_what_it_does_not_train_on_and_scores_the_sorted_string_alone():
-    """Distinct strings of 4 to 8 digits, none in both parts, the same each time. Pitfall 57."""
-    task = load_sorting(num_train=2000, num_eval=100)
-    prompts = [row.prompt for row in (*task.train_rows, *eval_rows(task))]
-    assert (len(task.train_rows), len(eval_rows(task)), len(set(prompts))) == (2000, 100, 2100)
-    assert {len(prompt) - 1 for prompt in prompts} == {4, 5, 6, 7, 8}
-    assert set("".join(prompts)) == set(ALPHABET)
-    assert load_sorting(num_train=2000, num_eval=100) == task
+@pytest.mark.parametrize("load", [load_sorting, load_calculator])
+def test_embedded_tasks_hold_out_what_they_do_not_train_on(load):
+    """Distinct prompts, none in both parts nor in the examples of the warm start, the same each time. Pitfall 57."""
+    task = load(num_train=2000, num_eval=100)
+    assert load(num_train=2000, num_eval=100) == task
+    (held_out,) = task.eval_sets.values()
+    assert len({row.prompt for row in (*task.train_rows, *held_out)}) == 2100
+    asked = tuple(row.prompt for row in held_out)
+    assert not any(row.prompt.startswith(asked) for row in task.warm_start_rows)
     answers = [row.columns["answer"] for row in task.train_rows]
-    assert answers == ["".join(sorted(row.prompt[:-1])) for row in task.train_rows]
-    assert score(answers, answers) == [1.0] * 2000
-    assert max(map(len, answers)) < task.max_new_tokens
+    (exact,) = task.rewards.values()
+    assert exact(answers, answers) == [1.0] * 2000
+    assert sum(exact(answers[1:], answers[:-1])) < 20
+
+
+def test_the_sorted_string_alone_is_rewarded():
     wrong = ["", "1123 ", " 1123", "1123=", "123", "11233", "3211", "1123\n"]
-    assert score(wrong, ["1123"] * len(wrong)) == [0.0] * len(wrong)
+    assert score(["1123", *wrong], ["1123"] * 9) == [1.0] + [0.0] * 8
 
 
-@pytest.fixture
-def mine(tmp_path):
-    """The spec of a reward of one's own by its name; each returns another number."""
-    function = "def {}(completions):\n    return [{}.0 for _ in completions]\n"
-    names = {"three": 3, "four": 4, "strict": 5}
-    (tmp_path / "mine.py").write_text("".join(function.format(*item) for item in names.items()))
-    return lambda name: f"{tmp_path}/mine.py:{name}"
+def test_only_the_answer_behind_the_calculators_last_result_is_rewarded():
+    """Neither a call nor its result is one: using the tool earns nothing."""
+    call = "<calc>12*34</calc>"
+    right = ["408", f"{call}408=408", f"<calc>1*3</calc>3={call}408=408"]
+    wrong = ["", call, f"{call}408=", f"{call}408=40", "4080", f"{call}408=408="]
+    assert calculator.score([*right, *wrong], ["408"] * 9) == [1.0] * 3 + [0.0] * 6
+    assert calculator.calls([*right, *wrong]) == [0, 1, 1, 0, 1, 1, 1, 0, 1]
 
 
-def returned(functions):
-    """Each function's reward of one completion, in order."""
-    rows = Row("hello", {"answer": 3}, "f:1")
-    return [(name, rewards_of_call(function, rows, ["a"])) for name, function in functions.items()]
+@pytest.mark.slow
+def test_a_run_learns_to_call_the_calculator(two_ranks, tmp_path):
+    """Calls are rare at first and nearly all at the end; answers become right, so calls are answered."""
+    flags = f"--task calculator --rollout {CALCULATOR}:calculator --num-steps 12"
+    first, *_, last = read_metrics(trained(two_ranks, tmp_path / "learns", "train_grpo.py", flags))
+    assert first["reward/calls"] < 0.15
+    assert first["reward/exact"] < 0.1
+    assert last["reward/calls"] > 0.9
+    assert last["reward/exact"] > 0.5
 
 
-def test_each_of_several_reward_models_has_a_name_that_no_function_may_have(write, mine):
-    config = RunConfig(data=write([GOOD]), reward_model=("a", "b"), reward=(mine("three"),))
-    assert config.reward_models == {"reward_model": "a", "reward_model_2": "b"}
-    load_task(config)
-    with pytest.raises(InputError, match="the name reward_model_2 is taken"):
-        load_task(replace(config, reward=("mine.py:reward_model_2",)))
-
-
-def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write, mine):
+def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write):
     """A run trains on the user's functions, in order; the caller adds a reward model, which is enough for --data."""
     assert load_task(RunConfig()).name == "sorting"
-    path = write([json.dumps({"question": "q", "prompt": "q", "answer": "#### 3"})])
+    function = "def {}(completions):\n    return [{}.0 for _ in completions]\n"
+    mine = write([function.format("three", 3), function.format("four", 4)], "mine.py")
+    data = write(['{"question": "q", "prompt": "q", "answer": "#### 3"}'])
+    both = {"four": [4.0], "three": [3.0]}
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
-    three = {"reward": (mine("four"), mine("three"))}
-    both = [("four", [4.0]), ("three", [3.0])]
-    for flags, logged in (
-        ({"task": "gsm8k", "data": path, **three}, gsm8k),
-        ({"task": "sorting", **three}, {"exact": score}),
-        ({"data": path, "reward_model": ("dir",)}, {}),
-        ({"reward_model": ("dir",)}, {"exact": score}),
+    for flags, rewards, logged in (
+        ({"task": "gsm8k", "data": data, "reward": (f"{mine}:four", f"{mine}:three")}, both, gsm8k),
+        ({"data": data, "eval_data": (data,), "reward_model": ("dir",)}, {}, {}),
+        ({"reward_model": ("dir",)}, {}, {"exact": score}),
     ):
         task = load_task(RunConfig(**flags))
-        assert returned(task.rewards) == (both if "reward" in flags else [])
-        assert dict(task.extra_scores) == logged
-
-
-def test_two_rewards_of_one_name_are_refused(write, mine, tmp_path):
-    """Metrics and weights go by name: one would take the other's place, or that of the task's logged score."""
-    (tmp_path / "other.py").write_text("def three(completions):\n    return [0.0 for _ in completions]\n")
-    for other in (mine("three"), f"{tmp_path}/other.py:three"):
-        with pytest.raises(ValueError, match=r"--reward .*mine\.py:three .*: two functions of one name"):
-            load_task(RunConfig(reward=(mine("three"), other)))
-    path = write([json.dumps({"question": "q", "answer": "#### 3"})])
-    with pytest.raises(ValueError, match=r"--reward .*strict"):
-        load_task(RunConfig(task="gsm8k", data=path, reward=(mine("strict"),)))
+        row = Row("hello", {"answer": 3}, "f:1")
+        found = {name: rewards_of_call(function, row, ["a"]) for name, function in task.rewards.items()}
+        assert list(found.items()) == list(rewards.items())
+        assert task.extra_scores == logged
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"task": "gsm8k"}, "--task gsm8k needs --data"),
+        ({"task": "gsm8k", "data": "none.jsonl"}, "there is no file none.jsonl"),
         (
             {"data": "a.jsonl"},
             "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",
         ),
         ({"task": "sorting", "data": "a.jsonl"}, "leave out --data"),
-        ({"eval_data": ("a.jsonl",)}, "leave out --data and --eval-data"),
         ({"data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
+        # Metrics and weights go by name.
+        (
+            {"data": "a.jsonl", "eval_data": ("a/x.jsonl", "b/x.jsonl")},
+            "--eval-data .* two files of one name",
+        ),
+        (
+            {"reward": ("minirl.data.sorting:score", "mine.py:score")},
+            "--reward .*: two functions of one name",
+        ),
+        (
+            {"reward": ("minirl.data.calculator:calls",), "task": "calculator"},
+            "--reward .*: .* has a score calls",
+        ),
+        (
+            {"reward": ("mine.py:reward_model_2",), "reward_model": ("a", "b")},
+            "the name reward_model_2 is taken",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
         load_task(RunConfig(**arguments))
-
-
-def test_several_held_out_files_are_kept_apart(write, tmp_path):
-    """By their paths; two of one name would give one metric, and are refused."""
-    first = write([GOOD] * 2, "easy.jsonl")
-    second = write([GOOD] * 3, "hard.jsonl")
-    config = RunConfig(task="jsonl", data=first, eval_data=(first, second), reward_model=("dir",))
-    task = load_task(config)
-    assert (task.name, len(task.train_rows), task.rewards) == ("easy", 2, {})
-    assert {path: len(rows) for path, rows in task.eval_sets.items()} == {first: 2, second: 3}
-    (tmp_path / "other").mkdir()
-    again = write([GOOD], "other/easy.jsonl")
-    with pytest.raises(InputError, match=r"--eval-data .* two files of one name"):
-        load_task(replace(config, eval_data=(first, again)))

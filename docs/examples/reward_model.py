@@ -99,7 +99,7 @@ def main(config: Config) -> int:
     model, optimizer = setup.load_trainable(
         setup.model_config, setup.model_folder, is_frozen=lambda name: name.startswith(frozen)
     )
-    run = Run(setup, {"reward_model": (model, optimizer)}, folders={"reward_model": setup.model_folder})
+    run = Run(setup, {"reward_model": (model, optimizer)})
     held_out = [pair_of(setup.held_out, i) for i in range(setup.held_out.num_prompts)]
     progress = run.progress
 
@@ -118,7 +118,7 @@ def main(config: Config) -> int:
             metrics.add_total("policy/loss", loss.detach())
             metrics.add_values("reward/accuracy", chosen > rejected)
         metrics.refuse_nonfinite(update=progress.update)
-        lr = run.learning_rate(config.peak_lr)
+        lr = config.learning_rate(progress.update, config.peak_lr)
         metrics.add("optim/lr", lr)
         metrics.add("optim/grad_norm", model.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
         progress.update += 1

@@ -82,7 +82,7 @@ def main(config: Config) -> int:
             metrics.add_total("policy/loss", loss.detach())
             metrics.add_total("count/tokens", micro.loss_mask.sum())
         metrics.refuse_nonfinite(update=run.progress.update)
-        lr = run.learning_rate(config.peak_lr)
+        lr = config.learning_rate(run.progress.update, config.peak_lr)
         metrics.add("optim/lr", lr)
         metrics.add("optim/grad_norm", policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
         run.progress.update += 1

@@ -244,10 +244,6 @@ class PromptStream:
         random.Random(f"{self.seed} {epoch}").shuffle(order)
         return order
 
-    def epoch(self, prompt_ordinal: int) -> float:
-        """Return the number of epochs before a prompt, as a fraction."""
-        return prompt_ordinal / self.num_prompts
-
     def _without_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
         """Return the rows that are served, see `__init__`. lengths: the tokens of each. Raises InputError."""
         longest = self._max_prompt_tokens

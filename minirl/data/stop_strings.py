@@ -8,7 +8,7 @@ from minirl.data.tokenizer import Tokenizer
 # A decoder writes this for bytes that are not a character.
 _REPLACEMENT = "\ufffd"
 # Tokens of the tail beyond those that a string can span. At the start of the tail a token may decode differently
-# (without its space, or with the mark of a word's continuation), and some text appears only with the next token.
+# (without its space), and some text appears only with the next token.
 _MARGIN = 4
 
 
@@ -46,20 +46,11 @@ class StopStrings:
         # A string in the run begins at one of its tokens.
         byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
         for start in itertools.chain([first], byte_starts):
-            text = self._decode(tail[start:])
-            string = self._completed(tail[start:], text)
+            text = self._tokenizer.backend.decode(
+                tail[start:], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            # One that an earlier token completed has ended the turn there.
+            string = next((string for string in self.strings if string in text), None)
             if string is not None or _REPLACEMENT not in text:
                 return string
         return None
-
-    def _completed(self, ids: list[int], text: str) -> str | None:
-        """Return the first string in the text of these ids that their last one completes."""
-        contained = [string for string in self.strings if string in text]
-        if not contained:
-            return None
-        # Text that the tail's first token shows only at the start is in the text before the last token too.
-        before = self._decode(ids[:-1])
-        return next((string for string in contained if text.count(string) > before.count(string)), None)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode_known(ids, skip_special_tokens=False, cleans_spaces=False)

@@ -14,7 +14,7 @@ RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 # Reward functions that name these get them too.
-EPISODE_ARGUMENTS = ("messages", "rewards_given", "episodes", "environments")
+EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 # Each has "role" and "content", a text. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
 # To append between two turns: text, token ids or messages.
@@ -70,27 +70,21 @@ def conversation(
     extends up to the next messages.
     """
     messages = [dict(message) for message in before]
-    last: Callable[[], str | dict[str, Any]] | None = None
-    for inserted, answer in turns:
-        if inserted:
-            _add_answer(messages, last)
-            messages += (dict(message) for message in inserted)
-        last = answer
-    _add_answer(messages, last)
+    turns = list(turns)
+    for i, (inserted, answer) in enumerate(turns):
+        messages += (dict(message) for message in inserted)
+        goes_on = i + 1 < len(turns) and not turns[i + 1][0]
+        if goes_on:
+            continue
+        said = answer()
+        if isinstance(said, str):
+            said = {"role": "assistant", "content": said}
+        # Only the message before the episode can be the assistant's too.
+        if messages and messages[-1]["role"] == "assistant":
+            last = messages.pop()
+            said = {**last, **said, "content": last["content"] + said["content"]}
+        messages.append(said)
     return messages
-
-
-def _add_answer(messages: Messages, answer: Callable[[], str | dict[str, Any]] | None) -> None:
-    """Add an answer to a conversation. Only the message before the episode can be the assistant's too."""
-    if answer is None:
-        return
-    said = answer()
-    if isinstance(said, str):
-        said = {"role": "assistant", "content": said}
-    if messages and messages[-1]["role"] == "assistant":
-        before = messages.pop()
-        said = {**before, **said, "content": before["content"] + said["content"]}
-    messages.append(said)
 
 
 def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:

@@ -214,22 +214,14 @@ class Tokenizer:
         that, a wrong completion could get the reward of a right one.
         """
         tokens = ids.tolist() if isinstance(ids, Tensor) else ids
-        cleans_spaces = bool(self.backend.clean_up_tokenization_spaces)
         parts = []
         for is_known, group in itertools.groupby(tokens, key=lambda token: token < self.num_ids):
             part = list(group)
             if is_known:
-                parts.append(self.decode_known(part, skip_special_tokens, cleans_spaces))
+                parts.append(self.backend.decode(part, skip_special_tokens=skip_special_tokens))
             else:
                 parts.append("\ufffd" * len(part))
         return "".join(parts)
-
-    def decode_known(self, ids: list[int], skip_special_tokens: bool, cleans_spaces: bool) -> str:
-        """Return the text of ids that the tokenizer has. cleans_spaces: removes spaces before punctuation."""
-        text: str = self.backend.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=cleans_spaces
-        )
-        return text
 
 
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:

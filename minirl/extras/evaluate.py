@@ -22,14 +22,15 @@ from typing import Annotated, Any
 import tyro
 
 from minirl.episodes.episode import one_turn
-from minirl.errors import refuse
+from minirl.errors import InputError, refuse
 from minirl.files import durable
-from minirl.files.json_files import json_lines, read_json_object
+from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
 from minirl.report.evaluation import Record, bootstrap_interval
-from minirl.report.logger import write_args
+from minirl.report.logger import Logger
+from minirl.rollouts import MAX_TOP_K, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
 from minirl.run.config import (
@@ -41,9 +42,8 @@ from minirl.run.config import (
     RunNameFlags,
 )
 from minirl.run.flags import early_value, parse
-from minirl.run.run_folder import runs_root
+from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
-from minirl.training.advantages import weighted_scores
 
 # The flags of a run that its evaluation repeats.
 OF_RUN = (
@@ -62,6 +62,13 @@ class EvaluationFlags(MachineFlags, RunNameFlags, RewardFlags, GenerationFlags, 
     eval_rows: int = 10**9  # most rows used from each file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
     """completions of each row, sampled at --temperature; 0: one, greedy"""
+    top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
+    top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be sampled."""
+        return Truncation(self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -81,12 +88,12 @@ def _is_checkpoint(model: str) -> bool:
 
 def _run_of(model: str) -> Path | None:
     """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
-    folder = Path(model)
     if _is_checkpoint(model):
-        return folder.resolve().parent.parent
-    is_model = os.path.exists(folder / "config.json")
-    runs = () if is_model else (folder, runs_root() / model)
-    return next((run for run in runs if os.path.exists(run / "args.json")), None)
+        return Path(model).resolve().parent.parent
+    is_model = os.path.exists(os.path.join(model, "config.json"))
+    with contextlib.suppress(InputError):
+        return None if is_model else find_run(model, "args.json")
+    return None
 
 
 def _newest_checkpoint(model: str) -> str:
@@ -116,15 +123,6 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     return Config(**vars(flags))
 
 
-def checked(config: Config) -> Config:
-    """The config with the rows to evaluate as `eval_data`. Raises InputError for flags that cannot be used."""
-    files = config.eval_data or tuple(filter(None, [config.data]))
-    # No other rows are read, as nothing is trained on them.
-    config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
-    check_shared(config)
-    return config
-
-
 def evaluate_prompts(setup: Setup) -> list[Record]:
     """Make and reward this rank's rollouts of all prompts; return their records. Not collective."""
     engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
@@ -136,13 +134,12 @@ def evaluate_prompts(setup: Setup) -> list[Record]:
         num_requests=len(own) * (setup.config.eval_samples or 1),
         num_open=2 * setup.sizes.max_running_requests,
     ):
-        scores = weighted_scores(rewarded.rewards, setup.score_weights)
-        records += setup.records(rewarded, reward=scores)
+        records += setup.records(rewarded, setup.score_weights)
     return records
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
-    """The JSON of an evaluation. records: those of all prompts, in order of their ids."""
+    """The JSON of an evaluation. records: those of all prompts."""
     config = setup.config
     scores: dict[str, Any] = {}
     for name, of_prompts in setup.eval_values(records).items():
@@ -154,7 +151,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
-        **(config.truncation._asdict() if config.top_k else {}),
+        **(config.truncation._asdict() if config.truncation.top_k else {}),
         "scores": scores,
     }
 
@@ -166,22 +163,33 @@ def evaluate(config: Config) -> dict[str, Any]:
     model = _newest_checkpoint(config.model) if config.model and rank() == 0 else None
     setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
     setup.print_start()
-    parts = gather_objects(evaluate_prompts(setup))
+    folder = setup.folder.path
+    logger = Logger(folder, setup.args(), wandb_mode="off")
+    own = evaluate_prompts(setup)
+    logger.log_rollouts(0, own)
+    records = itertools.chain(*gather_objects(own))
     if rank() != 0:
         return {}
-    records = sorted(itertools.chain(*parts), key=lambda record: record["id"])
-    result = result_of(setup, records)
-    folder = setup.folder.path
-    write_args(folder, setup.args())
-    (folder / "rollouts").mkdir(exist_ok=True)
-    durable.replace_file(folder / "rollouts" / "000000.jsonl", json_lines(records))
+    result = result_of(setup, list(records))
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result
 
 
 def main(config: Config) -> int:
     """Evaluate and print the JSON; returns the exit code. Every rank runs it."""
-    config = checked(config)
+    files = config.eval_data or tuple(filter(None, [config.data]))
+    # No other rows are read, as nothing is trained on them.
+    config = dataclasses.replace(config, data=next(iter(files), None), eval_data=files)
+    check_shared(config)
+    refuse(
+        not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be a number from 0 to {MAX_TOP_K}"
+    )
+    refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p}: must be greater than 0 and at most 1")
+    refuse(
+        config.top_p < 1 and not config.top_k,
+        f"--top-p {config.top_p}: needs --top-k, which bounds the tokens that are sorted; add --top-k {MAX_TOP_K}, "
+        "the most",
+    )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)
     print0(json.dumps(result, indent=2))

@@ -16,10 +16,8 @@ from minirl.errors import InputError
 from minirl.files.json_files import read_json_lines
 from minirl.run.run_folder import find_run
 
-# The account of time, from the ground up.
-CAUSES = (
-    "prefill decode decode_comm score update refresh wait_ranks wait_replies wait_rewards eval save "
-    "report host"
+METRICS = (
+    "reward/mean policy/entropy policy/kl_ref_k3 policy/kl_old_k3 len/mean policy/logp_gap_max"
 ).split()
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
@@ -29,7 +27,7 @@ Runs = list[tuple[str, Lines]]  # each with its name
 def read_run(name: str) -> tuple[str, Lines]:
     """A run's name and the numbers of its steps. Raises InputError if it has no steps."""
     folder = find_run(name, "metrics.jsonl")
-    lines, _ = read_json_lines(folder / "metrics.jsonl")
+    lines = read_json_lines(folder / "metrics.jsonl")
     if not lines:
         raise InputError(f"{folder}/metrics.jsonl has no steps yet")
     return folder.resolve().name, lines
@@ -61,11 +59,11 @@ def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
 
 
 def draw_time(axes: Any, lines: Lines) -> None:
-    """The seconds of a run's steps by cause, one upon the other; a fork's own causes last."""
+    """The seconds of a run's steps by cause, one upon the other."""
     from matplotlib import colormaps
 
     found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
-    causes = [cause for cause in CAUSES if cause in found] + sorted(found - {*CAUSES, "step"})
+    causes = sorted(found - {"step"})
     stack = [running_mean([line.get(f"time/{cause}") or 0.0 for line in lines]) for cause in causes]
     if stack:
         colors = colormaps["tab20"](range(len(causes)))
@@ -78,9 +76,7 @@ def draw(runs: Runs) -> Any:
     """The picture, a figure of matplotlib."""
     from matplotlib.figure import Figure
 
-    has_reference = any(series(lines, "policy/kl_ref_k3")[0] for _, lines in runs)
-    kl = "policy/kl_ref_k3" if has_reference else "policy/kl_old_k3"
-    metrics = ["reward/mean", "policy/entropy", kl, "len/mean", "policy/logp_gap_max"]
+    metrics = [metric for metric in METRICS if any(series(lines, metric)[0] for _, lines in runs)]
     num_axes = len(metrics) + len(runs)
     num_rows = math.ceil(num_axes / 3)
     figure = Figure(figsize=(13, 3.5 * num_rows), layout="constrained")

@@ -32,14 +32,6 @@ def step_file(run: str, step: int | None) -> Path:
     return files[number]
 
 
-def texts_of(path: Path) -> list[str]:
-    """A step's rollouts as text, in the order of their ids. A line that was cut off is named on stderr and left out."""
-    rollouts, damaged = read_json_lines(path)
-    for number in damaged:
-        print(f"note: {path}:{number} is not a rollout and is left out", file=sys.stderr)
-    return ["\n".join(lines_of(rollout)) for rollout in rollouts]
-
-
 def lines_of(rollout: Rollout) -> Iterator[str]:
     """A rollout as text, without the control characters of its own."""
     ordinal, sample = rollout["id"]
@@ -77,7 +69,7 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         path = step_file(given.run, given.step)
-        texts = texts_of(path)
+        texts = ["\n".join(lines_of(rollout)) for rollout in read_json_lines(path)]
         print(*texts[: given.num], f"{len(texts)} rollouts in {path}", sep="\n\n", flush=True)
     except InputError as error:
         print(f"error: {escaped(str(error))}", file=sys.stderr)

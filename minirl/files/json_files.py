@@ -1,8 +1,9 @@
 """JSON in files. In others' files a key that an object has twice is refused; json would take the last."""
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,13 @@ def parse_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
-def json_lines(values: Iterable[Any]) -> str:
-    """The text of a file with one value on each line."""
-    return "".join(json.dumps(value) + "\n" for value in values)
-
-
-def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects in a file with one on each line, and the numbers of the damaged lines: cut off, or no object.
-
-    A blank line is neither. Raises OSError.
-    """
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a run's file with one on each line, without lines that a kill cut off. Raises OSError."""
     objects = []
-    damaged = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            objects.append(value)
-        else:
-            damaged.append(number)
-    return objects, damaged
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            objects.append(json.loads(line))
+    return objects
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -111,10 +111,8 @@ class Engine:
         self._running = self._no_requests()
         # The stem of the group that is admitted only in part; its other requests are waiting.
         self._stem: _Stem | None = None
-        # Requests between two turns, oldest first: the rows of those in the cache, and the lengths of those that were
-        # dropped from it.
+        # The rows of requests between two turns, oldest first.
         self._held: dict[RolloutId, int] = {}
-        self._dropped: dict[RolloutId, int] = {}
         # The rows of resumed requests that have tokens which the cache lacks.
         self._resumed: deque[int] = deque()
         # Have requests finished since the cache was last compacted?
@@ -133,16 +131,13 @@ class Engine:
         """Queue requests, and continue those that are between two turns. Not collective.
 
         Neighbours with the same prompt share one prefill. Of a request between two turns, which has more tokens than
-        before, only the new ones are computed, unless the cache had to drop the others.
+        before, only the new ones are computed, unless the cache had to drop the others. Requests that have tokens come
+        before the others.
         weight_version: recorded with each token sampled from now on.
-        Raises InputError for a request that is longer than the model's positions or the whole cache, has nothing to
-        sample, or has stop strings without a test. Nothing is queued then, and requests between two turns stay as they
-        were.
+        Raises InputError for a request that is longer than the model's positions or the whole cache. Nothing is queued
+        then, and requests between two turns stay as they were.
         """
         for request in requests:
-            if not request.prompt_ids or request.max_new_tokens <= len(request.sampled):
-                what = f"max_new_tokens >= {len(request.sampled) + 1}"
-                raise InputError(f"{request.rollout_id}: needs a prompt and {what}")
             max_length = len(request.prompt_ids) + request.max_new_tokens
             max_positions = self.config.max_position_embeddings
             if max_length > max_positions:
@@ -151,26 +146,25 @@ class Engine:
                 )
             if max_length > self.cache_tokens:
                 raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
-            if request.stop and self._make_stop_test is None:
-                raise InputError(
-                    f"{request.rollout_id}: stop strings need Engine(make_stop_test=partial(StopStrings, tokenizer))"
-                )
         if requests and self._cache is None:
             self._allocate()
         self.weight_version = weight_version
+        begun: list[Request] = []  # with tokens that the cache lacks
         for request in requests:
-            if (row := self._held.pop(request.rollout_id, None)) is not None:
+            if request.rollout_id in self._held:
+                row = self._held.pop(request.rollout_id)
                 self._running.admit(request, row)
                 self._resumed.append(row)
-            elif self._dropped.pop(request.rollout_id, None) is not None:
-                self._waiting.appendleft(request)
+            elif request.sampled:
+                begun.append(request)
             else:
                 self._waiting.append(request)
+        self._waiting.extendleft(reversed(begun))
 
     @property
     def is_busy(self) -> bool:
-        """Return whether requests are unfinished or wait for another turn."""
-        return bool(self._running or self._waiting or self._resumed or self._held or self._dropped)
+        """Return whether requests are unfinished, or wait in the cache for another turn."""
+        return self.is_decoding or bool(self._held)
 
     @property
     def is_decoding(self) -> bool:
@@ -184,14 +178,10 @@ class Engine:
         return self.is_decoding or (shards is not None and shards.others_decode)
 
     def release(self, *rollout_ids: RolloutId) -> None:
-        """End requests that wait for a further turn. Not collective. Raises InputError for one that does not."""
+        """End requests that wait for a further turn. Not collective."""
         for rollout_id in rollout_ids:
             if rollout_id in self._held:
                 self._forget(self._held.pop(rollout_id))
-            elif self._dropped.pop(rollout_id, None) is None:
-                raise InputError(
-                    f"{rollout_id}: does not wait for a further turn; did it hold, and has its turn ended?"
-                )
         if not self.is_busy:
             self._end_phase()
 
@@ -282,11 +272,7 @@ class Engine:
         """Allocate the cache, with CUDA graphs plus the padding's block."""
         num_padding_rows = int(self.cuda_graphs)
         self._cache = KVCache(
-            self.config.attention_windows,
-            delta_net=self.config.delta_net,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.config.head_dim,
-            num_query_groups=self.config.num_attention_heads // self.config.num_key_value_heads,
+            self.config,
             num_tokens=self.cache_tokens + num_padding_rows * PAGED_BLOCK,
             max_sequences=self.max_running_requests + num_padding_rows,
             dtype=self.dtype,
@@ -356,7 +342,7 @@ class Engine:
             stem = self._stem if self._stem and _have_one_stem(request, self._stem.first) else None
             if stem is None and admitted and num_prefill_tokens + length > self.max_prefill_tokens:
                 break
-            num_spare = cache.num_free_blocks if stem else cache.spare_blocks(length)
+            num_spare = cache.spare_blocks(0 if stem else length)
             num_blocks = cache.num_new_blocks(length, self.room_tokens)
             if length % cache.block_size != 0:
                 num_blocks += 1  # a fork's copy of the last, partial block
@@ -387,36 +373,26 @@ class Engine:
         return admitted
 
     def _free_one(self) -> bool:
-        """Free the blocks of the stem, or of a request between two turns. Returns False if there is neither."""
+        """Free the blocks of the stem, or else of the request that has waited the shortest for its next turn.
+
+        The stem is prefilled again for the rest of its group, and the request for its next turn. If replies take
+        equally long, those that have waited longest get theirs first. Returns False if there is neither.
+        """
         if self._stem is not None:
-            self._drop_stem()
+            self._live_cache.free(self._stem.row)
+            self._stem = None
         elif self._held:
-            self._drop_held()
+            _, row = self._held.popitem()
+            self._forget(row)
             self.stats.drops += 1
         else:
             return False
         return True
 
-    def _drop_stem(self) -> None:
-        """Free the blocks of the stem. It is prefilled again for the rest of its group."""
-        assert self._stem is not None, "there is no stem"
-        self._live_cache.free(self._stem.row)
-        self._stem = None
-
-    def _drop_held(self) -> None:
-        """Free the blocks of the request that has waited the shortest for its next turn. It will be prefilled again.
-
-        If replies take equally long, those that have waited longest get theirs first.
-        """
-        rollout_id, row = self._held.popitem()
-        self._dropped[rollout_id] = int(self._running.lengths(torch.tensor(row)))
-        self._forget(row)
-
     def _blocks_soon(self) -> int:
         """How many blocks the admitted requests may need for `room_tokens` more tokens each.
 
-        This includes requests between two turns, and the whole length of those that were dropped, so that none has to
-        give way to a new request.
+        This includes requests between two turns, so that none has to give way to a new request.
         """
         cache, running = self._live_cache, self._running
         in_turn = torch.tensor([*running.rows.tolist(), *self._resumed], dtype=torch.int64)
@@ -425,10 +401,7 @@ class Engine:
         ends[: len(in_turn)].clamp_(max=running.limits[in_turn])
         # The cache need not hold the newest of these tokens.
         num_more = running.prompt_lengths[rows] + ends - 1 - cache.lengths[rows]
-        num_blocks = int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
-        for length in self._dropped.values():
-            num_blocks += ceil_div(length + self.room_tokens, cache.block_size)
-        return num_blocks
+        return int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
 
     def _prefill(self, admitted: list[tuple[Request, _Stem]]) -> None:
         """Run the new stems packed end to end, fork them, and sample the next token of each request."""

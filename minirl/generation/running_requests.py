@@ -48,11 +48,8 @@ class RunningRequests:
         self.token_index = torch.zeros(num_rows, dtype=torch.int64)
         self.counts = torch.zeros(num_rows, dtype=torch.int64)
         self.past_requests = torch.zeros(num_rows, dtype=torch.int64)
-        # [rows, columns]: the tokens after the prompt that were read; each row has `counts` of them.
-        self._tokens = torch.zeros(num_rows, 0, dtype=torch.int64)
-        self._logprobs = torch.zeros(num_rows, 0)
-        self._weight_versions = torch.zeros(num_rows, 0, dtype=torch.int32)
-        self._is_sampled = torch.zeros(num_rows, 0, dtype=torch.bool)
+        # Matrices [rows, columns] of the tokens after the prompt that were read; each row has `counts` of them.
+        self._read = Completion(*(stream.expand(num_rows, 0) for stream in vars(NO_TOKENS).values()))
         # The stop tokens of all requests so far, and whether one had stop strings; each request has its own.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_strings = False
@@ -89,10 +86,8 @@ class RunningRequests:
         count = len(request.sampled)
         self.counts[row] = count
         if count:
-            self._tokens[row, :count] = request.sampled.tokens
-            self._logprobs[row, :count] = request.sampled.logprobs
-            self._weight_versions[row, :count] = request.sampled.weight_versions
-            self._is_sampled[row, :count] = request.sampled.is_sampled
+            for name, stream in vars(request.sampled).items():
+                getattr(self._read, name)[row, :count] = stream
         self._stop_ids |= request.stop_ids
         self._has_stop_strings |= bool(request.stop)
 
@@ -112,7 +107,7 @@ class RunningRequests:
 
     def tokens_after(self, row: int, length: int) -> Tensor:
         """The tokens of a request after the first `length`, which include the prompt; int64."""
-        return self._tokens[row, length - int(self.prompt_lengths[row]) : self.counts[row]]
+        return self._read.tokens[row, length - int(self.prompt_lengths[row]) : self.counts[row]]
 
     def read(self, pending: "PendingTokens") -> dict[int, str]:
         """Wait for the tokens, then give each request its own; returns the rows of those that end with it, and why.
@@ -124,10 +119,10 @@ class RunningRequests:
         rows = pending.rows[is_wanted]
         tokens = tokens[is_wanted]
         index = self.counts[rows]
-        self._tokens[rows, index] = tokens
-        self._logprobs[rows, index] = logprobs[is_wanted]
-        self._weight_versions[rows, index] = pending.weight_version
-        self._is_sampled[rows, index] = True
+        self._read.tokens[rows, index] = tokens
+        self._read.logprobs[rows, index] = logprobs[is_wanted]
+        self._read.weight_versions[rows, index] = pending.weight_version
+        self._read.is_sampled[rows, index] = True
         self.counts[rows] += 1
         is_full = self.counts[rows] >= self.limits[rows]
         may_end = is_full | torch.isin(tokens, torch.tensor(list(self._stop_ids), dtype=torch.int64))
@@ -169,11 +164,11 @@ class RunningRequests:
                 rows_of.setdefault(strings, []).append(row)
         stopped: list[int] = []
         for strings, tested in rows_of.items():
-            assert self._make_stop_test is not None  # such requests are refused
+            assert self._make_stop_test is not None, "stop strings need Engine(make_stop_test=...)"
             test = self._make_stop_test(strings)
             ends = self.counts[tested]
             columns = ends[:, None] + torch.arange(-test.max_tokens, 0)
-            tails = self._tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()
+            tails = self._read.tokens[torch.tensor(tested)[:, None], columns.clamp(min=0)].tolist()
             # How many tokens of each tail came before the turn.
             starts = torch.tensor([self.requests[row].turn_start for row in tested])
             befores = (starts + test.max_tokens - ends).clamp(min=0).tolist()
@@ -183,40 +178,30 @@ class RunningRequests:
 
     def _completion(self, row: int) -> Completion:
         """The tokens read so far; they share this object's memory."""
-        part = (row, slice(int(self.counts[row])))
-        return Completion(
-            self._tokens[part],
-            self._is_sampled[part],
-            self._logprobs[part],
-            self._weight_versions[part],
-        )
+        return self._read[row, : int(self.counts[row])]
 
     def _make_room(self, row: int, num_columns: int) -> None:
         """Grow the arrays if they lack this row, and the matrices if they have fewer columns."""
-        num_rows, num_old_columns = self._tokens.shape
+        num_rows, num_old_columns = self._read.tokens.shape
         if row < num_rows and num_columns <= num_old_columns:
             return
+        # Twice as many, so that slowly growing turns do not copy the matrices each time.
         if row >= num_rows:
             num_rows = max(row + 1, 2 * num_rows)
-        # Twice as many, so that slowly growing turns do not copy the matrices each time.
-        lacks_columns = num_columns > num_old_columns
-        num_columns = max(num_columns, 2 * num_old_columns) if lacks_columns else num_old_columns
-        num_used = int(self.counts.max())
+        if num_columns > num_old_columns:
+            num_columns = max(num_columns, 2 * num_old_columns)
+        num_columns = max(num_columns, num_old_columns)
         for name, array in vars(self).items():
             if isinstance(array, Tensor) and name != "rows":
-                shape = (num_rows, num_columns)[: array.ndim]
-                setattr(self, name, _grown(array, shape, num_used))
-
-
-def _grown(array: Tensor, shape: tuple[int, ...], num_used: int) -> Tensor:
-    """A larger array with these rows; of a matrix it copies the first `num_used` columns."""
-    if array.ndim == 1:
-        return F.pad(array, (0, shape[0] - len(array)))
-    # Not zeros: memory that is never written takes no pages.
-    grown = array.new_empty(shape)
-    old = array[:, :num_used]
-    grown[tuple(map(slice, old.shape))] = old
-    return grown
+                setattr(self, name, F.pad(array, (0, num_rows - len(array))))
+        num_used = int(self.counts.max())
+        grown = []
+        for old in vars(self._read).values():
+            # Not zeros: memory that is never written takes no pages.
+            new = old.new_empty(num_rows, num_columns)
+            new[: len(old), :num_used] = old[:, :num_used]
+            grown.append(new)
+        self._read = Completion(*grown)
 
 
 class PendingTokens:

@@ -65,54 +65,53 @@ def concatenated_ranges(starts: Tensor | Sequence[int], lengths: Tensor | Sequen
 
 @dataclass(frozen=True)
 class CachePool:
-    """The cached keys and values, in S blocks, of the layers that share one window.
+    """The cached keys and values of all layers with attention, in S blocks.
 
     keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], which products can read as they lie.
-    kernel: the result of `decode_kernel_for`.
+    index_of_layer: where a layer is among them. kernel: the result of `decode_kernel_for`.
     """
 
     keys: Tensor
     values: Tensor
-    window: int | None
+    index_of_layer: Mapping[int, int]
     kernel: str
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]."""
+        index = self.index_of_layer[layer]
+        return self.keys[index], self.values[index]
 
 
 @dataclass(frozen=True)
 class DecodeRead:
-    """The keys that B requests read from a pool in a decode step.
+    """The keys that B requests read from the cache in a decode step.
 
     blocks int32 [B, n]: the block table.
-    lengths int32 [B]: how many keys a request has in the blocks of its table, its new token included.
-    index, and mask fp32 [B, 1, 1, n x BLOCK] of the keys in these blocks: for the portable kernel only.
+    lengths int32 [B]: how many keys a request has, its new token included.
+    index, and by window the mask fp32 [B, 1, 1, n x BLOCK] of the keys in these blocks: for the portable kernel only.
     """
 
     blocks: Tensor
     lengths: Tensor
     index: portable_attention.DecodeIndex | None = None
-    mask: Tensor | None = None
+    masks: Mapping[int | None, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Cached:
-    """A pool, the places where a layout stores n tokens in it, and, when decoding, the keys that it reads.
-
-    block, offset int64 [n]: where each token is stored.
-    token int64 [n]: the indices of these tokens in the stream; None: its first n, all but the padding.
-    """
+    """The places int64 [n] where a layout stores its n tokens in the cache; the padding after them is not stored."""
 
     pool: CachePool
     block: Tensor
     offset: Tensor
-    token: Tensor | None = None
-    read: DecodeRead | None = None
 
-    def store(self, layer_in_pool: int, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the tokens' k and v, of [T', K, C], into the pool."""
-        block, offset = self.block, self.offset
-        selected = slice(0, len(block)) if self.token is None else self.token
+        keys, values = self.pool.of_layer(layer)
+        n = len(self.block)
         # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
-        self.pool.keys[layer_in_pool][block, :, :, offset] = k[selected]
-        self.pool.values[layer_in_pool][block, :, offset] = v[selected]
+        keys[self.block, :, :, self.offset] = k[:n]
+        values[self.block, :, self.offset] = v[:n]
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,13 @@ class PackedLayout:
     shared: a pair (i, n) for each sequence. It begins with the same n tokens as sequence i, which comes
     before it, and those tokens are computed as part of sequence i. A sequence that shares nothing with an
     earlier one has its own number and n = 0. Empty if no sequence shares anything.
-    caches, pool_of_layer: see `DecodeLayout`, to store keys and values. Then nothing is shared.
+    cached: where keys and values are stored, if they are. Then nothing is shared.
     states, slots: likewise, for the state after each sequence; slots int64 [N].
     """
 
     lengths: tuple[int, ...]
     device: torch.device
-    caches: Sequence[Cached] = ()
-    pool_of_layer: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    cached: Cached | None = None
     shared: tuple[tuple[int, int], ...] = ()
     states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
@@ -206,7 +204,7 @@ class PackedLayout:
         """The chunks of the gated delta rule."""
         from minirl.extras.delta_net.rule import index_chunks
 
-        return index_chunks(self._sequences, self.num_shared, sum(self.num_own), self._upload)
+        return index_chunks(self._sequences, sum(self.num_own), self._upload)
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
@@ -237,15 +235,14 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 class DecodeLayout:
     """One new token for each of B cached sequences, and its position int64 [B].
 
-    caches: the pools. pool_of_layer: for each layer the index of its pool, and the layer's index in the pool.
     states: of each layer with a gated delta net; slots int64 [B]: of each token's sequence.
     rounds: the tokens in parts, one after another, that have one token of a sequence each.
     num_slots: see `delta_rule.run_row`.
     """
 
     positions: Tensor
-    caches: Sequence[Cached]
-    pool_of_layer: Mapping[int, tuple[int, int]]
+    cached: Cached
+    read: DecodeRead
     states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
     rounds: Sequence[Tensor | slice] = (slice(None),)
@@ -261,12 +258,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     Stores k and v in the layout's cache for `layer`, if it has one. The padding of `padding.pad_rows`, which
     follows the layout's tokens, is neither stored nor seen.
     """
-    if layout.caches:
-        pool_index, layer_in_pool = layout.pool_of_layer[layer]
-        cached = layout.caches[pool_index]
-        cached.store(layer_in_pool, k, v)
+    if layout.cached is not None:
+        layout.cached.store(layer, k, v)
     if isinstance(layout, DecodeLayout):
-        return _attend_cached(q, cached, layer_in_pool)
+        return _attend_cached(q, layout, layer, window)
     kernel = kernel_for(q.device, q.dtype)
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
@@ -274,19 +269,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     return portable_attention.attend_packed(q, k, v, index)
 
 
-def _attend_cached(q: Tensor, cached: Cached, layer_in_pool: int) -> Tensor:
-    pool = cached.pool
-    read = cached.read
-    assert read is not None, "the layout has no block table to decode from"
-    keys = pool.keys[layer_in_pool]
-    values = pool.values[layer_in_pool]
+def _attend_cached(q: Tensor, layout: DecodeLayout, layer: int, window: int | None) -> Tensor:
+    """Decode attention of q [T', H, C] over the cached keys and values of a layer."""
+    read, pool = layout.read, layout.cached.pool
+    keys, values = pool.of_layer(layer)
     if pool.kernel == "paged":
         from minirl.extras.kernels import paged_attention
 
-        return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=pool.window)
+        return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=window)
     assert read.index is not None, "the layout was made for another kernel"
-    assert read.mask is not None, "the layout was made for another kernel"
-    return portable_attention.decode(q, keys, values, read.index, read.mask)
+    return portable_attention.decode(q, keys, values, read.index, read.masks[window])
 
 
 def _attend_varlen(

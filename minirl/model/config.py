@@ -1,13 +1,10 @@
 """The shape and features of a decoder, with the names of config.json."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-
-from minirl.errors import InputError
 
 # Rows of a gated delta net's chunk; twice as many take a fifth longer on the CPU, in decoding and in training.
 DELTA_CHUNK = 32
@@ -143,19 +140,3 @@ class ModelConfig:
         """The windows of the layers that have attention."""
         deltas = self.delta_net.layers if self.delta_net else ()
         return {layer: window for layer, window in enumerate(self.layer_windows) if layer not in deltas}
-
-
-def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
-    """Return the object of transformers' config class, which checks types and fills in missing keys.
-
-    Raises InputError with the reason, which names the key.
-    """
-    from transformers import CONFIG_MAPPING
-
-    try:
-        # A copy, because transformers fills in the objects within.
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(dict(raw)))
-    except Exception as error:  # which one depends on the version of transformers
-        reason = " ".join(str(error).split())
-        name = raw.get("model_type")
-        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None

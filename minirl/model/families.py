@@ -19,8 +19,8 @@ import torch
 
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
-from minirl.model.config import DeltaNet, LayerNorms, ModelConfig, Rope, as_transformers_reads
-from minirl.model.folders import file_of
+from minirl.model.config import DeltaNet, LayerNorms, ModelConfig, Rope
+from minirl.model.folders import as_transformers_reads, file_of
 from minirl.model.layers import ACTIVATIONS
 
 

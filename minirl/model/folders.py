@@ -1,9 +1,12 @@
-"""The folder of a model, and of the base that its adapters are for.
+"""The folder of a model, and of the base that its adapters are for; its config.json as transformers reads it.
 
 PEFT leaves config.json, and often the tokenizer, to the base.
 """
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from minirl.errors import InputError
 from minirl.files.json_files import read_json_object
@@ -75,3 +78,20 @@ def file_of(folder: Path, name: str) -> Path:
     if path.is_file() or not has_adapters(folder):
         return path
     return base_folder(folder, with_weights=False) / name
+
+
+def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
+    """Return the object of transformers' config class, which checks types and fills in missing keys.
+
+    Raises InputError with the reason, which names the key.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config_class = CONFIG_MAPPING[raw["model_type"]]
+        # transformers writes an infinity as {"__float__": "Infinity"}. A copy, because it fills in the objects within.
+        return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
+    except Exception as error:  # which one depends on the version of transformers
+        reason = " ".join(str(error).split())
+        name = raw.get("model_type")
+        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None

@@ -1,4 +1,4 @@
-"""Linear layers whose rows a group of ranks holds together, as FSDP shards them, for decoding without whole weights.
+"""Linear layers whose rows the ranks hold together, as FSDP shards them, for decoding without whole weights.
 
 Each rank decodes its own requests, with its own cache, and the ranks pass through the layers together. A linear layer
 sends its rank's tokens to all ranks; each multiplies the tokens of all with its rows of the weight, and sends each rank
@@ -11,24 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on
 
 
 class Shards:
-    """A group of ranks that hold a model together.
+    """The ranks, which hold a model together.
 
     is_done: this rank will have no tokens until all ranks are done. At the last `join`, are_done: all ranks were;
     others_decode: another rank had tokens.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup):
-        """The ranks, for tensors on their devices and on their hosts."""
-        self.size = dist.get_world_size(group)
+    def __init__(self) -> None:
+        self.size = world_size()
         self.is_done = False
         self.are_done = False
         self.others_decode = False
-        self._group = group
-        self._host_group = host_group
         # The tokens of each rank in this pass.
         self._counts: list[int] = []
         # The last input, and those of all ranks: the next layer often has the same.
@@ -40,13 +38,13 @@ class Shards:
 
     @spent_on("wait_ranks")
     def join(self, num_rows: int, *, has_tokens: bool) -> bool:
-        """Begin a pass; returns whether any rank has tokens, as otherwise there is none (collective in the group).
+        """Begin a pass; returns whether any rank has tokens, as otherwise there is none (collective).
 
         num_rows: of this rank's activations.
         """
         own = torch.tensor([num_rows, has_tokens, self.is_done])
         of_ranks = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(of_ranks, own, self._host_group)
+        dist.all_gather(of_ranks, own)
         self._counts, have_tokens, done = torch.stack(of_ranks, 1).tolist()
         self.others_decode = sum(have_tokens) > has_tokens
         self.are_done = all(done)
@@ -64,8 +62,8 @@ class Shards:
 
     @spent_on("decode_comm")
     def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send each rank its number of rows, in order; returns the rows received (collective in the group)."""
+        """Send each rank its number of rows, in order; returns the rows received (collective)."""
         as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not know every dtype
         result = as_bytes.new_empty(sum(received), as_bytes.shape[1])
-        dist.all_to_all_single(result, as_bytes, list(received), list(sent), self._group)
+        dist.all_to_all_single(result, as_bytes, list(received), list(sent))
         return result.view(rows.dtype)

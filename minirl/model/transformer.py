@@ -51,22 +51,27 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(kv_size if config.qk_norm_over_heads else head_dim, config)
 
     def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self._split_heads(self.v_proj(x))
         if self.has_gate:  # each head's query, then its gate
-            q, gate = (part.flatten(1) for part in q.unflatten(1, (-1, 2, self.head_dim)).unbind(2))
+            of_heads = q.unflatten(1, (-1, 2, self.head_dim))
+            q, gate = of_heads[:, :, 0].flatten(1), of_heads[:, :, 1].flatten(1)
         if self.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)
         q = rotate(self._split_heads(q), rotation, self.query_multiplier)
         k = rotate(self._split_heads(k), rotation)
-        out = attend(q, k, self._split_heads(v), layout, layer=self.layer, window=self.window).flatten(1)
+        out = attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1)
         if self.has_gate:
             out = out * batch_invariance.activate(gate, torch.sigmoid)
         return self.o_proj(out)
 
     def _norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Normalize x [T, heads x C] in parts of the norm's size: each head, or all together."""
-        return norm(x.unflatten(1, (-1, len(norm.weight)))).flatten(1)
+        size = len(norm.weight)
+        parts = x.unflatten(1, (-1, size))
+        return norm(parts).flatten(1)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
@@ -186,8 +191,10 @@ class Transformer(nn.Module):
         """
         padded_tokens = padding.pad_rows(tokens)
         padded_positions = padding.pad_rows(positions)
-        if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
-            return self.model.embed_tokens(tokens)
+        if self.shards is not None:
+            others_have = self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0)
+            if not others_have:
+                return self.model.embed_tokens(tokens)
         rotations = [table.at(padded_positions) for table in rope_table(self.config, tokens.device)]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.scales_embeddings:

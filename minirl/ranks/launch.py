@@ -41,7 +41,6 @@ class _ProcessState:
     stop_signal: int = 0  # number of the signal that asked for a stop at the end of the step; 0: none did
     stop_asked_at: float = 0.0  # by time.monotonic()
     pid: int = 0  # of the process that called `run`
-    timeout: timedelta | None = None  # of collectives; None: torch's
 
 
 this_process = _ProcessState()

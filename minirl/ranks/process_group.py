@@ -4,7 +4,6 @@ Under torchrun the ranks come from its environment variables; otherwise this pro
 rank runs the same script.
 """
 
-import functools
 import os
 import sys
 from datetime import timedelta
@@ -28,33 +27,29 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def start(*, shares_cores: bool = False, hang_timeout: float = 1800.0) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    shares_cores: on CUDA, the CPU computes on this rank's share of the node's cores; else on one thread. On the CPU it
-    is always one: with more, matrix products are not batch-invariant (`minirl.model.batch_invariance`).
+    shares_cores: on CUDA, the CPU computes on this rank's share of the cores; else on one thread. On the CPU it is
+    always one: with more, matrix products are not batch-invariant (`minirl.model.batch_invariance`).
 
     hang_timeout: seconds after which a collective fails that some rank has not come to.
 
     CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
 
-    Raises InputError for an unusable device and for ranks on unlike devices, and torch's DistError if another rank does
-    not come.
+    Raises InputError for an unusable device, and torch's DistError if another rank does not come.
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
-    kind = device_type()
-    use_cuda = kind == "cuda"
-    num_cores = len(os.sched_getaffinity(0)) // local_world_size()
+    use_cuda = device_type() == "cuda"
+    num_cores = len(os.sched_getaffinity(0)) // world_size()
     torch.set_num_threads(max(1, num_cores) if use_cuda and shares_cores else 1)
     if use_cuda:
-        torch.cuda.set_device(local_rank())
+        torch.cuda.set_device(rank())
         # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     timeout = timedelta(seconds=hang_timeout)
-    launch.this_process.timeout = timeout
     if not dist.is_initialized():
         store = launch.rendezvous()
         store.set_timeout(timeout)
-        _refuse_unlike_devices(store, kind)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             timeout=timeout,
@@ -62,53 +57,29 @@ def start(*, shares_cores: bool = False, hang_timeout: float = 1800.0) -> torch.
             rank=rank(),
             world_size=world_size(),
         )
-    if use_cuda:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _refuse_unlike_devices(store: Any, kind: str) -> None:
-    """Raise InputError if the ranks' kinds of device differ (collective)."""
-    store.set(f"device/{rank()}", kind)
-    kinds = [store.get(f"device/{other}").decode() for other in range(world_size())]
-    places = ", ".join(f"rank {kinds.index(kind)} on {kind}" for kind in sorted(set(kinds)))
-    refuse(
-        len(set(kinds)) > 1,
-        f"devices: all ranks need the same, but {places}; hide those of all by CUDA_VISIBLE_DEVICES=, or use other "
-        "nodes",
-    )
+    return torch.device("cuda", rank()) if use_cuda else torch.device("cpu")
 
 
 def device_type() -> str:
     """ "cuda" where torch sees a device, else "cpu": CUDA_VISIBLE_DEVICES= (empty) hides all.
 
-    Not collective. Raises InputError for CUDA if this node's ranks cannot each use a device.
+    Not collective. Raises InputError for CUDA if the ranks cannot each use a device.
     """
     num_devices = torch.cuda.device_count()
     if not num_devices:
         return "cpu"
     refuse(
-        local_world_size() > num_devices,
-        f"{local_world_size()} ranks on this node, and torch sees {num_devices} CUDA device(s): use "
+        world_size() > num_devices,
+        f"{world_size()} ranks, and torch sees {num_devices} CUDA device(s): use "
         f"--nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
     )
-    found = torch.cuda.get_device_capability(local_rank())
+    found = torch.cuda.get_device_capability(rank())
     refuse(
         found < OLDEST_CAPABILITY,
-        f"CUDA device {local_rank()} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
+        f"CUDA device {rank()} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
         "needed: leave it out by CUDA_VISIBLE_DEVICES",
     )
     return "cuda"
-
-
-def local_rank() -> int:
-    """This process's rank among those of its node, which is the number of its CUDA device. Not collective."""
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def local_world_size() -> int:
-    """How many ranks torchrun has started on this node. Not collective."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def stop() -> NoReturn:
@@ -189,20 +160,3 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum a host tensor over the ranks, in place (collective)."""
     dist.all_reduce(values)
     return values
-
-
-def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `gathered` with the tensors of the group's ranks, one after another (collective in the group)."""
-    # torch 2.13 warns about the old name, the only one in 2.11.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(gathered, own, group)
-
-
-@functools.cache
-def host_group(size: int) -> dist.ProcessGroup:
-    """This rank's group of `size` consecutive ranks, for tensors on the host; made once (collective)."""
-    groups = [
-        dist.new_group(list(range(first, first + size)), launch.this_process.timeout, backend="gloo")
-        for first in range(0, world_size(), size)
-    ]
-    return groups[rank() // size]

@@ -14,7 +14,7 @@ from minirl.data.task import Task
 from minirl.rollouts import CUT_OFF
 
 NUM_RESAMPLES = 1000
-Record = Mapping[str, Any]  # of a completion, with `reward`, see `logger.rollout_records`
+Record = Mapping[str, Any]  # of a completion, with `reward`, see `records.rollout_records`
 
 
 @functools.cache
@@ -40,8 +40,7 @@ def values_by_prompt(
     records: all ranks' completions. weights: those of the rewards in `reward`. of_samples: include `sample_numbers`,
     whose judges are the rewards with positive weights, if these are all 0 or 1.
     """
-    files = [f"{Path(path).stem}/reward" for path in task.eval_sets] if len(task.eval_sets) > 1 else []
-    values: dict[str, list[float]] = {f"eval/{name}": [] for name in ("reward", *files)}
+    values = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])
     judges = [name for name, weight in weights.items() if weight > 0]
     if any(record["rewards"][name] not in (0, 1, None) for record in in_order for name in judges):
@@ -52,8 +51,8 @@ def values_by_prompt(
         if of_samples:
             numbers |= sample_numbers(samples, task, judges)
         for name, value in numbers.items():
-            values.setdefault(f"eval/{name}", []).append(value)
-    return {name: of_prompts for name, of_prompts in values.items() if of_prompts}
+            values[f"eval/{name}"].append(value)
+    return values
 
 
 def mean_rewards(samples: Sequence[Record], task: Task) -> dict[str, float]:

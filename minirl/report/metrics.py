@@ -12,13 +12,12 @@ from minirl.errors import GuardError
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
-from minirl.rollouts import Rollout, all_branches
+from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
 from minirl.training.kl import kl_penalty
-from minirl.training.losses import is_clipped, is_value_clipped
+from minirl.training.losses import is_clipped
 
-IDLE_CAUSES = ("wait_rewards", "wait_replies", "wait_ranks")
 KINDS = ("sum", "weight", "maximum", "total")  # of the numbers of `StepMetrics`; a mean has the first two
 
 
@@ -79,7 +78,7 @@ class StepMetrics:
         launch.announce_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
-        """Add the seconds of the step by cause, each a mean over all ranks and that of the largest rank.
+        """Add the seconds of the step by cause, each a mean over all ranks.
 
         A step lasts from the previous `end` to its own; later work counts in the next step.
         """
@@ -88,7 +87,6 @@ class StepMetrics:
         for name, spent in {"step": elapsed, **seconds}.items():
             # Not a mean of `add`: a rank that has spent nothing on a cause does not name it.
             self._merge("total", f"time/{name}", spent / world_size())
-            self._merge("maximum", f"time_max/{name}", spent)
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals so far over all ranks; the same on every rank (collective).
@@ -144,14 +142,9 @@ def add_rollouts(
     """
     lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
     is_truncated = torch.tensor([rollout.is_truncated for rollout in rollouts])
-    # A completion of one token that ended with "stop" is the stop token alone.
-    is_empty = torch.tensor(
-        [rollout.num_sampled == 1 and rollout.finish_reason == "stop" for rollout in rollouts]
-    )
     metrics.add_values("len/mean", lengths)
     metrics.add_max("len/max", lengths)
     metrics.add_values("len/truncated", is_truncated)
-    metrics.add_values("len/empty", is_empty)
     metrics.add_total("count/tokens", lengths.sum())
     metrics.add_total("count/rollouts", len(rollouts))
     for rollout in rollouts:
@@ -186,19 +179,6 @@ def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -
         metrics.add_total("count/preempted", stats.preemptions)
     if stats.drops:
         metrics.add_total("count/dropped", stats.drops)
-
-
-def add_staleness(
-    metrics: StepMetrics, rollouts: Sequence[Rollout], version: int, *, updates_per_step: int
-) -> None:
-    """Add the mean age, in steps, of the weights that sampled the tokens of this rank's rollouts.
-
-    version: that of the present weights, which grows by `updates_per_step` in a step.
-    """
-    sampled = [branch.weight_version[branch.loss_mask] for branch in all_branches(rollouts)]
-    updates = version - torch.cat([torch.arange(0), *sampled])
-    # Sums of integers are exact: the mean does not depend on which rank holds which rollout.
-    metrics.add("stale/age_mean", updates.sum(), updates.numel() * updates_per_step)
 
 
 def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
@@ -252,9 +232,8 @@ def add_tokens(
     metrics.add_values("policy/kl_old_k3", kl_to_old[index])
     metrics.add_max("policy/ratio_max", ratio[index])
     if micro.ref_logprobs is not None:
-        for estimator in ("k1", "k3"):
-            kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, estimator)
-            metrics.add_values(f"policy/kl_ref_{estimator}", kl_to_ref[index])
+        kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, "k3")
+        metrics.add_values("policy/kl_ref_k3", kl_to_ref[index])
     if micro.teacher_logprobs is not None:
         kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")
         metrics.add_values("teacher/kl_k1", kl_to_teacher[index])
@@ -284,13 +263,6 @@ def add_clip(
 
 
 @torch.no_grad()
-def add_value_clip(metrics: StepMetrics, micro: Batch, values: Tensor, *, clip: float) -> None:
-    """Add the share of a microbatch's sampled tokens with the value loss of the clipped value. values [T]."""
-    is_affected = is_value_clipped(values, micro.values, micro.returns, clip=clip)
-    metrics.add_values("value/clip_frac", is_affected[micro.loss_index])
-
-
-@torch.no_grad()
 def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: int) -> None:
     """Add the gap between the logprobs [T] of training and those of sampling, under the same weights.
 
@@ -307,22 +279,19 @@ def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: in
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     """The reduced metrics, with those that follow from them.
 
-    Adds the share of the step in which ranks were idle, and completion tokens per second of generation, of the update,
-    and of the whole step on each rank, if it has any. Replaces counts of finish reasons by shares.
+    Adds completion tokens per second of generation and of the update, if it has any. Replaces counts of finish reasons
+    by shares.
     """
     all_metrics = dict(metrics)
     for name in metrics:
         if name.startswith("finish/"):
             all_metrics[name] /= metrics["count/rollouts"]
     found = defaultdict(float, metrics)  # names that no rank has counted are missing
-    idle = sum(found[f"time/{cause}"] for cause in IDLE_CAUSES)
-    all_metrics["perf/idle_frac"] = idle / metrics["time/step"]
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
     generation_s = sum(found[f"time/{cause}"] for cause in time_account.OF_GENERATION)
     rates = {
         "perf/tok_s_gen": (found["count/sampled_tokens"], generation_s),
         "perf/tok_s_train": (num_trained, found["time/update"]),
-        "perf/tok_s_rank": (found["count/tokens"] / world_size(), found["time/step"]),
     }
     for name, (num_tokens, spent) in rates.items():
         if spent > 0:

@@ -8,9 +8,8 @@ Text prompts come with text completions, chat prompts with the messages after th
 `[{"role": "assistant", "content": text}]`.
 
 A function that names them gets further lists, one entry per completion, unless the data has a field of the name:
-`messages`, the whole conversation; `rewards_given`, the episode's own rewards by name; `environments`, the objects of
---environment; `episodes`, objects with everything else (`episode_facts`).
-With `episodes` it gets all rollouts of a prompt together, whichever ranks made them.
+`episodes`, dicts with the conversation, turns and more (`episode_facts`). One that runs in this process also gets
+`environments`, the objects of --environment, and `rollouts`, each a `Rollout`.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
 (`reward_model`).
@@ -44,16 +43,14 @@ class OverlongPenalty:
         self._limit = limit
         self._buffer = buffer
 
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        rewards = []
-        for ids in completion_ids:
-            tokens_before_penalty = self._limit - self._buffer - len(ids)
-            rewards.append(min(0.0, max(-1.0, tokens_before_penalty / self._buffer)))
-        return rewards
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Return the sum of the penalties of each rollout's branches: `limit` is that of a branch."""
+        return [sum(map(self._penalty, rollout.branches)) for rollout in rollouts]
 
-    def of_rollout(self, rollout: Rollout) -> float:
-        """The sum of its branches' penalties: `limit` is that of each."""
-        return sum(self([branch.tokens[branch.num_prompt_tokens :].tolist() for branch in rollout.branches]))
+    def _penalty(self, branch: Rollout) -> float:
+        length = len(branch.tokens) - branch.num_prompt_tokens
+        tokens_before_penalty = self._limit - self._buffer - length
+        return min(0.0, max(-1.0, tokens_before_penalty / self._buffer))
 
 
 class EpisodeReward:
@@ -63,8 +60,8 @@ class EpisodeReward:
         """reward_name: as in `episode.reward(value, reward_name)`; a returned number is named "reward"."""
         self.reward_name = reward_name
 
-    def __call__(self, rewards_given: Sequence[Mapping[str, float | None]]) -> list[float | None]:
-        return [rewards.get(self.reward_name) for rewards in rewards_given]
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float | None]:
+        return [rollout.episode.rewards.get(self.reward_name) for rollout in rollouts]
 
 
 def functions_and_weights(
@@ -84,16 +81,6 @@ def functions_and_weights(
     return all_functions, torch.tensor(all_weights, dtype=torch.float64)
 
 
-def required_arguments(function: RewardFunction) -> set[str]:
-    """Return the names of the arguments without a default."""
-    names = set()
-    for parameter in inspect.signature(function).parameters.values():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_variadic:
-            names.add(parameter.name)
-    return names
-
-
 def check_columns(
     functions: Mapping[str, RewardFunction], rows: Iterable[Row], *, has_environment: bool = False
 ) -> None:
@@ -102,7 +89,13 @@ def check_columns(
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
-    required = {name: required_arguments(function) - given for name, function in functions.items()}
+    required = {}
+    for name, function in functions.items():
+        needed = set()
+        for one in inspect.signature(function).parameters.values():
+            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                needed.add(one.name)
+        required[name] = needed - given
     if not any(required.values()):
         return
     for row in rows:
@@ -129,10 +122,8 @@ def group_arguments(
     """
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
     arguments: dict[str, list[Any]] = {}
-    if "messages" in asked:
-        arguments["messages"] = [prompts.messages(rollout) for rollout in rollouts]
-    if "rewards_given" in asked:
-        arguments["rewards_given"] = [dict(rollout.episode.rewards) for rollout in rollouts]
+    if "rollouts" in asked:
+        arguments["rollouts"] = list(rollouts)
     if "environments" in asked and rollouts[0].episode.environment is not None:
         arguments["environments"] = [rollout.episode.environment for rollout in rollouts]
     if "episodes" in asked:
@@ -163,7 +154,7 @@ def arguments_of(
 
 
 def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[str, Any]:
-    """Return a rollout's entry of `episodes`, as JSON; functions get it as an object.
+    """Return a rollout's entry of `episodes`, as JSON.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
     finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.

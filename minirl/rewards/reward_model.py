@@ -33,14 +33,12 @@ def load_reward_model(
     chat: bool,
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
-    park: bool,
 ) -> RewardModel:
     """Load a sequence classifier whose score at the last token of prompt and completion is the reward.
 
     Not collective. Each rank holds a whole replica and runs it on packed microbatches of at most `max_tokens`
-    tokens. `park` keeps the model in host memory between calls; `chat` wraps text prompts in the chat template, which
-    gets `template_arguments`, as for the policy. Raises InputError if the model is not a sequence classifier with one
-    label.
+    tokens. `chat` wraps text prompts in the chat template, which gets `template_arguments`, as for the policy. Raises
+    InputError if the model is not a sequence classifier with one label.
     """
     model = load_replica(folder, dtype=dtype, scalar_head=True)
     tokenizer = Tokenizer(folder, chat=chat, template_arguments=template_arguments)
@@ -49,13 +47,16 @@ def load_reward_model(
     max_length = min(model.config.max_position_embeddings, max_tokens)
     ignored_id = json.loads(file_of(folder, "config.json").read_text()).get("pad_token_id")
 
-    scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device, park=park)
+    scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device)
 
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
             ids = tokenizer.encode_answered(prompt, completion)
-            sequences.append(_without_trailing(ids, ignored_id))
+            # transformers reads a classifier's score at the last token that is not the pad token of config.json.
+            while len(ids) > 1 and ids[-1] == ignored_id:
+                del ids[-1]
+            sequences.append(ids)
         lengths = [len(ids) for ids in sequences]
         longest = max(lengths)
         if longest > max_length:
@@ -73,14 +74,3 @@ def load_reward_model(
         return batch.end_values[batch.last_index].float().tolist()
 
     return RewardModel(reward_model)
-
-
-def _without_trailing(ids: list[int], ignored_id: int | None) -> list[int]:
-    """Return the ids without trailing `ignored_id`; the first id always stays.
-
-    transformers reads a classifier's score at the last token that is not the pad token of config.json.
-    """
-    end = len(ids)
-    while end > 1 and ids[end - 1] == ignored_id:
-        end -= 1
-    return ids[:end]

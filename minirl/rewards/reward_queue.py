@@ -13,7 +13,6 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages, RewardFunction, Row
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import (
-    OverlongPenalty,
     arguments_of,
     asked_of_episodes,
     checked_rewards,
@@ -42,11 +41,6 @@ class _Group:
     completions: list[str | Messages]
     calls: Mapping[str, Future[Rewards]]
 
-    @property
-    def is_ready(self) -> bool:
-        """Have its calls ended?"""
-        return all(call.done() for call in self.calls.values())
-
 
 class RewardQueue:
     """Rewards of rollouts, computed while others decode. Not collective.
@@ -66,7 +60,7 @@ class RewardQueue:
         self._threads = {
             name: ThreadPoolExecutor(MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1)
             for name, function in functions.items()
-            if not isinstance(function, RewardWorkers | RewardModel | OverlongPenalty)
+            if not isinstance(function, RewardWorkers | RewardModel)
         }
         self._under_way: list[Future[Rewards]] = []
         self.groups: dict[int, _Group] = {}
@@ -97,7 +91,11 @@ class RewardQueue:
 
     def ready(self) -> set[int]:
         """Return the prompts for whose rewards `finish` would not wait."""
-        return {ordinal for ordinal, group in self.groups.items() if group.is_ready}
+        return {
+            ordinal
+            for ordinal, group in self.groups.items()
+            if all(call.done() for call in group.calls.values())
+        }
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Raise the error of a call that failed, see `finish`. While calls are under way, wait for one's end."""
@@ -115,10 +113,14 @@ class RewardQueue:
         Raises RewardError naming function and row, or what a function of this process raised.
         """
         groups = [self.groups.pop(ordinal) for ordinal in ordinals]
-        _wait_for([call for group in groups for call in group.calls.values()])
+        with spent_on("wait_rewards"):
+            calls = [call for group in groups for call in group.calls.values()]
+            ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for call in ended:
+            call.result()
         columns = []
         for name, function in self._functions.items():
-            if isinstance(function, RewardModel | OverlongPenalty):
+            if isinstance(function, RewardModel):
                 rewards = _of_all_prompts(name, function, groups)
             else:
                 rewards = [reward for group in groups for reward in group.calls[name].result()]
@@ -134,18 +136,8 @@ class RewardQueue:
 
 
 @spent_on("wait_rewards")
-def _wait_for(calls: Sequence[Future[Rewards]]) -> None:
-    """Wait until all calls have ended, or one has failed: its error is raised."""
-    ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
-    for call in ended:
-        call.result()
-
-
-@spent_on("wait_rewards")
-def _of_all_prompts(name: str, function: RewardModel | OverlongPenalty, groups: Sequence[_Group]) -> Rewards:
-    """Return the rewards of a function that judges all prompts of a step together."""
-    if isinstance(function, OverlongPenalty):
-        return [function.of_rollout(rollout) for group in groups for rollout in group.rollouts]
+def _of_all_prompts(name: str, function: RewardModel, groups: Sequence[_Group]) -> Rewards:
+    """Return the rewards of a model that judges all prompts of a step together."""
     if not groups:
         return []
     prompts = [group.row.prompt for group in groups for _ in group.rollouts]

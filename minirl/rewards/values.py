@@ -1,5 +1,6 @@
 """Check the values of a reward function. Standard library only: workers check them, too."""
 
+import contextlib
 from collections.abc import Mapping, Sequence, Set
 from math import isfinite, nan
 from typing import Any
@@ -43,10 +44,8 @@ def validate_number(value: Any) -> float | str | None:
     is_text = isinstance(value, str | bytes | bytearray | memoryview)
     is_array = getattr(value, "ndim", 0) != 0
     if not is_text and not is_array:
-        try:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = nan
     if not isfinite(number):
         return f"returned {shown(value)}; expected a finite number"
     if abs(number) > MAX_REWARD:

@@ -14,7 +14,6 @@ import random
 import select
 import signal
 import sys
-import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from json import dumps, loads
@@ -65,7 +64,7 @@ async def _answer_together(function: Callable[..., Any], requests: BinaryIO, sen
 
     async def answer_one(request: Mapping[str, Any]) -> None:
         try:
-            values = await function(**_with_objects(function, request["arguments"]))
+            values = await function(**request["arguments"])
             answer = validate_rewards(values, request["texts"])
         except BaseException as error:
             answer = _raised(error)
@@ -80,26 +79,9 @@ async def _answer_together(function: Callable[..., Any], requests: BinaryIO, sen
 
 
 def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a reward function and wait for its result if it is an `async def`.
-
-    One that names `episodes` gets them as objects.
-    """
-    values = function(**_with_objects(function, arguments))
+    """Call a reward function and wait for its result if it is an `async def`."""
+    values = function(**arguments)
     return asyncio.run(values) if inspect.iscoroutine(values) else values
-
-
-def _with_objects(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(arguments)
-    if "episodes" in given.keys() & inspect.signature(function).parameters.keys():
-        given["episodes"] = list(map(_as_object, given["episodes"]))
-    return given
-
-
-def _as_object(episode: Mapping[str, Any]) -> types.SimpleNamespace:
-    """An episode of `minirl.rewards.functions.episode_facts`, with attributes."""
-    turns = [types.SimpleNamespace(**turn) for turn in episode["turns"]]
-    row = types.SimpleNamespace(**episode["row"])
-    return types.SimpleNamespace(**{**episode, "turns": turns, "row": row})
 
 
 def _end_with_trainer() -> None:

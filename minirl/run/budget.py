@@ -25,23 +25,23 @@ CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank does at a time. decode_group: 1 if each rank decodes alone."""
+    """What a rank does at a time, and what it holds. shard_weights: it also shards gradients."""
 
     max_running_requests: int
     cache_tokens: int
     max_tokens_per_microbatch: int
     recompute_layers: bool
     shard_gradients: bool
-    decode_group: int = 1
+    shard_weights: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a run asks of a rank, besides `Sizes`.
 
-    trained: the policy, then value models, which with shares_base have adapters on its weights. frozen: by name.
+    trained: the policy, then value models, which with shares_base are adapters on its weights. frozen: by name.
     longest: tokens of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
-    requests: those that it has at a time. parks_frozen, offloads_optimizer: to the memory of a GPU's host.
+    requests: those that it has at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are.
     """
 
     device_type: str
@@ -56,14 +56,7 @@ class Workload:
     requests: int
     trains: bool = True
     shares_base: bool = False
-    parks_frozen: bool = True
     offloads_optimizer: bool = False
-    decode_group: int = 1
-
-    @property
-    def num_shards(self) -> int:
-        """The ranks that hold a model's shards together: all, or those of a decode group."""
-        return self.decode_group if self.decode_group > 1 else self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
 
 def budget(work: Workload, sizes: Sizes) -> Budget:
     """The bytes that a rank needs with these sizes."""
-    always, parked = _held_bytes(work)
+    always, parked = _held_bytes(work, sizes)
     training = _update_bytes(work, sizes) if work.trains else {}
     if parked > sum(training.values()):
         training = {"a parked model": parked}
@@ -97,24 +90,23 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
     return Budget(room, always, training, _decoding_bytes(work, sizes))
 
 
-def _held_bytes(work: Workload) -> tuple[dict[str, float], float]:
+def _held_bytes(work: Workload, sizes: Sizes) -> tuple[dict[str, float], float]:
     """The bytes of what stays on the rank, by name, and of the largest model that the host holds between its uses."""
-    itemsize, group = work.dtype.itemsize, work.decode_group
-    policy, *values = work.trained
-    num_held = _num_held(policy, group)
-    num_held += sum(_num_held(value, group, of_trained=work.shares_base) for value in values)
-    held = {"weights": itemsize * num_held}
+    itemsize = work.dtype.itemsize
+    num_shards = work.num_ranks if sizes.shard_weights else 1
+    shares_base = work.shares_base and not sizes.shard_weights
+    wholly_held = work.trained[:1] if shares_base else work.trained
+    held = {"weights": itemsize * sum(_num_held(model, num_shards) for model in wholly_held)}
     if work.trains and not work.offloads_optimizer:
-        held["masters and moments"] = 12 * _num_trained(work) / work.num_shards
+        held["masters and moments"] = 12 * _num_trained(work) / work.num_ranks
     parked = 0.0
     for name, model in work.frozen.items():
-        num_bytes = float(itemsize * num_parameters(model))
-        if group > 1 and name in ("reference", "teacher"):
-            held[name] = itemsize * _num_held(model, group)
-        elif work.parks_frozen:
-            parked = max(parked, num_bytes)
+        if sizes.shard_weights and name in ("reference", "teacher"):
+            held[name] = itemsize * _num_held(model, num_shards)
+        elif work.device_type == "cuda":
+            parked = max(parked, itemsize * num_parameters(model))
         else:
-            held[name] = num_bytes
+            held[name] = itemsize * num_parameters(model)
     return held, parked
 
 
@@ -123,11 +115,10 @@ def _update_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     policy = work.trained[0]
     gradients = 4.0 * _num_trained(work)
     if sizes.shard_gradients:
-        is_on_host = work.offloads_optimizer and work.num_shards == work.num_ranks
-        gradients = 0.0 if is_on_host else gradients / work.num_shards
+        gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
     activations = max(_activation_bytes(work, sizes, model) for model in work.trained)
     update = {"gradients": gradients, "activations": activations}
-    if work.decode_group > 1:
+    if sizes.shard_weights:
         layer = num_parameters(policy) / policy.num_hidden_layers
         update["gathered weights"] = work.dtype.itemsize * 2 * layer
     return update
@@ -137,14 +128,9 @@ def _num_trained(work: Workload) -> int:
     return sum(num_parameters(model, trained=True) for model in work.trained)
 
 
-def _num_held(model: ModelConfig, group: int, *, of_trained: bool = False) -> float:
-    """The parameters that each rank of a group holds: all that are needed whole, and its rows of the layers'.
-
-    of_trained: of a model on another's base only those that are trained.
-    """
-    if group == 1:
-        return num_parameters(model, trained=of_trained)
-    return _num_embeddings(model) + (num_parameters(model) - _num_embeddings(model)) / group
+def _num_held(model: ModelConfig, num_shards: int) -> float:
+    """The parameters that a rank holds: all that are needed whole, and its rows of the layers'."""
+    return _num_embeddings(model) + (num_parameters(model) - _num_embeddings(model)) / num_shards
 
 
 def _num_embeddings(model: ModelConfig) -> int:
@@ -178,7 +164,7 @@ def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float
     if model.adapters:
         return activations
     # When the activations are gone, gradients of embedding and head are summed over ranks, or on the host.
-    summed = 12 if work.num_shards == 1 else itemsize + 4
+    summed = 12 if work.num_ranks == 1 else itemsize + 4
     sums = sizes.shard_gradients * summed * _num_embeddings(model)
     return max(activations + itemsize * model.vocab_size * model.hidden_size, sums)
 
@@ -205,20 +191,18 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
 
     Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
     """
-    fixed = {name: value for name, value in given.items() if value != "auto"}
-    for share, (recompute, shard) in itertools.product((1, 2, 4, 8), _switches(work)):
+    for share, *switches in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
+        # Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
+        shard, recompute = switches if work.offloads_optimizer else reversed(switches)
         tokens = max(work.longest, work.enough_tokens // share)
-        sizes = Sizes(1, work.longest, tokens, recompute, shard, work.decode_group)
-        sizes = dataclasses.replace(sizes, **fixed)
+        sizes = dataclasses.replace(Sizes(1, work.longest, tokens, recompute, shard), **given)
         needed = budget(work, sizes)
         if needed.fits():
             break
-    most = MOST_REQUESTS[work.device_type]
-    if work.trained[0].delta_net is not None:  # each place has a state, whether it is used or not
-        most = min(most, work.requests)
     requests = int(needed.room / 2 / needed.decoding["requests"])  # the cache gets the other half
-    sizes = dataclasses.replace(sizes, max_running_requests=max(1, min(most, requests)))
-    if "cache_tokens" not in fixed:
+    requests = min(requests, work.requests, MOST_REQUESTS[work.device_type])
+    sizes = dataclasses.replace(sizes, max_running_requests=max(1, requests))
+    if "cache_tokens" not in given:
         needed = budget(work, sizes)
         most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
         token = needed.decoding["cache"] / work.longest
@@ -229,18 +213,3 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
         tokens = beside if 3 * beside >= 2 * alone else alone
         sizes = dataclasses.replace(sizes, cache_tokens=max(work.longest, tokens))
     return sizes
-
-
-def _switches(work: Workload) -> list[tuple[bool, bool]]:
-    """Whether to recompute layers and to shard gradients, cheapest first.
-
-    Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
-    """
-    if work.offloads_optimizer:
-        return [(False, False), (True, False), (False, True), (True, True)]
-    return list(itertools.product((False, True), (False, True) if work.num_shards > 1 else (False,)))
-
-
-def enough_tokens(max_new_tokens: int) -> int:
-    """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
-    return max(8192, 2 * max_new_tokens)

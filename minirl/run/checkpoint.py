@@ -27,7 +27,6 @@ from minirl.errors import InputError, SaveError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.adapters import peft_config
-from minirl.model.config import ModelConfig
 from minirl.model.families import scalar_config
 from minirl.model.folders import ADAPTERS_FILE, file_of
 from minirl.model.weights import kept_tensors, read_tokenizer_files, write_folder
@@ -49,13 +48,12 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 class Checkpoints:
     """Saves and restores models with their optimizers.
 
-    models: by name; the first becomes the checkpoint's own Hugging Face folder.
-    sources: for each model, the folder of its config and tokenizer. They are read once, here: a later save must not
-        need them, since the folder may be a checkpoint that is deleted meanwhile.
+    models: by name; the first becomes the checkpoint's own Hugging Face folder. Config and tokenizer in each model's
+        folder are read once, here: a later save must not need them, it may be a checkpoint that is deleted meanwhile.
     keep: the number of newest checkpoints to keep (0: all), besides the one with the best held-out score.
     """
 
-    def __init__(self, run_folder: Path, models: Models, *, sources: Mapping[str, Path], keep: int):
+    def __init__(self, run_folder: Path, models: Models, *, keep: int):
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
@@ -65,11 +63,10 @@ class Checkpoints:
         self._write_model: dict[str, Callable[..., None]] = {}
         for name, (model, _) in models.items():
             adapters = model.module.config.adapters
-            base = str(sources[name].resolve())
-            peft = peft_config(adapters, model.masters, base) if adapters else None
+            peft = peft_config(adapters, model.masters, str(model.folder.resolve())) if adapters else None
             self._peft_configs[name] = peft
             if rank() == 0:
-                self._write_model[name] = _model_writer(model.module.config, sources[name], peft)
+                self._write_model[name] = _model_writer(model, peft)
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
@@ -180,19 +177,17 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (type(None), bool, int, float, str, Tensor)
 
 
-def _model_writer(
-    model_config: ModelConfig, source: Path, peft: Mapping[str, Any] | None
-) -> Callable[..., None]:
+def _model_writer(model: ShardedModel, peft: Mapping[str, Any] | None) -> Callable[..., None]:
     """What writes `tensors` into a folder: a Hugging Face model, or adapters beside the config of their base.
 
-    It reads config, tokenizer and the tensors that no model uses in `source`, the model's folder, once.
+    It reads config, tokenizer and the tensors that no model uses in the model's folder, once.
     """
-    config = read_json_object(file_of(source, "config.json"))
+    config = read_json_object(file_of(model.folder, "config.json"))
     return functools.partial(
         write_folder,
-        config=scalar_config(config) if model_config.scalar_head else config,
-        tokenizer_files=read_tokenizer_files(source),
-        kept=kept_tensors(model_config, source),
+        config=scalar_config(config) if model.module.config.scalar_head else config,
+        tokenizer_files=read_tokenizer_files(model.folder),
+        kept=kept_tensors(model.module.config, model.folder),
         peft_config=peft,
     )
 

@@ -7,9 +7,7 @@ import dataclasses
 from typing import Any
 
 from minirl.errors import refuse
-from minirl.ranks.process_group import world_size
-from minirl.rollouts import NO_TRUNCATION
-from minirl.run.config import RunConfig, ranks_and_bytes, rollout_flags
+from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.flags import flag_of
 
 # The fields that must be greater than 0.
@@ -85,18 +83,6 @@ def check_shared(config: RunConfig) -> None:
     )
     refuse(
         config.overlong_buffer > 1, f"--overlong-buffer {config.overlong_buffer}: a share of --max-new-tokens"
-    )
-    refuse(
-        config.trains and config.truncation != NO_TRUNCATION,
-        "--top-k and --top-p are for python -m minirl.extras.evaluate --samples: sampled logprobs would differ from "
-        "training logprobs, which count all tokens; leave them out",
-    )
-    config.truncation.checked(flag_of)
-    num_ranks = world_size() if config.gpus is None else ranks_and_bytes(config.gpus)[0]
-    group = config.decode_group
-    refuse(
-        group and num_ranks % group,
-        f"--decode-group {group}: {num_ranks} ranks do not make groups of {group}",
     )
 
 

@@ -15,11 +15,9 @@ from minirl.errors import InputError, refuse
 from minirl.files.json_files import parse_json
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
-from minirl.rollouts import Truncation
+from minirl.rollouts import NO_TRUNCATION, Truncation
 from minirl.run.flags import flag_of
 
-# torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
-RunName = Annotated[str | None, tyro.conf.arg(aliases=["--run"])]
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -58,8 +56,6 @@ class GenerationFlags:
     """most tokens in a completion, with appended ones; none: the task's (sorting 10, calculator 32, gsm8k 512,
     jsonl 256)"""
     temperature: float = 1.0  # sampling temperature; logprobs are taken at the same
-    top_k: int = 0  # in evaluations, sample among the N likeliest tokens, at most 256; 0: among all
-    top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
     rollout: str | None = None
     """file.py:function, an `async def` that writes a rollout; none: the script's"""
     tools: str | None = None
@@ -119,7 +115,8 @@ class PolicyLossFlags:
 class RunNameFlags:
     """Run and report"""
 
-    run_name: RunName = None
+    # torchrun reads --run as an abbreviation of its --run-path and refuses it: use --run-name there.
+    run_name: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
     """name of the run's folder in ./runs or $MINIRL_RUNS, repeated to resume the run; none: a new one"""
 
 
@@ -152,9 +149,8 @@ class UpdateMemoryFlags:
     """keep fp32 masters, AdamW's moments and summed gradients in host memory, where AdamW uses more cores"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
     """recompute activations in backward: less memory, a third more time; auto: if microbatches would be small"""
-    decode_group: int = 0
-    """ranks that decode together from the shards that training holds; 1: each has whole weights; 0: those of a node, if
-    whole weights do not fit"""
+    shard_weights: Literal["auto", "on", "off"] = "auto"
+    """decode from the shards that training holds, all ranks together; auto: if whole weights do not fit"""
     dry_run: bool = False  # load no weights and do not train: print the plan and whether it fits
     gpus: str | None = None
     """with --dry-run, another machine: RANKSxGB, such as 8x80 for 8 GPUs of 80 GB; none: this one"""
@@ -253,6 +249,19 @@ class RunConfig(
         default = 2e-4 if self.is_embedded else 1e-6
         return self.lr or default * (10 if self.lora_rank else 1)
 
+    def learning_rate(self, update: int, peak: float, *, first_update: int = 0) -> float:
+        """The learning rate of optimizer step `update`, counted from 0.
+
+        From `first_update` on it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
+        reach 0 one step after the last.
+        """
+        num_done, num_updates = update - first_update, self.num_updates - first_update
+        if num_done < self.warmup_updates:
+            return peak * (num_done + 1) / self.warmup_updates
+        if self.lr_schedule == "constant":
+            return peak
+        return peak * (num_updates - num_done) / max(1, num_updates - self.warmup_updates)
+
     @property
     def adapters(self) -> Adapters | None:
         """The adapters of the trained models, if --lora-rank asks for them."""
@@ -260,8 +269,8 @@ class RunConfig(
 
     @property
     def truncation(self) -> Truncation:
-        """Of the distributions that are sampled from."""
-        return Truncation(self.top_k, self.top_p)
+        """Which tokens may be sampled: all, as training's logprobs count all."""
+        return NO_TRUNCATION
 
     @property
     def importance_correction(self) -> str:

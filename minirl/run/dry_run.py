@@ -14,7 +14,7 @@ from minirl.errors import refuse
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.weights import check_weights
-from minirl.ranks.process_group import device_type, local_rank, print0
+from minirl.ranks.process_group import device_type, print0, rank
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig, ranks_and_bytes
 from minirl.run.embedded_model import write_shape
@@ -68,6 +68,6 @@ def _machine(config: RunConfig) -> Machine:
     """The machine of --gpus, or this one."""
     if config.gpus is not None:
         num_ranks, free = ranks_and_bytes(config.gpus)
-        return Machine("cuda", num_ranks, num_ranks, free)
+        return Machine("cuda", num_ranks, free)
     kind = device_type()
-    return this_machine(torch.device(kind, local_rank() if kind == "cuda" else 0))
+    return this_machine(torch.device(kind, rank() if kind == "cuda" else 0))

@@ -13,8 +13,8 @@ from minirl.episodes.programs import UserRollout
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.run.budget import enough_tokens
 from minirl.run.config import RunConfig, named_folder
+from minirl.run.planning import enough_tokens
 
 
 def load_prompts(

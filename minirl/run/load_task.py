@@ -125,9 +125,9 @@ def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
 
 
 def _load_function(spec: str, config: RunConfig) -> RewardFunction:
-    """The reward function of a file: in processes, or in this one, where the objects of --environment are."""
+    """The reward function of a file: in processes, or in this one if it asks for objects that are here."""
     function = RewardWorkers(spec, timeout_s=config.call_timeout, num_workers=config.workers)
-    if "environments" not in asked_of_episodes([function]):
+    if not asked_of_episodes([function]) & {"environments", "rollouts"}:
         return function
     function.stop()
     source, name = source_and_name("--reward", spec)

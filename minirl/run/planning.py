@@ -1,4 +1,4 @@
-"""What the memory budget needs to know of a run: its machine, models and lengths, and which ranks decode together."""
+"""What the memory budget needs to know of a run: its machine, its models and their lengths."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
-from minirl.ranks.process_group import gather_objects, local_world_size, world_size
-from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes, enough_tokens
+from minirl.ranks.process_group import gather_objects, world_size
+from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes
 from minirl.run.config import RunConfig, named_folder
 
 # The flags that may be "auto".
@@ -27,7 +27,6 @@ class Machine(NamedTuple):
 
     device_type: str
     num_ranks: int
-    ranks_of_node: int
     free: float
 
 
@@ -37,9 +36,8 @@ def this_machine(device: torch.device) -> Machine:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-        free = 1024 * int(available) // local_world_size()
-    free_bytes, ranks_of_nodes = zip(*gather_objects((free, local_world_size())), strict=True)
-    return Machine(device.type, world_size(), math.gcd(*ranks_of_nodes), min(free_bytes))
+        free = 1024 * int(available) // world_size()
+    return Machine(device.type, world_size(), min(gather_objects(free)))
 
 
 def plan(
@@ -52,18 +50,21 @@ def plan(
     recorded: Mapping[str, Any],
     value_folder: Path | None = None,
 ) -> tuple[Sizes, Budget]:
-    """The sizes of a run and its budget, with the first decode group that fits.
+    """The sizes of a run and its budget, with whole weights if these fit.
 
     streams: training prompts, and held-out ones. recorded: the sizes that a resumed run began with, as sums go on
     rounding alike; value_folder: its value model's. Of other models it reads config.json only. Raises InputError for
-    models that cannot be used, groups that cannot be made, and a run that does not fit, unless all sizes are given.
+    models that cannot be used, and for a run that does not fit, unless all sizes are given.
     """
     work = _workload(config, policy, machine, streams=streams, dtype=dtype, value_folder=value_folder)
     given = _given_sizes(config, recorded)
-    for group in decode_groups(config, machine.ranks_of_node, recorded):
-        if group > 1:
-            work = dataclasses.replace(work, decode_group=group)
-            given["shard_gradients"] = True
+    forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
+    if machine.num_ranks == 1 or not config.trains:
+        del forms[1]
+    elif "shard_weights" in given:
+        forms = [forms[given["shard_weights"]]]
+    for form in forms:
+        given |= form
         sizes = choose_sizes(work, given)
         needed = budget(work, sizes)
         if needed.fits():
@@ -71,7 +72,7 @@ def plan(
     advice = "a smaller --model, or lower --max-new-tokens or --cache-tokens"
     if config.trains:
         advice += (
-            "; more ranks (--nproc-per-node), --offload-optimizer on GPUs, --decode-group N, a lower "
+            "; more ranks (--nproc-per-node), --offload-optimizer on GPUs, --shard-weights on, a lower "
             "--max-tokens-per-microbatch; with all sizes given it starts anyway"
         )
     refuse(
@@ -79,6 +80,11 @@ def plan(
         f"a rank with {machine.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take {advice}",
     )
     return sizes, needed
+
+
+def enough_tokens(max_new_tokens: int) -> int:
+    """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
+    return max(8192, 2 * max_new_tokens)
 
 
 def lines(sizes: Sizes, needed: Budget) -> list[str]:
@@ -94,22 +100,15 @@ def lines(sizes: Sizes, needed: Budget) -> list[str]:
 
 
 def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """`Sizes` by name as the flags give them, "auto" where they leave one open. recorded: see `plan`."""
-    given = {name: getattr(config, name) for name in OPEN_SIZES}
-    for name in ("max_tokens_per_microbatch", "shard_gradients"):  # sums round depending on them
-        if given.get(name, "auto") == "auto" and name in recorded:
-            given[name] = recorded[name]
-    return {name: {"on": True, "off": False}.get(value, value) for name, value in given.items()}
-
-
-def decode_groups(config: RunConfig, ranks_of_node: int, recorded: Mapping[str, Any]) -> list[int]:
-    """The numbers of ranks that may decode together, the preferred one first. recorded: see `plan`."""
-    if not config.trains:
-        return [1]
-    if config.decode_group:
-        return [config.decode_group]
-    known = recorded.get("decode_group")
-    return [known] if known in (1, ranks_of_node) else [1, ranks_of_node]
+    """Those of `Sizes` that the flags give, by name. recorded: see `plan`."""
+    # Sums round depending on these.
+    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
+    given = {name: recorded[name] for name in kept if name in recorded}
+    for name in (*OPEN_SIZES, "shard_weights"):
+        value = getattr(config, name)
+        if value != "auto":
+            given[name] = {"on": True, "off": False}.get(value, value)
+    return given
 
 
 def _workload(
@@ -144,7 +143,6 @@ def _workload(
     # Whole groups, perhaps with a greedy completion for each. With --max-staleness those of two steps are open.
     requests = num_prompts * (config.group_size + 1) * (2 if config.max_staleness else 1)
     num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
-    is_cuda = machine.device_type == "cuda"
     return Workload(
         device_type=machine.device_type,
         free=machine.free,
@@ -158,6 +156,5 @@ def _workload(
         requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=config.adapters is not None and value_folder is None,
-        parks_frozen=config.trains and is_cuda,
-        offloads_optimizer=config.offload_optimizer and is_cuda,
+        offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",
     )

@@ -9,7 +9,6 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,23 +21,20 @@ from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.report.logger import Logger, rollout_records
+from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
     add_rewards,
     add_rollouts,
     add_skipped,
-    add_staleness,
     derived,
 )
 from minirl.report.progress_bar import show_progress
 from minirl.run.checkpoint import Checkpoints, Models, check_remembered
 from minirl.run.setup import Setup
-from minirl.training.advantages import weighted_scores
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.learning_rate import learning_rate
 from minirl.training.loss_weights import minibatch_of
 from minirl.training.losses import sequence_sums
 from minirl.training.scoring import score_batch
@@ -76,15 +72,12 @@ class Run:
         models: Models,
         collector: Collector | None = None,
         *,
-        folders: Mapping[str, Path] | None = None,
         extra: Mapping[str, Any] | None = None,
-        resolved: Mapping[str, Any] | None = None,
     ):
         """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
 
         models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
-        rollouts, and evaluations use its engine; None in a script that generates nothing. folders: of config and
-        tokenizer of further models. resolved: values for args.json that the script's flags left open.
+        rollouts, and evaluations use its engine; None in a script that generates nothing.
 
         extra: first values of the script's memory between steps, the same on every rank; each save takes the later
         ones from `progress`. Values are JSON's and tensors, nested in dicts and lists.
@@ -97,10 +90,9 @@ class Run:
         self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self.device = setup.device
-        self.max_new_tokens = setup.max_new_tokens
+        self.max_new_tokens = setup.prompts.max_new_tokens
         self._folder = setup.folder.path
-        sources = {"policy": setup.model_folder, **(folders or {})}
-        self._checkpoints = Checkpoints(self._folder, models, sources=sources, keep=config.keep_checkpoints)
+        self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress()
         checkpoint = setup.folder.checkpoint
         if checkpoint is not None:
@@ -113,7 +105,7 @@ class Run:
             collector.restore(self.progress.in_flight)
         self._logger = Logger(
             self._folder,
-            setup.args() | dict(resolved or {}),
+            setup.args(),
             wandb_mode=config.wandb,
             after_step=self.progress.step,
         )
@@ -203,16 +195,6 @@ class Run:
             batch = model.add_to(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
 
-    def learning_rate(self, peak: float, *, first_update: int = 0) -> float:
-        """Learning rate of the current optimizer step; the schedule begins at `first_update`."""
-        return learning_rate(
-            self.progress.update - first_update,
-            self._config.num_updates - first_update,
-            peak=peak,
-            warmup_updates=self._config.warmup_updates,
-            schedule=self._config.lr_schedule,
-        )
-
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
         """The means of `Setup.eval_values` over the held-out prompts (collective)."""
@@ -223,8 +205,7 @@ class Run:
         for rewarded in self._evaluator.run(
             [requests], num_requests=len(requests), weight_version=self.progress.update
         ):
-            scores = weighted_scores(rewarded.rewards, self._setup.score_weights)
-            own += rollout_records(rewarded, self._setup.reward_functions, reward=scores)
+            own += self._setup.records(rewarded, self._setup.score_weights)
         self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
         records = itertools.chain.from_iterable(gather_objects(own))
         return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
@@ -242,7 +223,7 @@ class Run:
         ids = [rollout.branches[0].rollout_id for rollout in rewarded.rollouts]
         records = self._setup.records(
             rewarded,
-            reward=weighted_scores(rewarded.rewards, groups.reward_weights),
+            groups.reward_weights,
             advantage=torch.tensor([mean_of[rollout_id] for rollout_id in ids], dtype=torch.float64),
         )
         self._logger.log_rollouts(step, records)
@@ -300,14 +281,10 @@ class Run:
         rewarded = groups.rewarded
         add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        if self._config.max_staleness:
-            updates_per_step = self._config.updates_per_step
-            version = self.progress.update - updates_per_step  # in this step's generation
-            add_staleness(metrics, rewarded.rollouts, version, updates_per_step=updates_per_step)
         counts: tuple[Counted, ...] = ("tool_results", "tool_errors")
         for name in counts if self._setup.tokenizer.tools else ():
             metrics.add_total(f"count/{name}", collector.take_count(name))
-        metrics.add("count/epoch", self._setup.prompts.epoch(self.progress.num_served))
+        metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -86,10 +86,6 @@ def open_run_folder(name: str) -> RunFolder:
             args = read_json_object(folder / "args.json")
         checkpoint = next(reversed(checkpoints_in(folder)), None)
     args, checkpoint = broadcast_object((args, checkpoint))
-    refuse(
-        not folder.is_dir(),
-        f"{folder}: rank 0 made it, but rank {rank()} does not see it; all nodes must share $MINIRL_RUNS",
-    )
     return RunFolder(folder, args, checkpoint, lock)
 
 

@@ -5,7 +5,6 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
-import os
 import secrets
 import sys
 import time
@@ -19,12 +18,10 @@ from torch import Tensor
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tools import Tool
-from minirl.data.view import view_of
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
-from minirl.model.batch_invariance import product_dtype
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
@@ -38,18 +35,19 @@ from minirl.ranks.process_group import (
     world_size,
 )
 from minirl.report.evaluation import Record, values_by_prompt
-from minirl.report.logger import rollout_records
+from minirl.report.records import rollout_records
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
+from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine
 from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.training.advantages import weighted_scores
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -59,8 +57,7 @@ class Setup:
     """The parts of a run. All ranks make it (collective).
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
-    `max_tokens` of a prompt with its completion, `max_new_tokens` of the completion; `reward_weights` fp64 [K].
-    Evaluations use `score_weights`, which omit the overlong penalty.
+    `reward_weights` fp64 [K]. Evaluations use `score_weights`, which omit the overlong penalty.
     """
 
     def __init__(
@@ -87,15 +84,8 @@ class Setup:
         )
         self.dtype = compute_dtype(config.dtype, self.device.type)
         self._flags = dataclasses.asdict(config)
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        refuse(
-            restarts and not config.run_name,
-            "torchrun --max-restarts: restarted ranks resume the run only with --run-name",
-        )
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
-        changed = ", ".join(self.folder.changed_flags(self._flags))
-        self._notes = [f"this run last started with other flags: {changed}"] if changed else []
         with self.folder.removed_if_refused():
             self._read_files(task, tools=tools, scalar_head=scalar_head)
 
@@ -119,37 +109,47 @@ class Setup:
             user_rollout=self._user_rollout,
         )
         self.tokenizer = self.prompts.tokenizer
-        self.max_tokens, self.max_new_tokens = self.prompts.max_tokens, self.prompts.max_new_tokens
-        # Before any weights are loaded: the budget counts them against the free memory that it measures.
-        self._fit_memory()
+        self.sizes, self._budget = plan(
+            config,
+            self.model_config,
+            this_machine(self.device),
+            streams=(self.prompts, self.held_out),
+            dtype=self.dtype,
+            recorded=self.folder.args,
+            value_folder=self.saved_folder("value"),
+        )
+        # The first weights: the budget counts them against the memory that was free before.
         self.task = task
-        self.reward_functions, self.reward_weights = self._load_rewards(task)
+        self.reward_functions, self.reward_weights = self._load_rewards(task, self.sizes)
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
-        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, self.sizes.decode_group)
-        # Machines of other kinds may differ, and all ranks must score or none.
+        num_parts = world_size() if self.sizes.shard_weights else 1
+        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
+        # All ranks must score or none.
         self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
-        self._models: dict[Path, ShardedModel] = {}  # the first model loaded from each folder
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
         return self._saved and self._saved / name
 
     def load_trainable(
-        self, model_config: ModelConfig, folder: Path, *, is_frozen: Callable[[str], bool] | None = None
+        self,
+        model_config: ModelConfig,
+        folder: Path,
+        *,
+        is_frozen: Callable[[str], bool] | None = None,
+        base: ShardedModel | None = None,
     ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A folder's model, sharded over the ranks, and its optimizer (collective). is_frozen: see `ShardedModel`.
+        """A folder's model, sharded over the ranks, and its optimizer (collective).
 
-        Models of the same folder share their frozen weights.
+        is_frozen, base: see `ShardedModel`.
         """
-        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=self._models.get(folder))
-        self._models.setdefault(folder, model)
+        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=base)
         return model, model.make_optimizer()
 
     def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
         """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
-        group = self.sizes.decode_group
         return ShardedModel(
             model_config,
             folder,
@@ -157,20 +157,17 @@ class Setup:
             device=self.device,
             recompute_layers=self.sizes.recompute_layers,
             shard_gradients=self.sizes.shard_gradients,
-            num_shards=group if group > 1 else None,
+            shard_weights=self.sizes.shard_weights,
             offload_optimizer=self.config.offload_optimizer,
-            shard_weights=group > 1,
             **options,
         )
 
-    def load_reference(self) -> FrozenModel:
+    def load_reference(self, policy: ShardedModel) -> FrozenModel:
         """The model for `ref_logprobs`, which the run began with (collective).
 
         With adapters this is the policy without them, on the same storage.
         """
         if self.config.adapters:
-            assert self._models, "load the policy before its reference"
-            policy = next(iter(self._models.values()))
             return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
         return self.frozen(self._original_model(), score_batch, ["ref_logprobs"])
 
@@ -182,31 +179,30 @@ class Setup:
 
     def frozen(
         self,
-        source: ShardedModel | Transformer | Path,
+        source: ShardedModel | Path,
         outputs: Outputs,
         names: Sequence[str],
     ) -> FrozenModel:
         """A model that scores the rollouts of each step (collective if weights are sharded).
 
-        source: a loaded model, or a folder to load one from with the policy's vocabulary, and to park. In a decode
-        group the model is sharded, and InputError is raised if its vocabulary differs.
+        source: a loaded model, or a folder to load one from with the policy's vocabulary. With sharded weights this
+        one's are sharded too, and InputError is raised if its vocabulary differs.
         """
         model: ShardedModel | Transformer
-        park = False
-        if not isinstance(source, Path):
+        if isinstance(source, ShardedModel):
             model = source
-        elif self.sizes.decode_group > 1:
+        elif self.sizes.shard_weights:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size != self.model_config.vocab_size,
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
-                "only --decode-group 1 cuts or pads vocabularies",
+                "only --shard-weights off cuts or pads vocabularies",
             )
             model = self._sharded(config, source, is_frozen=lambda name: True)
         else:
-            model, park = load_replica(source, dtype=self.dtype), True
+            model = load_replica(source, dtype=self.dtype)
             resize_vocabulary(model, self.model_config.vocab_size)
-        return FrozenModel(model, outputs, names=names, device=self.device, park=park)
+        return FrozenModel(model, outputs, names=names, device=self.device)
 
     def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
         """The generation engine, which decodes from the policy's own weights. Not collective."""
@@ -219,7 +215,7 @@ class Setup:
             device=self.device,
             # Ranks that pass through the model together have other batch sizes in each pass.
             cuda_graphs=False if model.shards is not None else None,
-            keeps_cache=self._keeps_cache,
+            keeps_cache=self._budget.fits(keeps_cache=True),
             make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )
 
@@ -269,13 +265,10 @@ class Setup:
         of_samples = self.config.eval_samples > 0 or not self.config.trains
         return values_by_prompt(records, self.task, weights, of_samples=of_samples)
 
-    def records(self, rewarded: RewardedRollouts, **numbers: Any) -> list[dict[str, Any]]:
-        """The `rollout_records` of these rollouts, with their texts. numbers: its further arguments."""
-        views = [
-            view_of(rollout, row.prompt, self.tokenizer)
-            for rollout, row in zip(rewarded.rollouts, rewarded.rows, strict=True)
-        ]
-        return rollout_records(rewarded, self.reward_functions, views=views, **numbers)
+    def records(self, rewarded: RewardedRollouts, weights: Tensor, **columns: Tensor) -> list[dict[str, Any]]:
+        """The `rollout_records` of these rollouts, with `reward`, the sum of their rewards with weights fp64 [K]."""
+        scores = weighted_scores(rewarded.rewards, weights)
+        return rollout_records(rewarded, self.reward_functions, self.tokenizer, reward=scores, **columns)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""
@@ -284,7 +277,7 @@ class Setup:
             "lr": self.config.peak_lr,
             "correction": self.config.importance_correction,
             "num_minibatches": self.config.minibatches_per_epoch,
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": self.prompts.max_new_tokens,
             "task": self.task.name,
             "old_logprobs": self.old_logprobs,
             **dataclasses.asdict(self.sizes),
@@ -293,6 +286,7 @@ class Setup:
             "model": str(self.model_folder),
             "world_size": world_size(),
             "command": sys.argv,
+            "wandb_id": self.folder.args.get("wandb_id", secrets.token_hex(4)),
             "flags": self._flags,
         }
 
@@ -304,20 +298,12 @@ class Setup:
         print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
         counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         print0(f"task {self.task.name}: {counts}")
-        for line in self._budget:
+        for line in lines(self.sizes, self._budget):
             print0(f"memory {line}")
-        of_prompts = self.held_out.notes()
-        if self.config.trains:
-            of_prompts = self.prompts.notes(per_step=self.config.prompts_per_step) + of_prompts
-        may_be_late = self._user_rollout or any(
-            isinstance(function, RewardWorkers) for function in self.reward_functions.values()
-        )
-        if self.config.max_staleness and may_be_late:
-            of_prompts.append(
-                "with --max-staleness, a step leaves replies and rewards that take longer than 50 ms to a later "
-                "round: which rollouts it trains on then depends on the clock"
-            )
-        for note in self._notes + of_prompts:
+        if changed := self.folder.changed_flags(self._flags):
+            print0(f"note: this run last started with other flags: {', '.join(changed)}")
+        trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
+        for note in trained + self.held_out.notes():
             print0(f"note: {note}")
 
     def _original_model(self) -> Path:
@@ -327,21 +313,7 @@ class Setup:
             return embedded_model_folder(runs_root(), warm_start_task)
         return resolve_folder(self.config.model)
 
-    def _fit_memory(self) -> None:
-        """Choose the sizes that flags leave open (collective). Raises InputError if the run does not fit."""
-        self.sizes, needed = plan(
-            self.config,
-            self.model_config,
-            this_machine(self.device),
-            streams=(self.prompts, self.held_out),
-            dtype=self.dtype,
-            recorded=self.folder.args,
-            value_folder=self.saved_folder("value"),
-        )
-        self._keeps_cache = needed.fits(keeps_cache=True)
-        self._budget = lines(self.sizes, needed)
-
-    def _load_rewards(self, task: Task) -> tuple[dict[str, RewardFunction], Tensor]:
+    def _load_rewards(self, task: Task, sizes: Sizes) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
         config = self.config
         rewards = dict(task.rewards)
@@ -352,26 +324,20 @@ class Setup:
                 device=self.device,
                 chat=config.chat,
                 template_arguments=config.template_arguments,
-                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.max_tokens),
-                park=True,
+                max_tokens=max(sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
             )
         if config.overlong_buffer:
-            buffer = config.overlong_buffer * self.max_new_tokens
-            rewards["overlong"] = OverlongPenalty(limit=self.max_new_tokens, buffer=buffer)
+            limit = self.prompts.max_new_tokens
+            rewards["overlong"] = OverlongPenalty(limit=limit, buffer=config.overlong_buffer * limit)
         return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
 
 
 def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """The dtype of --dtype; rank 0 prints a note if this CPU lacks instructions for it."""
+    """The dtype of --dtype."""
     if name == "auto":
-        return torch.bfloat16 if device_type == "cuda" else torch.float32
+        name = "bfloat16" if device_type == "cuda" else "float32"
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
-    if device_type == "cpu" and product_dtype(dtype) != dtype:
-        print0(
-            f"note: --dtype {name}: this CPU has no bf16 instructions, so products are computed in float32 and "
-            "rounded; --dtype float32 is faster"
-        )
     return dtype
 
 

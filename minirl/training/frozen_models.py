@@ -16,8 +16,8 @@ Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
 @contextmanager
-def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterator[None]:
-    """Put a frozen model's weights on `device` for the block; with `park`, only in host memory after it.
+def unparked(model: Transformer, device: torch.device) -> Iterator[None]:
+    """Put a frozen model's weights on `device` for the block; after it they are only in host memory.
 
     Nothing writes to them, so the host keeps its tensors, and parking drops the device's. For CUDA the host's tensors
     are pinned at the first use, at up to twice their bytes (torch rounds each one up to a power of two): copies of
@@ -25,14 +25,13 @@ def unparked(model: Transformer, device: torch.device, *, park: bool) -> Iterato
     """
     host = []
     for parameter in model.parameters():
-        if park and device.type == "cuda":
+        if device.type == "cuda":
             parameter.data = parameter.data.pin_memory()  # a pinned tensor is returned as it is
         host.append(parameter.data)
         parameter.data = parameter.data.to(device, non_blocking=True)
     yield
-    if park:
-        for parameter, parked in zip(model.parameters(), host, strict=True):
-            parameter.data = parked
+    for parameter, parked in zip(model.parameters(), host, strict=True):
+        parameter.data = parked
 
 
 class FrozenModel:
@@ -49,19 +48,16 @@ class FrozenModel:
         *,
         names: Sequence[str],
         device: torch.device,
-        park: bool = False,
     ):
-        """model: a sharded one is run as its `scorer`, and is not parked where ranks gather its weights.
+        """model: a sharded one is run as its `scorer`; another one is parked between its uses (`unparked`).
 
-        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones. park: see
-        `unparked`.
+        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
-        self._is_gathered = isinstance(model, ShardedModel) and model.shards_weights
+        self._is_parked = self.model is model
         self._outputs = outputs
         self._names = tuple(names)
         self._device = device
-        self._park = park
 
     @torch.no_grad()
     def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
@@ -70,7 +66,7 @@ class FrozenModel:
         Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
-        with nullcontext() if self._is_gathered else unparked(self.model, self._device, park=self._park):
+        with unparked(self.model, self._device) if self._is_parked else nullcontext():
             for indices in microbatches:
                 token_index = batch.token_index(indices)
                 outputs = self._outputs(self.model, batch.select(indices))

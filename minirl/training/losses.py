@@ -145,22 +145,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """
     error = (values - returns).square()
     if clip:
-        clipped_error = _clipped_value_error(values, old_values, returns, clip)
-        error = torch.maximum(error, clipped_error)
+        clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped_values - returns).square())
     return error / 2
-
-
-def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Return bool [T]: the tokens whose value loss is that of the clipped value, with gradient 0."""
-    if not clip:
-        return torch.zeros_like(values, dtype=torch.bool)
-    is_outside = (values - old_values).abs() > clip
-    error = (values - returns).square()
-    is_worse = _clipped_value_error(values, old_values, returns, clip) > error
-    return is_outside & is_worse
-
-
-def _clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Squared error of the values, clipped to within `clip` of the old ones."""
-    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
-    return (clipped_values - returns).square()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minirl.errors import GuardError, InputError
@@ -24,7 +25,7 @@ from minirl.model.layers import Linear
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
-from minirl.ranks.process_group import all_gather_flat, gather_objects, host_group, rank, world_size
+from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, rank
 
 
 class ShardedModel:
-    """A trainable `Transformer`, sharded over all ranks, or over groups of ranks that each hold all shards.
+    """A trainable `Transformer`, sharded over all ranks.
 
+    folder: from which it was loaded, with config and tokenizer.
     module: the model that is trained, with FSDP's hooks.
     dtype: the compute dtype.
     masters: its trained parameters by name in fp32 (or fp64), sharded. The optimizer updates these.
@@ -60,7 +62,6 @@ class ShardedModel:
         device: torch.device,
         recompute_layers: bool = False,
         shard_gradients: bool = False,
-        num_shards: int | None = None,
         offload_optimizer: bool = False,
         shard_weights: bool = False,
         is_frozen: Callable[[str], bool] | None = None,
@@ -72,9 +73,6 @@ class ShardedModel:
         shard of them and one unit's. Without it each rank holds them all until the last microbatch. On one rank
         it has no effect, unless shards are in host memory.
 
-        num_shards: the ranks of a group, such as those of a node; None: all. A group's ranks are consecutive, and all
-        groups have the same bits: gradients are summed within each group, then once an update between them.
-
         offload_optimizer: keep masters, sharded gradients and the optimizer's state in host memory, pinned for copies
         from and to a GPU, and run the optimizer there. On the CPU nothing changes.
 
@@ -83,21 +81,22 @@ class ShardedModel:
         is_frozen: returns whether the parameter of this name is frozen: no master, gradient or moments. None: no
         parameter is. If `config` has adapters, all but these and a scalar head are frozen.
 
-        base: a model of the same folder, with which this one shares the weights that both freeze, unless it is sharded.
+        base: a model with which this one shares the weights that both freeze, if their folder is the same and ranks
+        hold them whole.
         """
+        self.folder = folder
         self.dtype = dtype
         check_weights(config, folder)
         self.module = on_meta(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
         frozen = self._freeze(is_frozen)
-        self._num_shards = num_shards or world_size()
+        self._num_shards = world_size()
         self.shards_weights = shard_weights and self._num_shards > 1
         shard_gradients = shard_gradients or self.shards_weights
-        if base is not None and not self.shards_weights:
+        if base is not None and base.folder == folder and not self.shards_weights:
             shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
-        self._is_first_replica = rank() < self._num_shards
         self._sums_every_microbatch = shard_gradients and (self._num_shards > 1 or offload_optimizer)
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
@@ -127,8 +126,6 @@ class ShardedModel:
         """Wrap the units in FSDP, which leaves the ignored parameters as they are (collective)."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        mesh = _device_mesh(device.type, self._num_shards)
-        self._shard_group = mesh.get_group(mesh.ndim - 1)
         precision = MixedPrecisionPolicy(
             param_dtype=self.dtype,
             reduce_dtype=at_least_fp32(self.dtype),
@@ -139,7 +136,7 @@ class ShardedModel:
             reshards = self.shards_weights and unit is not self.module
             fully_shard(
                 unit,
-                mesh=mesh,
+                mesh=_device_mesh(device.type),
                 mp_policy=precision,
                 offload_policy=offload,
                 reshard_after_forward=reshards,
@@ -183,7 +180,7 @@ class ShardedModel:
         self.compute_weights = {name: parameter for name, parameter in roots.items() if name in self._names}
         if not config.scalar_head and self.masters:
             self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
-            self.decoder.shards = Shards(self._shard_group, host_group(self._num_shards))
+            self.decoder.shards = Shards()
             for path, layer in self.decoder.named_modules():
                 if path.startswith(LAYERS) and isinstance(layer, Linear):
                     self._sliced |= {f"{path}.{name}" for name in layer.shard(self.decoder.shards)}
@@ -227,7 +224,6 @@ class ShardedModel:
         """
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)
-            unit.set_requires_all_reduce(is_last, recurse=False)  # between groups
         loss.backward()
 
     def make_optimizer(
@@ -271,9 +267,9 @@ class ShardedModel:
             if id(master) not in trained:
                 master.grad = None
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
-        norm = self._total_norm(gradients) if gradients else 0.0
+        norm = _total_norm(gradients) if gradients else 0.0
         if not math.isfinite(norm):
-            where = self._describe_nonfinite({name: master.grad for name, master in self.masters.items()})
+            where = _first_nonfinite({name: master.grad for name, master in self.masters.items()})
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad(set_to_none=True)
@@ -286,9 +282,9 @@ class ShardedModel:
             group["lr"] = lr * (own_lr / optimizer.defaults["lr"])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        weight_norm = self._total_norm(self.masters.values())
+        weight_norm = _total_norm(self.masters.values())
         if not math.isfinite(weight_norm):
-            where = self._describe_nonfinite(self.masters)
+            where = _first_nonfinite(self.masters)
             raise GuardError(
                 f"after this update the norm of the weights is {weight_norm}: {where}. They are not saved, the last "
                 "checkpoint is unchanged; try a lower --lr"
@@ -297,12 +293,10 @@ class ShardedModel:
         return norm
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """This rank's shards, for a checkpoint; empty outside the first group. Not collective.
+        """This rank's shards, for a checkpoint. Not collective.
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
-        if not self._is_first_replica:
-            return {}
         tensors = {f"masters.{name}": master for name, master in self.masters.items()}
         for name, master in self.masters.items():
             for kind, value in optimizer.state.get(master, {}).items():
@@ -327,7 +321,7 @@ class ShardedModel:
         for key, (kind, name) in parts.items():
             master = self.masters[name]
             state = {"masters": master} if kind == "masters" else optimizer.state[master]
-            shards = [tensors[key] for tensors in saved if key in tensors]
+            shards = [tensors[key] for tensors in saved]
             if shards[0].ndim == 0:  # the count of steps, which each rank has
                 state[kind] = shards[0].to(master.device, copy=True)
                 continue
@@ -369,45 +363,33 @@ class ShardedModel:
         for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
             place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
         of_ranks = own.new_empty(self._num_shards, len(own))
-        all_gather_flat(of_ranks.view(-1), own, self._shard_group)
+        # torch 2.13 warns about the old name, the only one in 2.11.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(of_ranks.view(-1), own)
         for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
-    def _describe_nonfinite(self, tensors: Mapping[str, Tensor | None]) -> str:
-        """Describe where sharded tensors are not finite: the first such tensor, and the ranks (collective)."""
-        own_is_finite = []
-        for tensor in tensors.values():
-            own_is_finite.append(tensor is None or bool(_local(tensor).isfinite().all()))
-        by_rank = gather_objects(own_is_finite)
-        for i, name in enumerate(tensors):
-            ranks = [str(rank) for rank, is_finite in enumerate(by_rank) if not is_finite[i]]
-            if ranks:
-                return f"first in {name}, in the shard of rank {', '.join(ranks)}"
-        return "every element is finite, their squares overflow"
-
-    def _total_norm(self, tensors: Iterable[Tensor]) -> float:
-        """The norm of sharded tensors, each shard counted once; NaN or infinite if one of them is (collective)."""
-        norm = torch.nn.utils.get_total_norm(tensors)
-        total = norm.full_tensor()  # type: ignore[attr-defined]
-        if self._num_shards < world_size():
-            # Groups may sum their shards in different orders, but must clip by the same bits.
-            torch.distributed.broadcast(total, 0)
-        return float(total)
-
 
 @functools.cache
-def _device_mesh(device_type: str, num_shards: int) -> "DeviceMesh":
-    """All ranks, or groups of `num_shards` consecutive ranks (collective).
-
-    All models share it: each group has a communicator, which takes memory on a GPU, or a thread that polls on the CPU.
-    """
+def _device_mesh(device_type: str) -> "DeviceMesh":
+    """All ranks (collective). All models share it."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    num_replicas = world_size() // num_shards
-    if num_replicas == 1:
-        return init_device_mesh(device_type, (num_shards,))
-    names = ("replicate", "shard")
-    return init_device_mesh(device_type, (num_replicas, num_shards), mesh_dim_names=names)
+    return init_device_mesh(device_type, (world_size(),))
+
+
+def _total_norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of sharded tensors; NaN or infinite if one of them is (collective)."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return float(norm.full_tensor())  # type: ignore[attr-defined]
+
+
+def _first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str:
+    """Say which of these sharded tensors is the first with a norm that is not finite (collective)."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not math.isfinite(_total_norm([tensor])):
+            return f"first in {name}"
+    return "each tensor's norm is finite, the sum of their squares overflows"
 
 
 def _assign(model: Transformer, weights: Mapping[str, Tensor]) -> None:

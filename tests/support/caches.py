@@ -1,6 +1,8 @@
 """Key/value caches filled with random numbers."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -10,10 +12,21 @@ from minirl.model.portable_attention import BLOCK
 CPU = torch.device("cpu")
 
 
+def cache_config(windows: dict[int, int | None], *, num_kv_heads: int, groups: int, head_dim: int) -> Any:
+    """What a cache reads of the config of a model that has attention in these layers."""
+    return SimpleNamespace(
+        attention_windows=windows,
+        delta_net=None,
+        num_key_value_heads=num_kv_heads,
+        num_attention_heads=num_kv_heads * groups,
+        head_dim=head_dim,
+    )
+
+
 def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) -> tuple[KVCache, list[int]]:
     """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
-    shape = {"num_kv_heads": 2, "head_dim": dim, "num_query_groups": groups}
-    cache = KVCache({0: window}, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU, **shape)
+    config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
+    cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
     parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
     rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, *[5] * 16))]
     for row in rows:
@@ -21,20 +34,17 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
     for _ in range(70):
         assert cache.extend(rows[2])
     generator = torch.Generator().manual_seed(0)
-    for x in (cache.pools[0].keys, cache.pools[0].values):
+    for x in (cache.pool.keys, cache.pool.values):
         x.copy_(torch.randn(x.shape, generator=generator))
-    if window == 100:
-        assert any(cache.blocks[0].of_row(row)[0] for row in rows), "no row has left a block behind"
     return cache, rows
 
 
 def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
-    """Fill free blocks, and the rest of these rows' last blocks in the first pool, with NaN."""
-    for pool, blocks in zip(cache.pools, cache.blocks, strict=True):
-        pool.keys[:, blocks.free], pool.values[:, blocks.free] = torch.nan, torch.nan
-    pool = cache.pools[0]
+    """Fill free blocks, and the rest of these rows' last blocks, with NaN."""
+    pool, free = cache.pool, cache.free_blocks
+    pool.keys[:, free], pool.values[:, free] = torch.nan, torch.nan
     for row in rows:
-        block = cache.blocks[0].of_row(row)[1][-1]
+        block = cache.blocks_of(row)[-1]
         end = (length_of(cache, row) - 1) % BLOCK + 1
         pool.keys[:, block, :, :, end:] = torch.nan
         pool.values[:, block, :, end:] = torch.nan

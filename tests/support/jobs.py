@@ -68,7 +68,7 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     job = Job([], [])
     for rank, command in enumerate(commands):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(commands)), **address}
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(len(commands)), **address}
         environment = base | (ranks if len(commands) > 1 else {})
         job.files.append(folder / f"output-{rank}")
         job.files[-1].touch()

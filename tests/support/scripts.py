@@ -26,39 +26,12 @@ SCRIPTS = ("train_grpo.py", "train_ppo.py")
 FAST_LEARNING = "--num-steps 40 --prompts-per-step 32 --num-minibatches 4"
 
 
-BRANCHES = '''
-from support.rollouts import in_two_branches
-
-
-def with_branches(rollout):
-    """Of the first prompt one rollout is in two branches, of the second one two, and so on."""
-    rollout_id = rollout.rollout_id
-    return in_two_branches(rollout) if rollout_id.sample <= rollout_id.prompt_ordinal else rollout
-
-
-class BranchingSetup(Setup):
-    def make_collector(self, *args, **options):
-        collector = super().make_collector(*args, **options)
-        step = collector._runner.step
-        collector._runner.step = lambda: [with_branches(rollout) for rollout in step()]
-        return collector
-
-
-Setup = BranchingSetup
-'''
-
-
 def extended_fork(folder: Path, script: str, text: str, *, name: str) -> Path:
     """A copy of the script with more text before its last lines, which run it."""
     fork = folder / f"{name}_{script}"
     head, guard, tail = (ROOT / script).read_text().partition('if __name__ == "__main__":')
     fork.write_text(head + text + guard + tail)
     return fork
-
-
-def branching_fork(folder: Path, script: str) -> Path:
-    """A copy of the script with rollouts in branches."""
-    return extended_fork(folder, script, BRANCHES, name="branching")
 
 
 def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
@@ -76,13 +49,14 @@ def changed_fork(folder: Path, name: str, *changes: dict[str, str]) -> str:
 
 
 def objectives() -> dict[str, str]:
-    """The rows of docs/objectives.md, by the names of their diffs."""
+    """The items of docs/objectives.md, by the names of their diffs."""
     page = (ROOT / "docs" / "objectives.md").read_text()
-    return {name: row for row, name in re.findall(r"^(\| \[(.*?)\].*)$", page, re.MULTILINE)}
+    items = map(" ".join, map(str.split, page.split("\n- ")[1:]))
+    return {re.findall(r"\[(.*?)\]", item)[0]: item for item in items}
 
 
 def objective_fork(folder: Path, name: str) -> str:
-    """The script that a row of docs/objectives.md makes with its patch; at most 15 lines are new."""
+    """The script that an item of docs/objectives.md makes with its patch; at most 15 lines are new."""
     (path,) = re.findall(r"\]\((objectives/\w+\.diff)\)", objectives()[name])
     patch = ROOT / "docs" / path
     added = re.findall(r"^\+(?!\+\+ ) *\S", patch.read_text(), re.MULTILINE)
@@ -105,8 +79,7 @@ def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
     flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
     """
     commands = [[str(script), *words(flags)]] * ranks
-    where = {"MINIRL_RUNS": str(runs), "LOCAL_WORLD_SIZE": str(ranks)}
-    return start(Path(tempfile.mkdtemp()), commands, **where)
+    return start(Path(tempfile.mkdtemp()), commands, MINIRL_RUNS=str(runs))
 
 
 def words(flags: Iterable[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """Tokenizers of one token per character, and of each way to make text of tokens."""
 
-import itertools
 import re
 
 from minirl.data.prompts import PromptStream
@@ -41,14 +40,14 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
     tokenizer.save_pretrained(folder)
 
 
-DECODERS = ("byte-level", "sentencepiece", "wordpiece", "suffix")
+DECODERS = ("byte-level", "sentencepiece")
 
 
 def save_decoding_tokenizer(folder, kind):
     """A small vocabulary with a decoder of this kind. Returns lists of ids that stand for a token or a character each.
 
     Byte-level tokens are any parts of characters; sentencepiece has a token for every byte, of which characters are
-    made; in WordPiece and BPE with suffixes it is a mark on the token whether a space is beside it.
+    made.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
@@ -60,10 +59,9 @@ def save_decoding_tokenizer(folder, kind):
     if kind == "byte-level":
         names = bytes_to_unicode()
         coded = "".join(names[byte] for byte in text.encode())
-        spans = itertools.combinations(range(len(coded) + 1), 2)
-        tokens = [*names.values(), *(coded[start:end] for start, end in spans if 1 < end - start < 6)]
+        tokens = [*names.values(), *(coded[i : i + n] for i in range(len(coded)) for n in (2, 3, 5))]
         decoder = decoders.ByteLevel()
-    elif kind == "sentencepiece":
+    else:
         tokens = [f"<0x{byte:02X}>" for byte in range(256)]
         characters = [list(character.encode()) for character in "\n\n\né日😀"]
         tokens += ["▁", "▁▁", "▁a", "a", "b", "ab", "b▁a", "é", "#", "</s>"]
@@ -71,12 +69,6 @@ def save_decoding_tokenizer(folder, kind):
         decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
         )
-    elif kind == "wordpiece":
-        tokens = ["a", "##a", "b", "##ab", "#", "##é", ".", "'", "n't", "do", "日"]
-        decoder = decoders.WordPiece()
-    else:
-        tokens = ["a", "a</w>", "b</w>", "ab", "ab</w>", "#", "</s></w>"]
-        decoder = decoders.BPEDecoder()
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoder
@@ -123,10 +115,6 @@ CHATML = (
 )
 CHAT_TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
-    "tool results as the user's": (
-        CHATML.replace("{{ m.role }}", "{{ 'user' if m.role == 'tool' else m.role }}"),
-        "<|im_end|>",
-    ),
     "content stripped, tools as json": (
         "<s>{% for m in messages %}<|start|>{{ m.role }}\n\n"
         "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|eot|>"
@@ -145,11 +133,6 @@ CHAT_TEMPLATES = {
         ).replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<|open|>{% endif"),
         "<|im_end|>",
     ),
-    "a space before the end": (
-        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} </s>"
-        "{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
-        "</s>",
-    ),
     "thoughts are left out later": (
         CHATML.replace(
             "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
@@ -160,7 +143,7 @@ CHAT_TEMPLATES = {
 
 
 def save_chat_tokenizer(folder, template, end, special=()):
-    """One id per byte, and one for each special token of `CHAT_TEMPLATES` and of `special`; `end` ends an answer."""
+    """One id per byte, and one for each special token of the template and of `special`; `end` ends an answer."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -170,8 +153,7 @@ def save_chat_tokenizer(folder, template, end, special=()):
     backend = Backend(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    templates = (template or "") + "<|user|><|tool|><|assistant|>"
-    templates += "".join(text for text, _ in CHAT_TEMPLATES.values())
+    templates = f"{template}<|user|><|tool|><|assistant|><|eot|></s>"
     tokens = {*special, *re.findall(r"<\|\w+\|>|</?s>", templates)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

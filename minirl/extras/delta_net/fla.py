@@ -12,8 +12,6 @@ def run_packed(
 ) -> Tensor:
     """The outputs [T', H, Dv] of packed sequences, in the dtype of `rows`: `rule.run_chunks` in other roundings.
 
-    Tokens that several sequences begin with are computed in each, as in attention.
-
     dtype: what queries, keys and values are rounded to. states: take the state after each sequence, in front of a chunk
     without rows. Then no tokens are shared.
     """

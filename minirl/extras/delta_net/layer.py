@@ -45,7 +45,8 @@ class GatedDeltaNet(nn.Module):
         wide = batch_invariance.at_least_fp32(x.dtype)
         num_rows = len(layout.positions)
         mixed = self.in_proj_qkv(x)[:num_rows]
-        beta = batch_invariance.activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
+        strength = self.in_proj_b(x).to(wide)
+        beta = batch_invariance.activate(strength, torch.sigmoid)[:num_rows]
         step = self.in_proj_a(x).to(wide) + self.dt_bias.to(wide)
         step = batch_invariance.activate(step, F.softplus)[:num_rows]
         decay = -self.A_log.to(wide).exp() * step
@@ -55,16 +56,19 @@ class GatedDeltaNet(nn.Module):
             out = checkpoint(self._packed, mixed, decay, beta, layout, use_reentrant=False)
         else:
             out = self._packed(mixed, decay, beta, layout)
-        normed = F.rms_norm(out, self.norm.weight.shape, self.norm.weight.to(wide), self.norm.eps)
+        weight = self.norm.weight.to(wide)
+        normed = F.rms_norm(out, weight.shape, weight, self.norm.eps).flatten(1)
         gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
-        gated = F.pad(normed.flatten(1), (0, 0, 0, len(x) - num_rows)) * gate
+        num_padding = len(x) - num_rows
+        gated = F.pad(normed, (0, 0, 0, num_padding)) * gate
         return self.out_proj(gated.to(x.dtype))
 
     def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
         """The rule's outputs [T, heads, C] for packed sequences. Stores their states if the layout has slots."""
         window = layout.window_index(self.shape.kernel_size)
-        padded = torch.cat([mixed, mixed.new_zeros(1, mixed.shape[1])])
-        convolved = delta_rule.convolve((padded[index] for index in window), self.conv1d.weight)
+        padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, before a sequence begins
+        inputs = (padded[index] for index in window)
+        convolved = delta_rule.convolve(inputs, self.conv1d.weight)
         states = layout.states.get(self.layer)
         if states is not None:
             assert layout.slots is not None
@@ -107,8 +111,11 @@ class GatedDeltaNet(nn.Module):
         shape = self.shape
         keys = shape.num_key_heads * shape.key_head_dim
         q, k, v = convolved.split([keys, keys, shape.num_values], 1)
-        repeats = shape.num_value_heads // shape.num_key_heads
-        by_head = (x.unflatten(1, (shape.num_key_heads, -1)) for x in (q, k))
-        q, k = (delta_rule.normalized(x).repeat_interleave(repeats, 1) for x in by_head)
+        q = self._unit_heads(q) * shape.key_head_dim**-0.5
         v = v.unflatten(1, (shape.num_value_heads, -1))
-        return DeltaRows(q * shape.key_head_dim**-0.5, k, v, decay, beta)
+        return DeltaRows(q, self._unit_heads(k), v, decay, beta)
+
+    def _unit_heads(self, x: Tensor) -> Tensor:
+        """Queries or keys [T, key heads x C] as vectors of length 1 for each value head, [T, heads, C]."""
+        vectors = delta_rule.normalized(x.unflatten(1, (self.shape.num_key_heads, -1)))
+        return vectors.repeat_interleave(self.shape.num_value_heads // self.shape.num_key_heads, 1)

@@ -43,61 +43,52 @@ class DeltaRows(NamedTuple):
 class ChunkIndex:
     """The N chunks of packed sequences in rounds: the first chunk of each, then the second, and so on.
 
+    Sequences come longest first, so the chunks of a round follow as many first chunks of the round before it.
     rows int64 [N x DELTA_CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
-    previous: for each round int64 [chunks]: which chunk of the round before it each follows. In the first round 0, for
-    a state of zeros.
+    counts: how many chunks each round has.
     places int64 [T']: where each row is among `rows`; the first place if it has several.
     ends int64 [sequences]: the chunks of the sequences' last rows.
     """
 
     rows: Tensor
-    previous: tuple[Tensor, ...]
+    counts: tuple[int, ...]
     places: Tensor
     ends: Tensor
 
 
 def index_chunks(
-    sequences: Sequence[Tensor],
-    num_shared: Sequence[int],
-    num_rows: int,
-    upload: Callable[[Tensor], Tensor],
+    sequences: Sequence[Tensor], num_rows: int, upload: Callable[[Tensor], Tensor]
 ) -> ChunkIndex:
     """Cut packed sequences into chunks.
 
-    A sequence that shares its first tokens with an earlier one begins with the chunk in which they end, from the
-    other's state: up to DELTA_CHUNK - 1 rows are computed once more. For example, the first sequence has rows 0 to 69,
-    and the second 35 of these and then 70 to 74. Each line is a round; the second sequence's chunk follows chunk 0 too:
+    The rows of tokens that several sequences begin with are computed once in each. For example, the first sequence has
+    rows 0 to 69, and the second the first 35 of these and then 70 to 74:
 
-        chunk 0: 0 to 31                                                             previous [0]
-        chunk 1: 32 to 63               chunk 2: 32 to 34, 70 to 74, padding         previous [0, 0]
-        chunk 3: 64 to 69, padding                                                   previous [0]
+        round 0   chunk 0: 0 to 31                  chunk 1: 0 to 31
+        round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
+        round 2   chunk 4: 64 to 69, padding
 
-    sequences: the rows of each, as indices among the model's `num_rows`; on the host. num_shared: how many are also an
-    earlier one's. upload: copies a tensor to the rows' device.
+    sequences: the rows of each, as indices among the model's `num_rows`; on the host. upload: copies a tensor to the
+    rows' device.
     """
+    longest_first = sorted(sequences, key=len, reverse=True)
     chunks: list[Tensor] = []
-    previous: list[Tensor] = []
-    # By a full chunk's last row: its number in its round.
-    number_of: dict[int, int] = {}
+    counts: list[int] = []
     for begin in range(0, max(map(len, sequences), default=0), DELTA_CHUNK):
-        follows: list[int] = []
-        for sequence, shared in zip(sequences, num_shared, strict=True):
-            chunk = sequence[begin : begin + DELTA_CHUNK]
-            if len(chunk) and begin + DELTA_CHUNK > shared:
-                number_of[int(chunk[-1])] = len(follows)
-                follows.append(number_of[int(sequence[begin - 1])] if begin else 0)
-                chunks.append(F.pad(chunk, (0, DELTA_CHUNK - len(chunk)), value=num_rows))
-        previous.append(torch.tensor(follows))
+        of_round = [
+            sequence[begin : begin + DELTA_CHUNK] for sequence in longest_first if len(sequence) > begin
+        ]
+        chunks += [F.pad(chunk, (0, DELTA_CHUNK - len(chunk)), value=num_rows) for chunk in of_round]
+        counts.append(len(of_round))
     if not chunks:  # one of padding, so that every parameter has a gradient
-        chunks, previous = [torch.full((DELTA_CHUNK,), num_rows)], [torch.tensor([0])]
+        chunks.append(torch.full((DELTA_CHUNK,), num_rows))
+        counts.append(1)
     rows = torch.cat(chunks)
     places = torch.full((num_rows + 1,), len(rows))
     places.scatter_reduce_(0, rows, torch.arange(len(rows)), "amin")
-    last_rows = torch.cat([rows[:0], *(sequence[-1:] for sequence in sequences)])
-    uploaded = tuple(map(upload, previous))
-    return ChunkIndex(
-        upload(rows), uploaded, upload(places[:num_rows]), upload(places[last_rows] // DELTA_CHUNK)
-    )
+    last_rows = torch.cat([torch.arange(0), *(sequence[-1:] for sequence in sequences)])
+    ends = places[last_rows] // DELTA_CHUNK
+    return ChunkIndex(upload(rows), tuple(counts), upload(places[:num_rows]), upload(ends))
 
 
 class DeltaStates(NamedTuple):
@@ -147,13 +138,13 @@ def run_chunks(
 ) -> Tensor:
     """The outputs [T', H, Dv] of packed sequences. Stores the states after them in these slots int64 [sequences]."""
     chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))
-    of_rounds = zip(*(x.split(list(map(len, index.previous))) for x in chunks), strict=True)
-    end = rows.v.new_zeros(1, *rows.k.shape[1:], rows.v.shape[-1])
+    of_rounds = zip(*(x.split(index.counts) for x in chunks), strict=True)
+    end = rows.v.new_zeros(index.counts[0], *rows.k.shape[1:], rows.v.shape[-1])
     begins: list[Tensor] = []
     updates: list[Tensor] = []
     outputs: list[Tensor] = []
-    for previous, own in zip(index.previous, of_rounds, strict=True):
-        begin = end[previous]
+    for count, own in zip(index.counts, of_rounds, strict=True):
+        begin = end[:count]
         out, update, end = _run_chunk(DeltaRows(*own), begin)
         begins.append(begin)
         updates.append(update)
@@ -224,14 +215,15 @@ def run_row(
     users[places] = own
     q, k, v, _, beta = (x[users] for x in rows)
     last = at[users][:, None, None]
-    column = torch.arange(DELTA_CHUNK, device=at.device)
     total = decays.cumsum(-1)
     own_total = total.gather(-1, last.expand(-1, total.shape[1], 1))
     pairs = (own_total - total).clamp(max=0).exp()
     grown = activate(own_total[..., 0], torch.exp)
     of_keys = (_padded(num_padded, k, q) @ keys)[..., :2, :]
-    is_seen = column <= last[..., None] - torch.tensor([[1], [0]], device=at.device)
-    a, weights = torch.where(is_seen, of_keys * pairs[..., None, :], 0.0).unbind(2)
+    # Of A a row sees the rows before it, of the weights itself, too.
+    column = torch.arange(DELTA_CHUNK, device=at.device)
+    a = torch.where(column < last, of_keys[..., 0, :] * pairs, 0.0)
+    weights = torch.where(column <= last, of_keys[..., 1, :] * pairs, 0.0)
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     of_state = _padded(num_padded, k_in, q_in) @ state
@@ -252,7 +244,8 @@ def end_chunks(states: DeltaStates, slots: Tensor) -> None:
 
 def _padded(num_padded: int, *rows: Tensor) -> Tensor:
     """Rows [n, H, D] as the first of [n, H, num_padded, D]: fewer would not take the kernel of a chunk."""
-    return F.pad(torch.stack(rows, 2), (0, 0, 0, num_padded - len(rows)))
+    num_missing = num_padded - len(rows)
+    return F.pad(torch.stack(rows, 2), (0, 0, 0, num_missing))
 
 
 def _solve_row(a: Tensor, right: Tensor, solved: Tensor) -> Tensor:
@@ -269,7 +262,8 @@ class _Solve(torch.autograd.Function):
         if a.device.type == "cpu":
             solved = torch.zeros_like(right)
             for i in range(DELTA_CHUNK):
-                solved[..., i, :] = _solve_row(a[..., i, :], right[..., i, :], solved)
+                row = a[..., i, :], right[..., i, :]
+                solved[..., i, :] = _solve_row(*row, solved)
         else:
             solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
         ctx.save_for_backward(a, solved)
@@ -299,8 +293,10 @@ def least_rows(shape: DeltaNet) -> int | None:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(3 * length, shape.num_value_heads, sum(sizes), generator=generator)
     q, k, v, decay, beta = numbers.split(sizes, -1)
-    rows = DeltaRows(normalized(q), normalized(k), v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
-    index = index_chunks(torch.arange(3 * length).split(length), (0, 0, 0), 3 * length, lambda x: x)
+    q, k = normalized(q), normalized(k)
+    rows = DeltaRows(q, k, v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
+    sequences = torch.arange(3 * length).split(length)
+    index = index_chunks(sequences, 3 * length, upload=torch.Tensor.contiguous)
     expected = run_chunks(rows, index)
     for num_padded in (2, 4, 8, MIN_ROWS):
         decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))

@@ -212,7 +212,8 @@ class HFTransformer(nn.Module):
         with self._invariance():
             out = hf(input_ids=ids[None], position_ids=padding.pad_rows(positions)[None], use_cache=False)
         states: Tensor = out[0][0, : len(tokens)]
-        return states.to(self.model.embed_tokens.weight.dtype)
+        # A copy, as FSDP warns of views.
+        return states.to(self.model.embed_tokens.weight.dtype, copy=True)
 
     def _move(self, device: torch.device) -> None:
         """Copy the buffers to the device; whatever else moved or cast the model left them without values."""

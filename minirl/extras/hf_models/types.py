@@ -12,7 +12,8 @@ from torch import Tensor
 from minirl.errors import InputError
 from minirl.extras.hf_models import gate
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
-from minirl.model.config import ModelConfig, as_transformers_reads
+from minirl.model.config import ModelConfig
+from minirl.model.folders import as_transformers_reads
 
 # Keys that say which class wrote the file, not what it computes.
 _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "transformers_version")
