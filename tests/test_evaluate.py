@@ -88,7 +88,7 @@ def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, run
     The likeliest token alone, at any temperature, is the greedy one.
     """
     flags = "--samples 4 --eval-rows 8 --temperature 0.9"
-    training = "--num-steps 2 --temperature 0.9"
+    training = "--num-steps 2 --save-every 1 --temperature 0.9"
     folder = trained(one_rank, runs / "trained", "train_grpo.py", training, under=in_four_samples)
     expected = {name: value for name, value in read_metrics(folder)[-1].items() if "eval/" in name}
     one = evaluated(one_rank, f"--model trained --run-name one {flags}", runs=runs)

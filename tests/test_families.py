@@ -168,7 +168,8 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert read_config(tmp_path / "saved") == model.config
     tied = {"tie_word_embeddings": not model.config.tie_word_embeddings}
-    for changes in (tied, {"text_config": {"model_type": "qwen3"}}, {"rope_theta": 3.0}):
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    for changes in (tied, {"text_config": {"model_type": "qwen3"}}, quantized):
         with pytest.raises(InputError, match=next(iter(changes))):
             config_from_dict(raw | changes)
 

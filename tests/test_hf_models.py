@@ -204,7 +204,7 @@ def passing_types():
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = make_config(kind, num_hidden_layers=4)
-            assert gate.measure(config).is_exact
+            assert gate.measure(config)[1]
         except Exception as error:
             print(kind, repr(error)[:150], file=sys.stderr)
             continue

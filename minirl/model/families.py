@@ -1,12 +1,14 @@
 """Read a config.json of each model family, through transformers' config class, into a `ModelConfig`.
 
-A key is supported, or supported with one value, or known to change no number. Any other is refused by name,
-whatever its value: `is_causal: false` is another model.
+What a key means is what transformers makes of it. `read_config` compares a small model of the folder's config.json, as
+it is read here, with transformers' (`extras.hf_models.gate`), so that a key that is not read here, and changes the
+numbers there, is refused. Without that annex it is ignored.
 
 docs/families.md lists the families, and says how to add one or a feature.
 """
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -24,14 +26,10 @@ from minirl.model.layers import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its keys and features besides those that all families have, as in transformers' classes."""
+    """The features of a model family, as in transformers' classes."""
 
-    # Names of keys that not all families have.
-    keys: str
     # Fields of `ModelConfig` that all its models have.
     features: Mapping[str, Any] = field(default_factory=dict)
-    # Names of keys that change nothing here: its classes ignore them, or (dropout) ignore them in generation.
-    ignored_keys: str = ""
     # Each kind of layer has its rope in `rope_parameters`, by the kind.
     has_rope_of_kind: bool = False
     # Of "linear_attention" are gated delta nets.
@@ -46,8 +44,6 @@ class VisionModel:
     text: str
     # The prefix of the names of the decoder's tensors.
     prefix: str
-    # Names of keys beside text_config that change nothing in the text model.
-    keys: str
 
 
 _AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -66,107 +62,39 @@ _DELTA_SIZES = {
     "kernel_size": "linear_conv_kernel_dim",
 }
 FAMILIES = {
-    "llama": Family("attention_bias mlp_bias"),
-    "mistral": Family("sliding_window"),
-    "qwen2": Family(
-        "use_sliding_window sliding_window max_window_layers layer_types", features={"qkv_bias": True}
-    ),
-    "qwen3": Family(
-        "use_sliding_window sliding_window max_window_layers layer_types attention_bias",
-        features={"qk_norm": True},
-    ),
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family({"qkv_bias": True}),
+    "qwen3": Family({"qk_norm": True}),
     "gemma3_text": Family(
-        "sliding_window layer_types sliding_window_pattern _sliding_window_pattern attention_bias "
-        "hidden_activation query_pre_attn_scalar rope_local_base_freq",
-        features={
+        {
             "norms": _GEMMA,
             "norm_adds_one": True,
             "qk_norm": True,
             "scales_embeddings": True,
             "kept_weights": ("vision_tower.", "multi_modal_projector."),
         },
-        ignored_keys="cache_implementation",
         has_rope_of_kind=True,
     ),
-    "olmo2": Family("attention_bias", _OLMO),
-    "olmo3": Family("sliding_window layer_types attention_bias", _OLMO, has_rope_of_kind=True),
+    "olmo2": Family(_OLMO),
+    "olmo3": Family(_OLMO, has_rope_of_kind=True),
     "qwen3_5_text": Family(
-        f"layer_types full_attention_interval attention_bias partial_rotary_factor {' '.join(_DELTA_SIZES.values())}",
-        features={
+        {
             "norm_adds_one": True,
             "qk_norm": True,
             "attention_gate": True,
             "kept_weights": ("model.visual.", "mtp."),
         },
-        ignored_keys="attn_output_gate mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers "
-        "mtp_use_dedicated_embeddings mrope_section mrope_interleaved",
         layer_types={"full_attention", "linear_attention"},
     ),
-    "smollm3": Family(
-        "use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval attention_bias "
-        "mlp_bias",
-        ignored_keys="max_window_layers pretraining_tp",
-    ),
+    "smollm3": Family(),
 }
-_KEYS_OF_VISION = ("model_type", "architectures", "text_config", "vision_config", "tie_word_embeddings")
 _VISION_MODELS = {
-    "qwen3_5": VisionModel(
-        "qwen3_5_text",
-        "model.language_model.",
-        "image_token_id video_token_id vision_start_token_id vision_end_token_id",
-    ),
-    "gemma3": VisionModel(
-        "gemma3_text",
-        "language_model.model.",
-        "image_token_index boi_token_index eoi_token_index mm_tokens_per_image",
-    ),
+    "qwen3_5": VisionModel("qwen3_5_text", "model.language_model."),
+    "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
-# Supported in every family.
-_KEYS_OF_ALL = frozenset(
-    "model_type architectures id2label vocab_size hidden_size intermediate_size num_hidden_layers "
-    "num_attention_heads num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps "
-    "rope_theta rope_scaling rope_parameters tie_word_embeddings".split()
-)
-# Supported with one value, also in a family that has no such key.
-_NEUTRAL_VALUES: dict[str, Any] = {
-    key: value
-    for value, keys in (
-        (
-            False,
-            "add_cross_attention attention_bias is_decoder is_encoder_decoder mlp_bias rope_interleaved "
-            "tie_encoder_decoder torchscript use_bfloat16 use_bidirectional_attention use_mrope use_sliding_window",
-        ),
-        (
-            None,
-            "attention_chunk_size attn_logit_softcapping cross_attention_hidden_size final_logit_softcapping "
-            "layer_types max_window_layers quantization_config sliding_window",
-        ),
-        (True, "is_causal"),
-        (0.0, "attention_dropout"),
-        (1, "pretraining_tp"),
-        (1.0, "partial_rotary_factor"),
-        ({}, "pruned_heads"),
-    )
-    for key in keys.split()
-}
-# No value of these changes the numbers of these families.
-_HARMLESS_KEYS = frozenset(
-    # Who wrote the file, and how a program should hold and run the model.
-    "_name_or_path name_or_path _commit_hash transformers_version transformers.js_config unsloth_fixed "
-    "unsloth_version is_llama_config dtype torch_dtype use_cache gradient_checkpointing initializer_range "
-    "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled "
-    "output_attentions output_hidden_states return_dict use_return_dict chunk_size_feed_forward "
-    "base_model_tp_plan base_model_pp_plan keys_to_ignore_at_inference tf_legacy_loss "
-    # Labels, losses and the tokenizer.
-    "label2id problem_type finetuning_task task_specific_params tokenizer_class prefix bos_token_id "
-    "eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id "
-    # How other programs generate.
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
-    "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids "
-    "encoder_no_repeat_ngram_size num_return_sequences output_scores return_dict_in_generate "
-    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
-    "suppress_tokens begin_suppress_tokens".split()
-)
+# Refused with any value: the gate's small models do not show what these do.
+_UNSEEN_KEYS = "attn_logit_softcapping auto_map final_logit_softcapping quantization_config".split()
 # The endings of the only name in `architectures`; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
@@ -188,13 +116,7 @@ _SIZES = {
     "sliding_window": 2**24,
     "query_pre_attn_scalar": 2**20,
 }
-# The keys of each type of rope beside its type and theta.
-_ROPE_KEYS = {
-    "default": "",
-    "linear": "factor",
-    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate",
-}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _MAX_FP32 = 3.4e38
 
 
@@ -205,7 +127,12 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     Raises InputError, which names the folder and the key that is not supported.
     """
     try:
-        config = config_from_dict(read_json_object(file_of(folder, "config.json")))
+        raw = read_json_object(file_of(folder, "config.json"))
+        config = config_from_dict(raw)
+        if config.other is None and importlib.util.find_spec("minirl.extras.hf_models"):
+            from minirl.extras.hf_models.types import check_own
+
+            check_own(_text_part(raw), config_from_dict)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from None
     if scalar_head not in (None, config.scalar_head):
@@ -217,24 +144,23 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """Return the `ModelConfig` of a config.json's content.
+    """Return the `ModelConfig` of a config.json's content, without the comparison of minirl's own modules.
 
     Raises InputError, which names the key that is not supported.
     """
     if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
         from minirl.extras.hf_models.types import read_other
 
-        config = as_transformers_reads(raw)
-        scalar_head = _is_classifier(raw, config.num_labels)
-        return dataclasses.replace(read_other(raw, config), scalar_head=scalar_head)
+        scalar_head = _is_classifier(raw, as_transformers_reads(raw).num_labels)
+        return dataclasses.replace(read_other(raw), scalar_head=scalar_head)
     vision = _VISION_MODELS.get(raw["model_type"])
     raw = _text_part(raw)
     family = FAMILIES[raw["model_type"]]
-    known = _KEYS_OF_ALL.union(family.keys.split())
-    _check_keys(raw, known.union(family.ignored_keys.split()))
-    raw = {key: value for key, value in raw.items() if key in known}
-    _check_ranges(raw)
+    _check_values(raw)
     config = as_transformers_reads(raw)
+    # Keys of other families mean nothing here; the gate sees whether they do in transformers.
+    for key in vars(config).keys() - vars(type(config)()):
+        delattr(config, key)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config, family.layer_types)
     fields = _ropes(config, kinds, head_dim, family) | {
@@ -265,15 +191,14 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a vision model's config.json; any other is returned unchanged.
 
-    Sizes that it leaves out are the family's defaults, as in Gemma 3's files. Raises InputError for keys that may
-    change the text model.
+    Sizes that it leaves out are the family's defaults, as in Gemma 3's files. Raises InputError for keys beside it
+    that change the text model.
     """
     from transformers import CONFIG_MAPPING
 
     vision = _VISION_MODELS.get(str(raw.get("model_type")))
     if vision is None:
         return raw
-    _check_keys(raw, {*_KEYS_OF_VISION, *vision.keys.split()})
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != vision.text:
         raise InputError(f"config.json: text_config does not have the model_type {vision.text!r}")
@@ -284,7 +209,8 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
     )
     sizes = {key: getattr(defaults, key) for key in _REQUIRED_SIZES}
-    return sizes | {key: value for key, value in text.items() if key != "architectures"}
+    unseen = {key: raw[key] for key in _UNSEEN_KEYS if key in raw}
+    return sizes | unseen | {key: value for key, value in text.items() if key != "architectures"}
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,27 +228,11 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_keys(raw: Mapping[str, Any], supported: Set[str]) -> None:
-    """Raise InputError for an unsupported key that could change the numbers."""
-    for key, value in raw.items():
-        if key in supported or key in _HARMLESS_KEYS:
-            continue
-        if key not in _NEUTRAL_VALUES:
-            raise InputError(
-                f"config.json: {key}={value!r} is not supported; if it changes no numbers, remove it"
-            )
-        neutral = _NEUTRAL_VALUES[key]
-        refuse(
-            value != neutral,
-            f"config.json: {key}={value!r} is not supported for {raw['model_type']} (only {neutral!r})",
-        )
-
-
-def _check_ranges(raw: Mapping[str, Any]) -> None:
-    """Raise InputError for a missing size or one out of range, which transformers accepts.
-
-    It also checks rope's objects, since transformers' errors name another of their keys.
-    """
+def _check_values(raw: Mapping[str, Any]) -> None:
+    """Raise InputError for a key of `_UNSEEN_KEYS`, a missing size, or one out of range, which transformers accepts."""
+    for key in _UNSEEN_KEYS:
+        value = raw.get(key)
+        refuse(value is not None, f"config.json: {key}={value!r} is not supported")
     for key in _REQUIRED_SIZES:
         refuse(key not in raw, f"config.json: has no {key}")
     for key, largest in _SIZES.items():
@@ -330,12 +240,6 @@ def _check_ranges(raw: Mapping[str, Any]) -> None:
         is_size = isinstance(value, int) and 1 <= value <= largest
         expected = f"expected a positive integer, {largest} at most"
         refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
-    eps = raw.get("rms_norm_eps", 1.0)
-    refuse(not _is_positive(eps), f"config.json: rms_norm_eps={eps!r}; expected a positive number")
-    for key in ("rope_scaling", "rope_parameters"):
-        value = raw.get(key)
-        is_object = isinstance(value, dict | None)
-        refuse(not is_object, f"config.json: {key}={value!r}; expected an object or null")
 
 
 def _is_positive(value: Any) -> bool:
@@ -460,12 +364,9 @@ def _rope(config: Any, keys: Mapping[str, Any], kind: str, head_dim: int, family
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     name = str(keys.get("rope_type"))
-    known = f"rope_type type rope_theta {family.ignored_keys} {_ROPE_KEYS.get(name)}".split()
-    if "partial_rotary_factor" in family.keys:
-        known.append("partial_rotary_factor")
     refuse(
-        name not in _ROPE_KEYS or keys.keys() - set(known),
-        f"config.json: the rope {keys} is not supported; expected one of {_ROPE_KEYS}",
+        name not in _ROPE_TYPES,
+        f"config.json: the rope {keys} is not supported; expected one of {', '.join(_ROPE_TYPES)}",
     )
     part = keys.get("partial_rotary_factor", 1.0)
     size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0

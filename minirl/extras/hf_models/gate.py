@@ -6,18 +6,20 @@ layers of the config and its kinds of attention. Windows and the original positi
 short that the compared sequences pass them.
 """
 
+import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout
 from minirl.model.config import ModelConfig
+from minirl.model.transformer import Transformer
 from minirl.rollouts import Request, Rollout, RolloutId
 from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
@@ -45,20 +47,11 @@ _SIZES = (
     (r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size", 64),
     (r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
+    (r"linear_num_(key|value)_heads", 2),
     (r"n_group|topk_group|num_expert_group", 1),
     (r"(q|kv)_lora_rank", 32),
 )
 _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
-
-
-class Facts(NamedTuple):
-    """What the comparison found: windows of layers, the shape of keys, whether decoding has the bits of scoring."""
-
-    windows: tuple[int | None, ...]
-    num_kv_heads: int
-    head_dim: int
-    is_tied: bool
-    is_exact: bool
 
 
 def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
@@ -119,12 +112,14 @@ def scramble(hf: Any) -> None:
             buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
 
 
-def model_config(config: Any, facts: Facts) -> ModelConfig:
-    """The shape of a model of transformers' config."""
+def model_config(config: Any, windows: tuple[int | None, ...], *, is_tied: bool) -> ModelConfig:
+    """The shape of a model of transformers' config. windows: of its layers."""
     text = config.get_text_config()
     inner_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None) or 1
     inner_size = max(inner_size, num_active * (getattr(text, "moe_intermediate_size", None) or inner_size))
+    num_heads = text.num_attention_heads
+    head_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     num_positions = text.max_position_embeddings
     if ends_at_original(text):
         original = text.rope_parameters.get("original_max_position_embeddings") or num_positions
@@ -134,45 +129,58 @@ def model_config(config: Any, facts: Facts) -> ModelConfig:
         hidden_size=text.hidden_size,
         intermediate_size=inner_size,
         num_hidden_layers=text.num_hidden_layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
+        num_attention_heads=num_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+        head_dim=head_dim or text.hidden_size // num_heads,
         max_position_embeddings=num_positions,
         rms_norm_eps=0.0,
         ropes=(),
         layer_ropes=(),
-        layer_windows=facts.windows,
-        tie_word_embeddings=facts.is_tied,
+        layer_windows=windows,
+        tie_word_embeddings=is_tied,
     )
 
 
-@torch.no_grad()
-def measure(config: Any) -> Facts:
-    """Compare, see the module. Raises InputError, naming what differs."""
-    try:
-        return _measure(config)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"a small model of it does not run: {error!r}") from error
-
-
-def _measure(config: Any) -> Facts:
+def make_oracle(small: Any) -> Any:
+    """transformers' model with eager attention and values at which everything matters."""
     from transformers import AutoModelForCausalLM
 
-    small, real_windows = small_config(config)
     oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
     scramble(oracle)
+    return oracle
+
+
+@torch.no_grad()
+def check_own(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
+    """Compare minirl's own modules of a config with transformers'. Raises InputError if they differ.
+
+    read: makes the `ModelConfig` of a config.json.
+    """
+    small, _ = small_config(config)
+    oracle = make_oracle(small)
+    model = Transformer(read(small.to_dict()))
+    model.load_state_dict(oracle.state_dict(), assign=True)
+    model.tie_weights()
+    _compare(model, oracle)
+
+
+@torch.no_grad()
+def measure(config: Any) -> tuple[ModelConfig, bool]:
+    """The shape of a model by transformers' modules, and whether decoding had the bits of scoring.
+
+    Raises InputError, naming what differs from transformers.
+    """
+    small, real_windows = small_config(config)
+    oracle = make_oracle(small)
     refuse(
         not oracle._can_set_attn_implementation(),
         "its attention does not use transformers' AttentionInterface",
     )
     is_tied = oracle.get_output_embeddings().weight is oracle.get_input_embeddings().weight
-    kv_heads, head_dim = heads_of(small.get_text_config())
-    facts = Facts((), kv_heads, head_dim, is_tied=is_tied, is_exact=False)
-    model = HFTransformer(build_on_meta(small), model_config(small, facts))
+    shape = model_config(small, (), is_tied=is_tied)
+    model = HFTransformer(build_on_meta(small), shape)
     model.load_state_dict(oracle.state_dict(), strict=False, assign=True)
     model.tie_weights()
     calls: list[Any] = []
@@ -180,19 +188,20 @@ def _measure(config: Any) -> Facts:
     layout = PackedLayout((8,), CPU)
     model(layout.positions + 5, layout.positions, layout)
     model.stream.calls = None
-    layers = [layer for layer, _, _ in calls]
+    layers, windows, shapes = zip(*calls, strict=True) if calls else ((), (), ())
     refuse(
-        layers != list(range(model.config.num_hidden_layers)),
-        f"attention is called in its layers {layers}, not once in each; others may keep another state",
+        layers != tuple(range(shape.num_hidden_layers)),
+        f"attention is called in its layers {list(layers)}, not once in each; others may keep another state",
     )
-    shapes = {tuple(shape[1:]) for _, _, shape in calls}
-    refuse(shapes != {(kv_heads, head_dim)}, f"its layers have keys of the shapes {shapes}")
-    windows = tuple(window for _, window, _ in calls)
+    found = {tuple(keys[1:]) for keys in shapes}
+    refuse(
+        found != {(shape.num_key_value_heads, shape.head_dim)}, f"its layers have keys of the shapes {found}"
+    )
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
-    model.config = model_config(small, facts._replace(windows=windows))
+    model.config = dataclasses.replace(shape, layer_windows=windows)
     is_exact = _compare(model, oracle)
-    windows = tuple(real_windows[window] for window in windows)
-    return Facts(windows, *heads_of(config.get_text_config()), is_tied, is_exact)
+    real = tuple(real_windows[window] for window in windows)
+    return model_config(config, real, is_tied=is_tied), is_exact
 
 
 def _compare(model: Any, oracle: Any) -> bool:
@@ -205,37 +214,30 @@ def _compare(model: Any, oracle: Any) -> bool:
     rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.rollout_id)
     expected = []
     for rollout in rollouts:
-        logits = oracle(rollout.tokens[None], use_cache=False).logits[0, -NUM_NEW - 1 : -1]
+        logits = oracle(rollout.tokens[None], use_cache=False, return_dict=True).logits[0, -NUM_NEW - 1 : -1]
         logprobs = (logits / TEMPERATURE).log_softmax(-1)
         expected.append(logprobs.gather(1, rollout.tokens[-NUM_NEW:, None])[:, 0])
 
-    def check(got: Tensor, wanted: Tensor, reason: str) -> None:
-        error = float((got - wanted).norm() / wanted.norm())
+    def scored(rollouts: list[Rollout]) -> Tensor:
+        batch = pack(rollouts)
+        return score_batch(model, batch)[0][batch.loss_index]
+
+    packed = scored(rollouts)
+    decoded = torch.cat([rollout.sample_logprobs[-NUM_NEW:] for rollout in rollouts])
+    # In the order in which a difference has the plainest reason.
+    for got, wanted, reason in (
+        (scored(rollouts[:1]), expected[:1], "its attention, or what it does to logits after the head"),
+        (scored(rollouts[1:2]), expected[1:2], "later positions, by windows or ropes"),
+        (
+            packed,
+            expected,
+            "a sequence depends on others, by a state, ignored positions, or a rope of the longest",
+        ),
+        (decoded, expected, "layers keep another state than keys and values"),
+    ):
+        error = float((got - torch.cat(wanted)).norm() / torch.cat(wanted).norm())
         refuse(
             not error < MAX_ERROR,
             f"logprobs of a small model of it differ from transformers' by {error:.0e}: {reason}",
         )
-
-    def scored(*rollouts: Rollout) -> Tensor:
-        batch = pack(rollouts)
-        return score_batch(model, batch)[0][batch.loss_index]
-
-    # In the order in which a difference has the plainest reason.
-    check(scored(rollouts[0]), expected[0], "its attention, or what it does to logits after the head")
-    check(scored(rollouts[1]), expected[1], "later positions, by windows or ropes")
-    packed, wanted = scored(*rollouts), torch.cat(expected)
-    check(
-        packed,
-        wanted,
-        "a sequence depends on others, by a state, ignored positions, or a rope of the longest",
-    )
-    decoded = torch.cat([rollout.sample_logprobs[-NUM_NEW:] for rollout in rollouts])
-    check(decoded, wanted, "layers keep another state than keys and values")
     return torch.equal(decoded, packed)
-
-
-def heads_of(config: Any) -> tuple[int, int]:
-    """The number of key heads, and the width of a head's keys."""
-    heads = config.num_attention_heads
-    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    return getattr(config, "num_key_value_heads", None) or heads, width or config.hidden_size // heads

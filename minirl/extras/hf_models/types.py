@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minirl.errors import InputError
-from minirl.extras.hf_models.gate import Facts, measure, model_config
+from minirl.extras.hf_models import gate
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.model.config import ModelConfig
 from minirl.model.folders import as_transformers_reads
@@ -21,18 +21,14 @@ _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "t
 
 @dataclasses.dataclass(frozen=True)
 class HFModel:
-    """See the module. text: the config.json, without the keys of its class."""
+    """See the module. text: the config.json, without the keys of its class. is_exact: see `OtherModel`."""
 
     text: str
-
-    @property
-    def is_exact(self) -> bool:
-        """See `OtherModel`."""
-        return _facts(self.text).is_exact
+    is_exact: bool
 
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `OtherModel`."""
-        hf = build_on_meta(_config(self.text))
+        hf = build_on_meta(as_transformers_reads(json.loads(self.text)))
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
@@ -60,30 +56,40 @@ class HFModel:
         return parameter[0] if isinstance(parameter, list) else parameter
 
 
-def read_other(raw: Mapping[str, Any], config: Any) -> ModelConfig:
-    """The `ModelConfig` of a config.json, which transformers reads as `config`.
+def read_other(raw: Mapping[str, Any]) -> ModelConfig:
+    """The `ModelConfig` of a config.json. Raises InputError, naming what differs, if it does not pass the gate."""
+    return _passed(_text(raw), None)
 
-    Raises InputError, naming what differs, for a model that does not pass the gate.
-    """
+
+def check_own(raw: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
+    """Raise InputError if minirl's own modules, by `read`, are not what transformers makes of a config.json."""
+    _passed(_text(raw), read)
+
+
+def _text(raw: Mapping[str, Any]) -> str:
     known = {key: value for key, value in raw.items() if key not in _OF_CLASS}
-    model = HFModel(json.dumps(known, sort_keys=True))
-    return dataclasses.replace(model_config(config, _facts(model.text)), other=model)
-
-
-def _config(text: str) -> Any:
-    return as_transformers_reads(json.loads(text))
+    if known.get("quantization_config", True) is None:  # transformers takes null for one
+        del known["quantization_config"]
+    return json.dumps(known, sort_keys=True)
 
 
 @functools.cache
-def _facts(text: str) -> Facts:
-    config = _config(text)
+def _passed(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None) -> ModelConfig:
+    raw = json.loads(text)
     try:
-        return measure(config)
-    except InputError as error:
-        raise InputError(f"config.json: model_type {config.model_type!r} is not supported: {error}") from None
+        if read is not None:
+            gate.check_own(as_transformers_reads(raw), read)
+            return read(raw)
+        config, is_exact = gate.measure(as_transformers_reads(raw))
+    except Exception as error:
+        reason = error if isinstance(error, InputError) else f"a small model of it does not run: {error!r}"
+        raise InputError(
+            f"config.json: model_type {raw['model_type']!r} is not supported: {reason}"
+        ) from None
+    return dataclasses.replace(config, other=HFModel(text, is_exact))
 
 
 @functools.cache
 def _for_names(text: str) -> Any:
     """A model on the meta device, for transformers' conversion of names."""
-    return build_on_meta(_config(text))
+    return build_on_meta(as_transformers_reads(json.loads(text)))
