@@ -123,7 +123,7 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode():
     num_late = []
 
     def begin_late(*args, **options):
-        if len(collector._runner._running) == 1 and not collector._runner._spent:
+        if len(collector._runner._running) == 1 and not collector._runner._paused:
             num_late.append(1)
             assert len(num_late) < 9, "its rollout was lost"
             gate.is_open = True

@@ -67,7 +67,7 @@ class EpisodeRunner:
         self._counts: Counter[str] = Counter()
         # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
         self._running: dict[Program, RunningEpisode] = {}
-        self._spent: list[RunningEpisode] = []
+        self._paused: list[RunningEpisode] = []
         # By branch that the engine has.
         self._program_of: dict[RolloutId, Program] = {}
         self._ended: list[Rollout] = []
@@ -94,8 +94,8 @@ class EpisodeRunner:
         self._active_at = time.monotonic()
         for running in self._running.values():
             running.budget = budget
-        spent, self._spent = self._spent, []
-        self._start(spent)
+        paused, self._paused = self._paused, []
+        self._start(paused)
         self._take_replies(0.0)
 
     @property
@@ -108,7 +108,7 @@ class EpisodeRunner:
             return False
         if self._budget == NO_BUDGET:
             return not self._running
-        waits = len(self._spent) < len(self._running)
+        waits = len(self._paused) < len(self._running)
         return not waits or time.monotonic() - self._active_at > self.patience_s
 
     def leave_engine(self) -> None:
@@ -143,7 +143,7 @@ class EpisodeRunner:
             self._take_tokens(running, rollout)
         if self._engine.lacks_room:
             # Episodes that need no more in this round make room for others.
-            for running in self._spent:
+            for running in self._paused:
                 self._leave(running)
         has_replies = self._take_replies(0.0 if self._engine.is_waited_for else WAIT_S)
         if has_replies or self._engine.is_decoding:
@@ -216,7 +216,7 @@ class EpisodeRunner:
             if all(one.turn is not None for one in self._unbegun[ordinal]):
                 self._start(self._unbegun.pop(ordinal))
         elif running.budget == 0:
-            self._spent.append(running)
+            self._paused.append(running)
         else:
             self._start([running])
 
@@ -256,7 +256,7 @@ class EpisodeRunner:
         running.budget -= end - running.part_start
         self._counts["sampled_tokens"] += end - running.part_start
         if rollout.finish_reason == "length" and end < present.request.max_new_tokens:
-            self._spent.append(running)
+            self._paused.append(running)
             return
         turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
         running.episode.take(turn)
