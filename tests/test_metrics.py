@@ -217,7 +217,11 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
 @pytest.fixture
 def make_logger(monkeypatch, tmp_path):
     """`make_logger(**options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
-    monkeypatch.setattr(minirl.report.logger, "gather_objects", lambda lines: [lines])
+
+    def gather_object(mine, gathered):
+        gathered[0] = mine
+
+    monkeypatch.setattr(minirl.report.logger.dist, "gather_object", gather_object)
     arguments = {"wandb_id": "4a", "lr": 0.1}
     return lambda wandb_mode="off", **options: Logger(tmp_path, arguments, wandb_mode=wandb_mode, **options)
 

@@ -15,10 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from minirl.errors import SaveError
 from minirl.files import durable
 from minirl.files.json_files import read_json_lines
-from minirl.ranks.process_group import gather_objects, print0, rank
+from minirl.ranks.process_group import print0, rank, world_size
+from minirl.ranks.time_account import spent_on
 
 # Of a console line: titles, metrics and formats.
 COLUMNS = (
@@ -85,7 +88,10 @@ class Logger:
         """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
         # Each rank encodes its own: rank 0 only puts the lines in order.
         lines = [(tuple(record["id"]), json.dumps(record) + "\n") for record in records]
-        gathered = gather_objects(lines)
+        # They may have megabytes: no other rank gets them.
+        gathered: list[Any] = [None] * world_size()
+        with spent_on("wait_ranks"):
+            dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
             text = "".join(line for _, line in sorted(itertools.chain(*gathered)))
             path = self.folder / "rollouts" / f"{step:06d}.jsonl"

@@ -90,14 +90,13 @@ class ShardedModel:
         self.module = on_meta(config, recompute_layers=recompute_layers)
         self.module.to(at_least_fp32(dtype))
         frozen = self._freeze(is_frozen)
-        self._num_shards = world_size()
-        self.shards_weights = shard_weights and self._num_shards > 1
+        self.shards_weights = shard_weights and world_size() > 1
         shard_gradients = shard_gradients or self.shards_weights
         if base is not None and base.folder == folder and not self.shards_weights:
             shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
             self.module.load_state_dict(shared, strict=False, assign=True)
             frozen |= shared
-        self._sums_every_microbatch = shard_gradients and (self._num_shards > 1 or offload_optimizer)
+        self._sums_every_microbatch = shard_gradients and (world_size() > 1 or offload_optimizer)
         # FSDP's units: each layer, and the root with all other parameters.
         self._units = [*self.module.model.layers, self.module]
         ignored = set() if self.shards_weights else set(frozen.values())
@@ -348,7 +347,7 @@ class ShardedModel:
         for name, weight in self.compute_weights.items():
             if name in parameters:
                 shard = _local(parameters[name]).detach()
-                if name in self._sliced or self._num_shards == 1:
+                if name in self._sliced or world_size() == 1:
                     weight[: len(shard)].copy_(shard, non_blocking=True)
                 else:
                     gathered.append((weight, shard))
@@ -358,11 +357,11 @@ class ShardedModel:
     def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Fill weights from all ranks' shards of them, given this rank's (collective)."""
         # FSDP cuts the rows into chunks of equally many; the last ones may have fewer, or none.
-        sizes = [math.ceil(len(weight) / self._num_shards) * weight[0].numel() for weight, _ in pairs]
+        sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
         own = pairs[0][0].new_zeros(sum(sizes))
         for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
             place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
-        of_ranks = own.new_empty(self._num_shards, len(own))
+        of_ranks = own.new_empty(world_size(), len(own))
         # torch 2.13 warns about the old name, the only one in 2.11.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(of_ranks.view(-1), own)
