@@ -125,8 +125,8 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
 
 def evaluate_prompts(setup: Setup) -> list[Record]:
     """Make and reward this rank's rollouts of all prompts; return their records. Not collective."""
-    engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
-    collector = setup.make_collector(engine, one_turn).evaluator(setup.held_out)
+    model = load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device)
+    collector = setup.make_collector(model, one_turn).evaluator(setup.held_out)
     own = range(rank(), setup.held_out.num_prompts, world_size())
     records: list[Record] = []
     for rewarded in collector.run(

@@ -23,6 +23,7 @@ from minirl.ranks.time_account import spent_on
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
+    add_generation,
     add_rewards,
     add_rollouts,
     add_skipped,
@@ -209,6 +210,7 @@ class Run:
         records = itertools.chain.from_iterable(gather_objects(own))
         return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
 
+    @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages to the run's folder (collective).
 
@@ -237,6 +239,7 @@ class Run:
 
         groups: None for a step that collected none.
         """
+        metrics.begin("report")
         is_last = step == self._config.num_steps
         if self._collector:
             self.progress.num_served = self._collector.num_served
@@ -277,10 +280,11 @@ class Run:
 
     def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
         """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
-        rewarded = groups.rewarded
-        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
+        add_generation(metrics, collector.engine.take_stats())
+        add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        for name in ("tool_results", "tool_errors") if self._setup.tokenizer.tools else ():
+        tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
+        for name in ["sampled_tokens", *tool_counts]:
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 

@@ -204,10 +204,21 @@ class Setup:
             resize_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(model, outputs, names=names, device=self.device)
 
-    def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
-        """The generation engine, which decodes from the policy's own weights. Not collective."""
+    def make_collector(
+        self,
+        policy: ShardedModel | Transformer,
+        rollout: RolloutFunction,
+        *,
+        num_greedy: int = 0,
+        max_refills: int | None = None,
+    ) -> Collector:
+        """The collector, which makes each step's rollouts with their rewards. Not collective.
+
+        policy: its engine decodes from these weights themselves. The other arguments are `Collector`'s; --rollout,
+        --tools or --environment replaces `rollout`.
+        """
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
-        return Engine(
+        engine = Engine(
             model,
             max_running_requests=self.sizes.max_running_requests,
             cache_tokens=self.sizes.cache_tokens,
@@ -218,19 +229,6 @@ class Setup:
             keeps_cache=self._budget.fits(keeps_cache=True),
             make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )
-
-    def make_collector(
-        self,
-        engine: Engine,
-        rollout: RolloutFunction,
-        *,
-        num_greedy: int = 0,
-        max_refills: int | None = None,
-    ) -> Collector:
-        """The collector, which makes each step's rollouts with their rewards. Not collective.
-
-        The arguments are `Collector`'s; --rollout, --tools or --environment replaces `rollout`.
-        """
         return Collector(
             engine,
             self.prompts,
