@@ -8,7 +8,7 @@ import functools
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,13 @@ from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
     print0,
+    rank,
     world_size,
 )
-from minirl.report.evaluation import Record, values_by_prompt
 from minirl.report.records import rollout_records
 from minirl.rewards.functions import OverlongPenalty, functions_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Request
 from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
@@ -244,24 +243,32 @@ class Setup:
             call_timeout=self.config.call_timeout,
         )
 
-    def eval_requests(self, first: int, count: int) -> list[Request]:
-        """This rank's requests of an evaluation for `count` held-out prompts, from the ordinal `first` on."""
-        return self.held_out.requests(
-            first,
-            count,
-            group_size=self.config.eval_samples,
-            num_greedy=0 if self.config.eval_samples else 1,
-            temperature=self.config.temperature,
-        )
+    def evaluate(self, evaluator: Collector, *, weight_version: int = 0) -> list[dict[str, Any]]:
+        """The records of this rank's rollouts of the held-out prompts (collective if ranks share layers).
 
-    def eval_values(self, records: Iterable[Record]) -> dict[str, list[float]]:
-        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records.
-
-        Training leaves out pass@k and the other numbers of samples, unless a fork evaluates several.
+        evaluator: of `Collector.evaluator`, for these prompts.
         """
-        weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
-        of_samples = self.config.eval_samples > 0 or not self.config.trains
-        return values_by_prompt(records, self.task, weights, of_samples=of_samples)
+        samples = self.config.eval_samples
+        own = range(rank(), self.held_out.num_prompts, world_size())
+        requests = (
+            self.held_out.requests(
+                ordinal,
+                1,
+                group_size=samples,
+                num_greedy=int(not samples),
+                temperature=self.config.temperature,
+            )
+            for ordinal in own
+        )
+        records = []
+        for rewarded in evaluator.run(
+            requests,
+            num_requests=len(own) * (samples or 1),
+            num_open=2 * self.sizes.max_running_requests,
+            weight_version=weight_version,
+        ):
+            records += self.records(rewarded, self.score_weights)
+        return records
 
     def records(self, rewarded: RewardedRollouts, weights: Tensor, **columns: Tensor) -> list[dict[str, Any]]:
         """The `rollout_records` of these rollouts, with `reward`, the sum of their rewards with weights fp64 [K]."""
