@@ -111,7 +111,9 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
     """Those on the command line win: --data replaces the run's --eval-data too. Seed and training are not repeated."""
     flags = {"eval_data": ["a.jsonl"], "data": "train.jsonl", "reward": ["mine.py:f"], "max_new_tokens": 9}
     (tmp_path / "args.json").write_text(json.dumps(flags | {"seed": 3, "lr": 1.0, "temperature": 0.5}))
-    how = {"model": str(tmp_path), "max_new_tokens": 9}
+    for step in ("000009", "000010"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+    how = {"model": str(tmp_path / "checkpoints" / step), "max_new_tokens": 9}
     repeated = Config(eval_data=("a.jsonl",), reward=("mine.py:f",), **how)
     assert parsed(["--model", str(tmp_path)]) == repeated
     config = parsed(["--model", str(tmp_path), *"--data c.jsonl --reward episode".split()])

@@ -87,36 +87,28 @@ class Config(EvaluationFlags, RunConfig):
         return False
 
 
-def _is_checkpoint(model: str) -> bool:
-    """True for a checkpoint of a run."""
-    return os.path.isdir(os.path.join(model, "resume"))
+def find_model(model: str) -> tuple[str, dict[str, Any]]:
+    """The folder of --model, of a run its newest checkpoint, with the run's args.json; {} for a model of no run.
 
-
-def _run_of(model: str) -> Path | None:
-    """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
-    if _is_checkpoint(model):
-        return Path(model).resolve().parent.parent
-    is_model = os.path.exists(os.path.join(model, "config.json"))
-    with contextlib.suppress(InputError):
-        return None if is_model else find_run(model, "args.json")
-    return None
-
-
-def _newest_checkpoint(model: str) -> str:
-    """The newest checkpoint of a run; any other model unchanged. Raises InputError if the run has none."""
-    run = _run_of(model)
-    if run is None or _is_checkpoint(model):
-        return model
+    Raises InputError if the run has no checkpoint.
+    """
+    if os.path.isdir(os.path.join(model, "resume")):  # a checkpoint
+        return model, read_json_object(Path(model).resolve().parent.parent / "args.json")
+    if os.path.exists(os.path.join(model, "config.json")):
+        return model, {}
+    try:
+        run = find_run(model, "args.json")
+    except InputError:  # a hub id
+        return model, {}
     checkpoints = checkpoints_in(run)
     refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
-    return str(checkpoints[-1])
+    return str(checkpoints[-1]), read_json_object(run / "args.json")
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = early_value("model", arguments)
-    run = _run_of(model) if model else None
-    args = read_json_object(run / "args.json") if run else {}
+    folder, args = find_model(model) if model else (None, {})
     if early_value("data", arguments):
         args["eval_data"] = []
     values = {name: args[name] for name in OF_RUN if name in args}
@@ -126,7 +118,7 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
         defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
         arguments=arguments,
     )
-    return Config(**vars(flags))
+    return Config(**vars(flags) | {"model": folder})
 
 
 @functools.cache
@@ -214,9 +206,8 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
     process_group.start(hang_timeout=config.hang_timeout)
-    # On rank 0 alone: meanwhile the run may save another one.
-    model = _newest_checkpoint(config.model) if config.model and rank() == 0 else None
-    setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
+    # Meanwhile the run may have saved another one.
+    setup = Setup(dataclasses.replace(config, model=broadcast_object(config.model)), name="eval")
     setup.print_start()
     folder = setup.folder.path
     logger = Logger(folder, setup.args(), wandb_mode="off")
