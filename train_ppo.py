@@ -34,7 +34,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
-from minirl.run.checks import check_ppo
+from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.flags import run_script
 from minirl.run.run import Run
@@ -83,11 +83,6 @@ class Config(RunConfig):
     def num_value_models(self) -> int:
         """PPO trains one beside the policy."""
         return 1
-
-    @property
-    def value_warmup_updates(self) -> int:
-        """Optimizer steps of the value model before the policy's first."""
-        return self.value_warmup_steps * self.updates_per_step
 
     @property
     def value_peak_lr(self) -> float:
@@ -179,7 +174,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
-    check_ppo(config)
+    check_shared(config)
     setup = Setup(config, name="ppo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)
@@ -269,7 +264,7 @@ def main(config: Config) -> int:
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("value/grad_norm", grad_norm)
             if trains_policy:
-                first_update = config.value_warmup_updates
+                first_update = config.value_warmup_steps * config.updates_per_step
                 lr = config.learning_rate(progress.update, config.peak_lr, first_update=first_update)
                 metrics.add("optim/lr", lr)
                 grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)

@@ -246,9 +246,9 @@ def test_the_flag_names_episode_rewards():
     names = {name: function.reward_name for name, function in task.rewards.items()}
     assert names == {"episode": "reward", "format": "format"}
     for specs, message in (
-        (("episode:",), r"--reward episode:: expected episode, or episode:NAME"),
-        (("episode:mean",), "the name mean is taken by a metric"),
-        (("episode:a", "episode:a"), "two functions of one name"),
+        (("episode:",), "--reward episode:: the name '' is that of another"),
+        (("episode:mean",), "the name 'mean' is that of another reward or metric"),
+        (("episode:a", "episode:a"), "the name 'a' is that of another reward"),
     ):
         with pytest.raises(InputError, match=re.escape(message).replace(r"\-", "-")):
             load_task(RunConfig(reward=specs))

@@ -168,7 +168,7 @@ def quick_toy(monkeypatch):
 
     def warm_start(task):
         made.append(task)
-        return Transformer(embedded_model.config_from_dict(embedded_model.RECIPE["config"]))
+        return Transformer(embedded_model.config_from_dict(embedded_model.CONFIG))
 
     monkeypatch.setattr(embedded_model, "warm_start", warm_start)
     return made

@@ -4,6 +4,7 @@ The comment after a field, or the string under it, is its help. A script's `Conf
 adds the flags of its objective; it declares a field again to change the default. Code reads fields flat: `config.lr`.
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from minirl.errors import InputError, refuse
+from minirl.errors import InputError
 from minirl.files.json_files import parse_json
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
@@ -182,14 +183,14 @@ class RunConfig(
         text = self.chat_template_kwargs
         if text is None:
             return {}
-        flag = f"--chat-template-kwargs {text[:80]}"
-        try:
+        arguments = None
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = parse_json(text)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{flag}: not JSON: {error}") from None
-        is_object = isinstance(arguments, dict) and arguments
-        refuse(not is_object, f'{flag}: expected an object, as {{"enable_thinking": false}}')
-        return dict(arguments)
+        if not isinstance(arguments, dict) or not arguments:
+            raise InputError(
+                f'--chat-template-kwargs {text[:80]}: expected a JSON object, as {{"enable_thinking": false}}'
+            )
+        return arguments
 
     @property
     def eval_rows(self) -> int:
@@ -239,11 +240,6 @@ class RunConfig(
         return self.num_epochs * self.minibatches_per_epoch
 
     @property
-    def num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.num_steps * self.updates_per_step
-
-    @property
     def peak_lr(self) -> float:
         """`lr`, or its default for this model."""
         default = 2e-4 if self.is_embedded else 1e-6
@@ -255,7 +251,8 @@ class RunConfig(
         From `first_update` on it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
         reach 0 one step after the last.
         """
-        num_done, num_updates = update - first_update, self.num_updates - first_update
+        num_done = update - first_update
+        num_updates = self.num_steps * self.updates_per_step - first_update
         if num_done < self.warmup_updates:
             return peak * (num_done + 1) / self.warmup_updates
         if self.lr_schedule == "constant":
