@@ -30,7 +30,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.report.progress_bar import show_progress
-from minirl.run.checkpoint import Checkpoints, Models, check_remembered
+from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
@@ -248,8 +248,6 @@ class Run:
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
-        # Refuse values that cannot be saved now, not after many steps that would be lost.
-        check_remembered(self.progress.extra)
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
             if self._collector:
                 self.progress.in_flight = self._collector.in_flight
