@@ -122,15 +122,15 @@ def test_rope_is_read_from_both_places(keys):
             {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "partial_rotary_factor": 0.5}},
             "its attention",
         ),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "'factor': 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "its attention"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "llama3"),
         ({"rope_theta": None}, "'rope_theta': None"),
         ({"rope_scaling": [1]}, "rope_parameters"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "architectures=.*Eagle3"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         (QWEN | {"hidden_size": 20}, "head_dim=5; rope needs an even number"),
-        ({"vocab_size": 10**12}, "vocab_size=1000000000000; expected a positive integer, 1048576 at most"),
-        (QWEN | {"layer_types": ["sliding_attention"] * 3}, "no sliding window is in use"),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000; 1048576 at most"),
+        (QWEN | {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
         (QWEN | {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     ],
     ids=str,
@@ -143,12 +143,6 @@ def test_what_changes_the_numbers_and_is_not_supported_is_refused(tmp_path, keys
     (tmp_path / "config.json").write_text(json.dumps(TINY | keys))
     with pytest.raises(InputError, match=named):
         read_config(tmp_path)
-
-
-def test_row_33_a_missing_size_is_named():
-    """transformers would take that of some model."""
-    with pytest.raises(InputError, match="has no num_hidden_layers"):
-        config_from_dict({key: value for key, value in TINY.items() if key != "num_hidden_layers"})
 
 
 # Of families that have no published model there. Text in vision models is written by other classes.

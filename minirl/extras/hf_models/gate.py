@@ -6,6 +6,7 @@ layers of the config and its kinds of attention. Windows and the original positi
 short that the compared sequences pass them.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
@@ -145,7 +146,8 @@ def make_oracle(small: Any) -> Any:
     """transformers' model with eager attention and values at which everything matters."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+    copied = copy.deepcopy(small)  # a model changes its config's ropes
+    oracle = AutoModelForCausalLM.from_config(copied, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
     scramble(oracle)
