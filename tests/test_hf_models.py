@@ -22,7 +22,7 @@ from minirl.extras.hf_models import gate
 from minirl.files.json_files import read_json_object
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica, named_parameters, save_folder
+from minirl.model.weights import load_replica, write_folder
 from minirl.run.embedded_model import write_shape
 from support.engines import make_engine, make_request, scores_of
 from support.families import logit_error
@@ -92,7 +92,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
         scores_of(model, rollouts), torch.cat([rollout.sample_logprobs for rollout in rollouts])
     )
     raw = read_json_object(tmp_path / "read" / "config.json")
-    save_folder(tmp_path / "saved", named_parameters(model), config=raw, tokenizer_from=None)
+    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "saved"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
