@@ -1,31 +1,11 @@
-"""Prompts and rollouts of letters, and rollouts in two branches."""
+"""Rewards of single calls, and rollouts in two branches."""
 
 from dataclasses import replace
 
 import torch
 
-from minirl.data.prompts import PromptStream
-from minirl.data.tokenizer import Tokenizer
 from minirl.rewards.functions import arguments_of, judged
-from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import Rollout, RolloutId
-from support.texts import ids, save_tokenizer
-
-
-def make_prompts(folder, rows):
-    """The policy's prompts: its own tokenizer numbers the letters as `ids` does."""
-    save_tokenizer(folder, None)
-    return PromptStream(rows, Tokenizer(folder), purpose="train", max_tokens=60, max_new_tokens=20)
-
-
-def make_rollout(prompts, ordinal, sample, completion):
-    """A rollout of the `ordinal`-th prompt whose completion is this text, specials written out, in the policy's ids."""
-    prompt, sampled = prompts.prompt_ids(ordinal), ids(completion)
-    tokens = torch.tensor([*prompt, *sampled])
-    mask, length = torch.arange(len(tokens)) >= len(prompt), len(tokens)
-    streams = (mask, torch.zeros(length), torch.zeros(length, dtype=torch.int32))
-    return Rollout(tokens, *streams, len(prompt), RolloutId(ordinal, sample), "stop")
 
 
 def rewards_of_call(function, row, completions):
@@ -42,18 +22,6 @@ def rewards_of_call(function, row, completions):
     if isinstance(function, RewardWorkers):
         return function.submit(arguments, row.place, completions).result()
     return judged(function, arguments, row.place, completions)
-
-
-def reward_rollouts(functions, prompts, rollouts):
-    """The rewards of these rollouts by a queue that gets them prompt by prompt."""
-    queue = RewardQueue(functions, prompts)
-    groups = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append(rollout)
-    for group in groups.values():
-        queue.add(group)
-        queue.poll()
-    return queue.finish(groups)
 
 
 def in_two_branches(rollout):
