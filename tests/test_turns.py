@@ -1,7 +1,6 @@
 """Requests of several turns: tokens appended between them are computed alone, and nothing sampled depends on it."""
 
 import functools
-import itertools
 import random
 from dataclasses import replace
 
@@ -9,13 +8,12 @@ import pytest
 import torch
 
 from minirl.data.stop_strings import StopStrings
-from minirl.data.tokenizer import Tokenizer
 from minirl.generation.engine import Engine, Request
 from minirl.model.transformer import is_batch_invariant
 from minirl.rollouts import Rollout
+from support.collecting import letter_tokenizer
 from support.engines import (
     CPU,
-    VOCAB,
     cached_model,
     finish,
     make_engine,
@@ -23,7 +21,6 @@ from support.engines import (
     next_turn,
 )
 from support.marks import slow
-from support.texts import TOKENS, save_tokenizer
 
 TURN_TOKENS = 7
 NUM_TURNS = 4
@@ -40,20 +37,10 @@ def requests_with_turns() -> list[Request]:
     return [replace(request, holds=True, max_new_tokens=TURN_TOKENS) for request in mixed_requests()[:8]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One whose tokens have one to four letters, of three: the ids of random models say the same strings often."""
-    pieces = ["".join(letters) for n in (1, 2, 3, 4) for letters in itertools.product("ab ", repeat=n)]
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, None, tokens=(*TOKENS[:4], *pieces[: VOCAB - 4]))
-    return Tokenizer(folder)
-
-
 def stops_of(request: Request) -> list[tuple[str, ...]]:
     """Other stop strings for each turn, and none for some."""
     rng = random.Random(f"strings of {request.rollout_id}")
-    texts = [(), ("aa",), ("bab",), (" bba", "  a  "), ("a a b", "ab b", "<turn>")]
-    return rng.choices(texts, k=NUM_TURNS)
+    return rng.choices([(), tuple("abcdef"), ("ab", *"ghijkl")], k=NUM_TURNS)
 
 
 def run_turns(engine: Engine, requests: list[Request]) -> dict:
@@ -83,44 +70,35 @@ def run_turns(engine: Engine, requests: list[Request]) -> dict:
     raise AssertionError("the turns do not end")
 
 
-def cut_off(tokenizer: Tokenizer, strings: tuple[str, ...], sampled: list[int]) -> tuple[list[int], bool]:
-    """The tokens up to the one that completes a stop string in their text, and whether any does."""
-    for count in range(1, len(sampled) + 1):
-        text = tokenizer.backend.decode(sampled[:count])
-        if any(string in text for string in strings):
-            return sampled[:count], True
-    return sampled, False
-
-
-def turn_by_turn(model, request: Request, tokenizer: Tokenizer) -> Rollout:
-    """The reference: each turn is a separate request, whose prompt is everything before.
-
-    It ignores stop strings and is cut after the first one.
-    """
+def turn_by_turn(engine: Engine, request: Request) -> Rollout:
+    """The reference: each turn is a separate request, whose prompt is everything before."""
     tokens = list(request.prompt_ids)
     mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
     for reply, stop in zip([*replies_to(request), []], stops_of(request), strict=True):
-        alone = replace(request, prompt_ids=tuple(tokens), holds=False)
-        (rollout,) = make_engine(model).generate([alone])
-        sampled, has_stopped = cut_off(tokenizer, stop, rollout.completion)
+        alone = replace(request, prompt_ids=tuple(tokens), holds=False, stop=stop)
+        (rollout,) = engine.generate([alone])
+        sampled = rollout.completion
         tokens += sampled + reply
         mask += [True] * len(sampled) + [False] * len(reply)
-        begin = rollout.num_prompt_tokens
-        logprobs += rollout.sample_logprobs[begin : begin + len(sampled)].tolist() + [0.0] * len(reply)
+        logprobs += rollout.sample_logprobs[rollout.num_prompt_tokens :].tolist() + [0.0] * len(reply)
     return replace(
         rollout,
         tokens=torch.tensor(tokens),
         loss_mask=torch.tensor(mask),
         sample_logprobs=torch.tensor(logprobs),
-        finish_reason="stop" if has_stopped else rollout.finish_reason,
     )
 
 
+def engine_of(attention: str, **options) -> Engine:
+    """An engine whose stop strings are those of letters."""
+    make_stop_test = functools.partial(StopStrings, letter_tokenizer())
+    return make_engine(cached_model(attention, torch.float32), make_stop_test=make_stop_test, **options)
+
+
 @functools.cache
-def expected_turns(attention: str, tokenizer: Tokenizer) -> dict:
+def expected_turns(attention: str) -> dict:
     """The reference for all requests."""
-    model = cached_model(attention, torch.float32)
-    return {r.rollout_id: turn_by_turn(model, r, tokenizer) for r in requests_with_turns()}
+    return {r.rollout_id: turn_by_turn(engine_of(attention), r) for r in requests_with_turns()}
 
 
 OPTIONS = {
@@ -138,19 +116,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("attention", "name"), CASES)
-def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, name, tokenizer):
+def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(attention, name):
     """Tokens, logprobs, mask: in any batch, cache and order of replies, also where the cache had to give rows up.
 
-    With stop strings: the same samples, cut where the text of the turn alone has the first one. Pitfall 15.
+    With stop strings: the text of the turn alone is searched. Pitfall 15.
     """
-    model = cached_model(attention, torch.float32)
-    requests = requests_with_turns()
-    make_stop_test = functools.partial(StopStrings, tokenizer)
-    engine = make_engine(model, make_stop_test=make_stop_test, **OPTIONS[name])
-    rollouts = run_turns(engine, requests)
+    engine = engine_of(attention, **OPTIONS[name])
+    rollouts = run_turns(engine, requests_with_turns())
     assert not engine.is_busy
-    expected = expected_turns(attention, tokenizer)
-    is_exact = is_batch_invariant(model.config, torch.float32, CPU)
+    expected = expected_turns(attention)
+    is_exact = is_batch_invariant(engine.model.config, torch.float32, CPU)
+    assert {"stop", "length"} == {rollout.finish_reason for rollout in expected.values()}
     for rollout_id, got in rollouts.items():
         assert got.tokens.tolist() == expected[rollout_id].tokens.tolist()
         assert got.loss_mask.tolist() == expected[rollout_id].loss_mask.tolist()
