@@ -12,7 +12,7 @@ import torch
 from minirl.data.task import Row
 from minirl.episodes.step_groups import select_step
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout, RolloutId, appended, rollout_of, token_tensor
 from support.collecting import (
     CHAT,
     Prompts,
@@ -124,7 +124,6 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
 
 def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_with():
     """Its caller may go on with the list that it gave."""
-    seen = {}
 
     async def going_on(episode):
         messages = [{"role": "user", "content": "abc"}]
@@ -134,15 +133,13 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
         await branch.generate(max_tokens=20)
         messages[0]["content"] = "xyz"
         await branch.generate(after="d", max_tokens=3)
-        seen[episode.seed] = branch.messages
 
     prompts = chat_prompts()
     rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts
     for rollout in rollouts:
-        messages = seen[prompts.key(rollout.rollout_id._replace(branch=0))]
-        assert prompts.messages(rollout) == messages
-        assert [message["role"] for message in messages] == ["user", "assistant"]
-        assert messages[0]["content"] == "abc"
+        question, answer = prompts.messages(rollout)
+        assert (question["content"], answer["role"]) == ("abc", "assistant")
+        assert answer["content"] != "not said"
     begun = [[branch.completion[:3] for branch in rollout.branches] for rollout in rollouts]
     assert any(first != second for first, second in begun)
 
@@ -200,23 +197,6 @@ def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
     collector.close()
 
 
-ONE = torch.ones(1, dtype=torch.float64)
-
-
-def make_rewarded(rewards_of: dict[int, list[float]]) -> RewardedRollouts:
-    """By prompt the rewards of its rollouts, each with two tokens after a prompt of one."""
-    length = 3
-    rollouts, rewards = [], []
-    for ordinal, values in rewards_of.items():
-        for sample, value in enumerate(values):
-            mask = torch.arange(length) > 0
-            streams = (torch.arange(length), mask, -mask.float(), mask.int())
-            rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
-            rewards.append([value])
-    rows = [Row("a", {}, "f:1")] * len(rollouts)
-    return RewardedRollouts(rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1))
-
-
 @pytest.mark.parametrize(
     ("num_groups", "replaces_equal", "taken", "left", "num_missing"),
     [
@@ -229,12 +209,20 @@ def make_rewarded(rewards_of: dict[int, list[float]]) -> RewardedRollouts:
     ],
 )
 def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, num_missing):
+    """Rollouts keep their rewards and texts."""
     rewards = {3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]}
-    pool = make_rewarded(rewards)
-    selection = select_step(pool, num_groups, 2, reward_weights=ONE, replaces_equal=replaces_equal)
+    ids = list(itertools.starmap(RolloutId, itertools.product(rewards, range(2))))
+    rollouts = [rollout_of(one, token_tensor([1]), appended([2]), "stop") for one in ids]
+    values = torch.tensor([*rewards.values()], dtype=torch.float64).view(-1, 1)
+    rewarded = RewardedRollouts(rollouts, [Row("a", {}, "f:1")] * 8, list(map(str, ids)), values)
+    weights = torch.ones(1, dtype=torch.float64)
+    selection = select_step(rewarded, num_groups, 2, reward_weights=weights, replaces_equal=replaces_equal)
+    groups = selection.groups
     assert selection.num_missing == num_missing
-    assert selection.groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
-    assert selection.groups.rewards[:, :, 0].tolist() == [rewards[i] for i in taken]
+    assert groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
+    assert groups.rewards[:, :, 0].tolist() == [rewards[i] for i in taken]
+    assert groups.rewarded.rewards.tolist() == groups.rewards.view(-1, 1).tolist()
+    assert groups.rewarded.texts == [str(r.rollout_id) for r in groups.rewarded.rollouts]
     assert {r.rollout_id.prompt_ordinal for r in selection.left.rollouts} == {*left}
     assert selection.ended == rewards.keys() - {*left}
 

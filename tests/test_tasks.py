@@ -190,6 +190,8 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
             {"reward": ("minirl.data.sorting:score", "mine.py:score")},
             "--reward .*: two functions of one name",
         ),
+        ({"reward": ("episode:",)}, "--reward episode:: expected episode, or episode:NAME"),
+        ({"reward": ("episode:mean",)}, "the name mean is taken by a metric"),
         (
             {"reward": ("minirl.data.calculator:calls",), "task": "calculator"},
             "--reward .*: .* has a score calls",
