@@ -144,16 +144,18 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
     assert any(first != second for first, second in begun)
 
 
+def random_length():
+    """The length of each rollout, in tokens."""
+    lengths = random.Random(0)
+    return functools.cache(lambda rollout_id: lengths.choice((1, 3, 6, 50)))
+
+
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
     """Each step takes the first complete groups in order, those that would get too old among them. Pitfall 40."""
-    lengths = random.Random(max_staleness)
-    length_of = {}
-
-    def length(rollout_id):
-        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
-
-    collector = make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
+    collector = make_collector(
+        Prompts(random_length()), group_size=2, round_tokens=5, max_staleness=max_staleness
+    )
     ages = []
     for step in range(12):
         groups = collector.collect(3, weight_version=step)
@@ -175,11 +177,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 @pytest.mark.parametrize("later", [0, 3])
 def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
     """With the same `max_staleness`, another, or 0. Prompts in flight begin again, before new ones. Fault 12."""
-    lengths = random.Random(0)
-    length_of = {}
-
-    def length(rollout_id):
-        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
+    length = random_length()
 
     def make(max_staleness):
         return make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
