@@ -60,11 +60,11 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
         other.drops_last = episode.drops_last = True
         await episode.branch("xyz").generate(max_tokens=6)
 
-    found, expected = (
-        make_collector(rollout=rollout).collect(2).rewarded.rollouts for rollout in (unseen, seen)
-    )
-    assert list(map(facts, found)) == list(map(facts, expected))
-    assert [one.episode for one in found] == [one.episode for one in expected]
+    def made(rollout):
+        rollouts = make_collector(rollout=rollout).collect(2).rewarded.rollouts
+        return [(facts(one), one.episode) for one in rollouts]
+
+    assert made(unseen) == made(seen)
 
 
 # Agents that make the requests of `in_turns`, which asks here: with the openai package, its events, and plain HTTP.

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from minirl.data.task import Row
-from minirl.episodes.step_groups import select_step
-from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId, appended, rollout_of, token_tensor
+from minirl.rollouts import Rollout
 from support.collecting import (
     CHAT,
     Prompts,
@@ -195,41 +193,18 @@ def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
     collector.close()
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "replaces_equal", "taken", "left", "num_missing"),
-    [
-        (2, False, [3, 7], [9, 12], 0),
-        (5, False, [3, 7, 9, 12], [], 1),
-        # Groups without signal are replaced, fill up the step, or are dropped.
-        (2, True, [7, 12], [], 0),
-        (3, True, [3, 7, 12], [], 1),
-        (5, True, [3, 7, 9, 12], [], 3),
-    ],
-)
-def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, num_missing):
-    """Rollouts keep their rewards and texts."""
-    rewards = {3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]}
-    ids = list(itertools.starmap(RolloutId, itertools.product(rewards, range(2))))
-    rollouts = [rollout_of(one, token_tensor([1]), appended([2]), "stop") for one in ids]
-    values = torch.tensor([*rewards.values()], dtype=torch.float64).view(-1, 1)
-    rewarded = RewardedRollouts(rollouts, [Row("a", {}, "f:1")] * 8, list(map(str, ids)), values)
-    weights = torch.ones(1, dtype=torch.float64)
-    selection = select_step(rewarded, num_groups, 2, reward_weights=weights, replaces_equal=replaces_equal)
-    groups = selection.groups
-    assert selection.num_missing == num_missing
-    assert groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
-    assert groups.rewards[:, :, 0].tolist() == [rewards[i] for i in taken]
-    assert groups.rewarded.rewards.tolist() == groups.rewards.view(-1, 1).tolist()
-    assert groups.rewarded.texts == [str(r.rollout_id) for r in groups.rewarded.rollouts]
-    assert {r.rollout_id.prompt_ordinal for r in selection.left.rollouts} == {*left}
-    assert selection.ended == rewards.keys() - {*left}
-
-
-def test_refills_come_from_new_prompts_and_end():
-    """Each round asks for as many prompts as groups are missing; equal groups fill up after the last one."""
-    functions = {"equal": lambda completions: [1.0] * len(completions)}
-    collector = make_collector(Prompts(lambda _: 5), functions=functions, group_size=2, max_refills=3)
-    groups = collector.collect(4)
-    assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
-    assert collector.num_served == 4 * 4
-    assert collector.collect(4).table.prompt_ordinal.tolist()[0] == 16
+def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step():
+    """Each round asks for as many prompts as groups are missing. Rollouts keep their rewards and texts."""
+    prompts = Prompts(lambda _: 5)
+    with_signal = {prompts.row(i).prompt for i in (1, 4, 6, 7, 8)}
+    functions = {"differs": lambda prompts: [0, prompts[0] in with_signal]}
+    collector = make_collector(prompts, functions=functions, group_size=2, max_refills=1)
+    for taken, num_served in (([0, 1, 4], 5), ([6, 7, 8], 9)):
+        groups = collector.collect(3)
+        assert groups.table.prompt_ordinal[::2].tolist() == taken
+        assert collector.num_served == num_served
+        expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
+        assert groups.rewards[:, :, 0].tolist() == expected
+        assert groups.rewarded.rewards.flatten().tolist() == list(itertools.chain(*expected))
+        texts = [prompts.tokenizer.decode(rollout.completion) for rollout in groups.rewarded.rollouts]
+        assert groups.rewarded.texts == texts

@@ -1,6 +1,5 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -77,11 +76,10 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
             while True:
                 await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
-        except asyncio.CancelledError:
+        finally:
             with pytest.raises(InputError, match="the episode ended; give rewards before `await"):
                 episode.reward(1.0, "total")
             refused.append(True)
-            raise
 
     groups = collector_of(OF_EPISODE, mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6

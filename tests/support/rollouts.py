@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import torch
-
 from minirl.rewards.functions import arguments_of, judged
 from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rollouts import rollout_of
 
 
 def rewards_of_call(function, row, completions):
@@ -30,21 +29,9 @@ def in_two_branches(rollout):
     if len(places) < 2:
         return rollout
     cut = int(places[len(places) // 2])
-    is_second = torch.arange(len(rollout.tokens)) >= cut
-    first = replace(
-        rollout,
-        tokens=rollout.tokens[:cut],
-        loss_mask=rollout.loss_mask[:cut],
-        sample_logprobs=rollout.sample_logprobs[:cut],
-        weight_version=rollout.weight_version[:cut],
-        finish_reason="stop",
-    )
-    return replace(
-        rollout,
-        loss_mask=rollout.loss_mask & is_second,
-        sample_logprobs=rollout.sample_logprobs * is_second,
-        weight_version=rollout.weight_version * is_second,
-        num_prompt_tokens=cut,
-        rollout_id=rollout.rollout_id._replace(branch=1),
-        earlier=(first,),
-    )
+    before = cut - rollout.num_prompt_tokens
+    prompt, completion = rollout.tokens[: rollout.num_prompt_tokens], rollout.after_prompt
+    first = rollout_of(rollout.rollout_id, prompt, completion[:before], "stop")
+    last_id = rollout.rollout_id._replace(branch=1)
+    last = rollout_of(last_id, rollout.tokens[:cut], completion[before:], rollout.finish_reason)
+    return replace(last, earlier=(first,))
