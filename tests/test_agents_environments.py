@@ -250,8 +250,8 @@ def test_row_59_what_is_no_tool_or_environment_or_lacks_the_reward_is_refused_at
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
     async def rollout(episode):
         await episode.generate(max_tokens=3)
-        results = [result("add", "3"), result("add", "{'error': 'no'}")]
-        results.append({"role": "user", "content": "{'error': "})
+        told = {"role": "user", "content": "{'error': "}
+        results = [result("add", "3"), result("add", "{'error': 'no'}"), told]
         await episode.generate(after=results, max_tokens=3)
 
     collector = make_collector(chat_prompts(200), rollout=rollout)

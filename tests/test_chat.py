@@ -249,7 +249,6 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_p
     assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
     answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
     assert answered == f"{asked}<|im_start|>assistant\na<|im_end|>\n"
-    for name in ("enable_thinkin", "form"):
-        said = f"--chat-template-kwargs: .* does not use '{name}'; leave it out"
-        with pytest.raises(InputError, match=said):
-            prompts_with(f'{{"style": "x", "{name}": false}}')
+    said = "--chat-template-kwargs: .* does not use 'enable_thinkin'; leave it out"
+    with pytest.raises(InputError, match=said):
+        prompts_with('{"style": "x", "enable_thinkin": false}')

@@ -8,7 +8,7 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.rewards.functions import EpisodeReward, OverlongPenalty
+from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
@@ -115,18 +115,6 @@ def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_
     for score, first, second in zip(scores.flatten().tolist(), returns[::2], returns[1::2], strict=True):
         assert first.tolist() == [score / 4, score]
         assert second.tolist() == [(score + 3.5) / 16, (score + 3.5) / 4, score + 3.5]
-
-
-def test_the_overlong_penalty_of_a_rollout_is_the_sum_of_its_branches():
-    """Its limit is that of a branch; end to end both would be over it."""
-
-    async def long_in_one_branch(episode):
-        await episode.generate(max_tokens=3)
-        await episode.branch("abc").generate()
-
-    overlong = {"overlong": OverlongPenalty(limit=40, buffer=20)}
-    groups = collector_of(overlong, long_in_one_branch, prompts=Prompts(lambda _: 35)).collect(2)
-    assert groups.rewards.tolist() == [[[-0.75]] * 3] * 2
 
 
 async def noting(episode):

@@ -76,11 +76,7 @@ def test_functions_clean_up_where_their_episode_ends_and_where_the_run_fails(fai
             closed.append(episode.row.place)
 
     collector = make_collector(Prompts(num_rows=20), rollout=mine, group_size=1, max_turns=1)
-    with (
-        pytest.raises(RolloutError, match="row at f:3, after turn 1: raised")
-        if fails
-        else contextlib.nullcontext()
-    ):
+    with pytest.raises(RolloutError, match="f:3") if fails else contextlib.nullcontext():
         collector.collect(20)
     collector.close()
     assert sorted(closed) == sorted(f"f:{i}" for i in range(20))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,10 +146,14 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
 
 
 def test_overlong_penalty_is_the_reference_row():
-    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
+    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27.
+
+    Of several branches it is the sum: the limit is that of a branch.
+    """
     lengths = (0, 12, 13, 16, 20, 100)
     rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
-    assert OverlongPenalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1]
+    rollouts.append(replace(rollouts[2], earlier=(rollouts[3],)))
+    assert OverlongPenalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():

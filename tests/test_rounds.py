@@ -88,16 +88,6 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     assert found == {row[0]: row for row in expected if row[0] in found}
 
 
-def test_the_bound_of_staleness_holds_for_slow_replies_too():
-    """The step in which their group is due waits for them."""
-    gate = []
-    collector = make_collector(make_prompts(), rollout=waiting_for(gate), round_tokens=4, max_staleness=1)
-    steps = collected(collector, 1, 2)
-    assert 1 not in ordinals(steps)[0]
-    gate.append(True)
-    assert 1 in ordinals(collected(collector, 1, 2, first_step=1))[0]
-
-
 def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late():
     """An update takes longer than a reply may. For the last one that runs the step would wait forever."""
     gate = []
