@@ -32,7 +32,7 @@ from minirl.episodes.step_groups import Groups
 from minirl.errors import InputError
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_ppo
 from minirl.run.config import RunConfig, named_folder
@@ -187,11 +187,10 @@ def main(config: Config) -> int:
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)
     value, value_optimizer = setup.load_trainable(value_config, value_folder, base=policy)
-    engine = setup.make_engine(policy)
     frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
     if config.has_reference:
         frozen.append(setup.load_reference(policy))
-    collector = setup.make_collector(engine, rollout)
+    collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
     run = Run(setup, models, collector)
     progress = run.progress
@@ -200,7 +199,6 @@ def main(config: Config) -> int:
         metrics = StepMetrics(step)
         metrics.begin("generate")
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
-        add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
         # This rank's share of the rollouts, and which of it each minibatch has, in which microbatch.
@@ -225,14 +223,12 @@ def main(config: Config) -> int:
             loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
         )
 
-        metrics.begin("report")  # before the update, which may be refused
-        run.log_rollouts(step, groups, batch)
+        run.log_rollouts(step, groups, batch)  # before the update, which may be refused
         batch = batch.to(run.device)
 
         metrics.begin("update")
         trains_policy = step > config.value_warmup_steps
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
-            sampled_version = progress.update if progress.update % config.updates_per_step == 0 else None
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 is_last = i == len(minibatch) - 1
@@ -240,7 +236,7 @@ def main(config: Config) -> int:
                 loss = value_loss(values, micro.values, micro.returns, clip=config.value_clip)
                 objective = (micro.loss_weights * loss).sum()
                 value.backward(objective, is_last=is_last)
-                metrics.add_total("value/loss", objective.detach() / config.updates_per_step)
+                metrics.add_total("value/loss", objective / config.updates_per_step)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro)
                     if micro.old_logprobs is None:  # one update a step: the old policy is this one
@@ -248,8 +244,8 @@ def main(config: Config) -> int:
                     loss, ratio = token_loss(config, micro, new, entropy)
                     objective = (micro.loss_weights * loss).sum()
                     policy.backward(objective, is_last=is_last)
-                    metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
-                    add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)
+                    metrics.add_total("policy/loss", objective / config.updates_per_step)
+                    add_tokens(metrics, micro, new, ratio, entropy, weight_version=progress.update)
                     add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
             metrics.refuse_nonfinite(update=progress.update)
             lr = config.learning_rate(progress.update, config.value_peak_lr)
@@ -264,7 +260,6 @@ def main(config: Config) -> int:
                 metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
 
-        metrics.begin("report")
         run.finish_step(step, metrics, groups)
 
     return run.close()
