@@ -206,7 +206,7 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
             result("describe", "{'name': 'ab', 'letters': ['a', 'b']}"),
             result("search", "{'error': 'found nothing'}"),
         ],
-        [result("lookup", "[('x', b'raw')]")],
+        [result("lookup", [["x", "b'raw'"]])],
         [result("unknown", asked[5][0]["content"])],
     ]
     assert "missing 1 required positional argument: 'b'" in missing

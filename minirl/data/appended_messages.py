@@ -59,16 +59,21 @@ def _after_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
 
 def _checked(messages: Sequence[Any], place: str) -> Messages:
     what = f"{place}: generate(after=...)"
+    shown = []
     for message in messages:
+        if isinstance(message, dict) and message.get("role") == "tool":
+            content = message.get("content")
+            message = {**message, "content": str(content) if isinstance(content, list) else content}
         refuse(
             not is_message(message),
             f"{what}: {message!r:.80} is not a message; expected role and content, both text",
         )
+        shown.append(message)
     refuse(
         messages[-1]["role"] == "assistant",
         f"{what}: the last message is the assistant's, whose turn the model samples; append its beginning as text",
     )
-    return list(messages)
+    return shown
 
 
 def _template(tokenizer: Tokenizer, place: str) -> str:
