@@ -22,6 +22,7 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
 )
+from support.engines import make_request
 from support.texts import CHATML, HERMES, save_chat_tokenizer
 
 WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
@@ -161,7 +162,7 @@ def tokenizer(tmp_path):
 
 def converse(rollout, tokenizer, texts, columns=None):
     """Run an episode whose turns have these texts. Returns its requests, and the episode."""
-    episode = Episode(Row("how much?", columns or {}, "f:1"), seed=1, max_tokens=10_000)
+    episode = Episode(Row("how much?", columns or {}, "f:1"), make_request([1], max_new_tokens=10_000))
     requests, left = [], iter(texts)
 
     async def ask(request):

@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from minirl.data.jsonl import read_rows
 from minirl.data.stop_strings import StopStrings
-from minirl.data.task import Row, conversation
+from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.view import conversation
 from minirl.errors import InputError
-from minirl.rollouts import RolloutId
+from minirl.rollouts import RolloutId, TurnFacts
 from support.texts import DECODERS, TEMPLATE, ids, letter_prompts, save_decoding_tokenizer, save_tokenizer
 
 EOS = 1
@@ -120,14 +121,6 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
 
-def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
-    """A chat template may write the date; served prompts leave room for the completion on every day."""
-    prompts = letter_prompts(["abc"], max_tokens=8, max_new_tokens=5)
-    prompts.tokenizer.encode = lambda row: [1, 2, 3, 4]
-    (request,) = prompts.requests(0, 1, group_size=1)
-    assert (request.prompt_ids, request.max_new_tokens) == ((2, 3, 4), 5)
-
-
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     """The template silently leaves out unknown fields. A result that is a list becomes its text."""
     call = {"type": "function", "function": {"name": "one", "arguments": {}}}
@@ -181,9 +174,14 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
 
 def test_an_answer_goes_on_over_turns_until_messages_are_inserted():
     asked, result = [{"role": "user", "content": "q"}], {"role": "tool", "content": "t"}
-    turns = [([], lambda: "a"), ([], lambda: "ab"), ([result], lambda: "c")]
-    first, last = ({"role": "assistant", "content": text} for text in ("ab", "c"))
-    assert conversation(asked, turns) == [*asked, first, result, last]
+    turns = [TurnFacts(0, 1), TurnFacts(1, 1), TurnFacts(3, 1, inserted=[result])]
+    first, last = ({"role": "assistant", "content": text} for text in ("ab", "d"))
+    assert conversation(asked, turns, lambda start, turn: "abcd"[start : turn.end]) == [
+        *asked,
+        first,
+        result,
+        last,
+    ]
 
 
 def test_an_answered_text_ends_with_one_end_token(tmp_path):

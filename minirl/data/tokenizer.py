@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.data.task import Messages, Row, as_messages, conversation
+from minirl.data.task import Messages, Row, add_answer, as_messages
 from minirl.data.tools import Tool, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
@@ -133,7 +133,9 @@ class Tokenizer:
                 ids.append(eos_id)
             return ids
         first, others = (completion, []) if isinstance(completion, str) else (completion[0], completion[1:])
-        messages = conversation(as_messages(prompt), [([], lambda: first)]) + others
+        messages = list(as_messages(prompt))
+        add_answer(messages, first)
+        messages += others
         for i, message in enumerate(messages):
             if isinstance(message["content"], list):  # the result of a tool
                 messages[i] = {**message, "content": str(message["content"])}

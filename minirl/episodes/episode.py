@@ -11,7 +11,6 @@ messages, which the chat template writes.
 """
 
 import copy
-import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -20,12 +19,11 @@ from minirl.data.task import (
     After,
     Messages,
     Row,
-    as_messages,
-    conversation,
     is_messages,
     is_stop_string,
     is_token_ids,
 )
+from minirl.data.view import conversation
 from minirl.episodes.turn import BranchTokens, Turn
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import shown
@@ -137,8 +135,9 @@ class Branch:
             is_token_ids(self.prompt),
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
-        turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
-        return conversation(as_messages(cast(str | Messages, self.prompt)), turns)
+        return conversation(
+            cast(str | Messages, self.prompt), self.turns, lambda start, turn: turn.text_from(start)
+        )
 
     async def generate(
         self,
@@ -174,20 +173,18 @@ class Episode(Branch):
     def __init__(
         self,
         row: Row,
-        seed: int,
-        max_tokens: int,
+        request: Request,
         tools: list[dict[str, Any]] | None = None,
         *,
-        prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
-        temperature: float = 1.0,
     ):
-        super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
+        super().__init__(row.prompt, request.max_new_tokens, prompt_ids=list(request.prompt_ids))
         self.row = row
-        self.seed = seed
+        self.request = request
+        self.seed = request.key
         self.tools = tools or []
         self.is_chat = is_chat
-        self.temperature = temperature
+        self.temperature = request.temperature
         self.environment: Any = None
         self.end_reason: str | None = None
         self._further: dict[int, Branch] = {}

@@ -1,6 +1,6 @@
 """Run the functions that write rollouts on the engine, which decodes their turns together.
 
-While a function works on its reply (`programs`), its episode waits in the engine, which decodes the others.
+While a function works on its reply (`running`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
 their keys and values in the engine, unless `leave_engine` frees these.
@@ -16,8 +16,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import REWARD, Episode, Generate, RolloutFunction
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.programs import Programs
-from minirl.episodes.running import NO_BUDGET, Reply, RunningEpisode
+from minirl.episodes.running import NO_BUDGET, Programs, Reply, RunningEpisode
 from minirl.episodes.turn_maker import TurnMaker
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
@@ -156,16 +155,7 @@ class EpisodeRunner:
         """Call the function for an episode."""
         row = self._prompts.row(request.rollout_id.prompt_ordinal)
         tokenizer = self._prompts.tokenizer
-        episode = Episode(
-            row,
-            seed=request.key,
-            max_tokens=request.max_new_tokens,
-            tools=tokenizer.tools,
-            prompt_ids=list(request.prompt_ids),
-            is_chat=tokenizer.is_chat(row.prompt),
-            temperature=request.temperature,
-        )
-        episode.request = request
+        episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
         return self._programs.begin(episode)
 
     def _take_replies(self, timeout_s: float) -> bool:

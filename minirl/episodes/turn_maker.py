@@ -49,19 +49,14 @@ class TurnMaker:
             stop=asked.stop,
             turn_start=start,
         )
-        num_before = len(branch.prompt_ids)
-        inserted = asked.inserted
-        # Its message begins after the last messages.
-        earlier = (turn.start for turn in reversed(branch.turns) if turn.inserted)
         running.turn = Turn(
             start,
             branch=branch.number,
-            inserted=inserted,
+            inserted=asked.inserted,
             appended=new_ids,
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
             tokens=branch.engine_tokens,
-            first=num_before + start,
-            answer_first=num_before + (start if inserted else next(earlier, 0)),
+            first=len(branch.prompt_ids) + start,
         )
         return running.turn
 
