@@ -59,21 +59,17 @@ def _after_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
 
 def _checked(messages: Sequence[Any], place: str) -> Messages:
     what = f"{place}: generate(after=...)"
-    shown = []
     for message in messages:
-        if isinstance(message, dict) and message.get("role") == "tool":
-            content = message.get("content")
-            message = {**message, "content": str(content) if isinstance(content, list) else content}
+        is_result = isinstance(message, dict) and message.get("role") == "tool"
         refuse(
-            not is_message(message),
+            not is_message(message) and not (is_result and isinstance(message.get("content"), list)),
             f"{what}: {message!r:.80} is not a message; expected role and content, both text",
         )
-        shown.append(message)
     refuse(
         messages[-1]["role"] == "assistant",
         f"{what}: the last message is the assistant's, whose turn the model samples; append its beginning as text",
     )
-    return shown
+    return list(messages)
 
 
 def _template(tokenizer: Tokenizer, place: str) -> str:

@@ -136,9 +136,6 @@ class Tokenizer:
         messages = list(as_messages(prompt))
         add_answer(messages, first)
         messages += others
-        for i, message in enumerate(messages):
-            if isinstance(message["content"], list):  # the result of a tool
-                messages[i] = {**message, "content": str(message["content"])}
         text = self.apply_template(messages, place, is_prompt=False)
         for call in itertools.chain(*(message.get("tool_calls", ()) for message in messages)):
             refuse(
@@ -160,7 +157,8 @@ class Tokenizer:
         continues = is_prompt and messages[-1]["role"] == "assistant"
         try:
             text: str = self.backend.apply_chat_template(
-                messages,
+                # The result of a tool may be a list.
+                [{**message, "content": str(message["content"])} for message in messages],
                 tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=is_prompt and not continues,

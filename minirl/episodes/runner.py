@@ -68,8 +68,6 @@ class EpisodeRunner:
         # By branch that the engine has.
         self._running_of: dict[RolloutId, RunningEpisode] = {}
         self._ended: list[Rollout] = []
-        # Branches of finished episodes that the engine still has.
-        self._over: list[RolloutId] = []
         # By prompt: its episodes until all have asked for their first turns.
         self._unbegun: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
         # In the present round.
@@ -80,7 +78,10 @@ class EpisodeRunner:
     def begin(self, requests: Sequence[Request]) -> None:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
-            running = self._make(request)
+            row = self._prompts.row(request.rollout_id.prompt_ordinal)
+            tokenizer = self._prompts.tokenizer
+            episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
+            running = self._programs.begin(episode)
             self._running[running] = None
             self._unbegun[request.rollout_id.prompt_ordinal].append(running)
 
@@ -112,7 +113,6 @@ class EpisodeRunner:
         """Take the episodes out of the engine at the end of a step."""
         for running in self._running:
             self._leave(running)
-        self._release_over()
         event_loop().run_slice()  # functions of episodes that ended clean up
 
     def close(self) -> None:
@@ -151,26 +151,12 @@ class EpisodeRunner:
         """Return this count since the last call; see `Collector.take_count`."""
         return self._counts.pop(counted, 0)
 
-    def _make(self, request: Request) -> RunningEpisode:
-        """Call the function for an episode."""
-        row = self._prompts.row(request.rollout_id.prompt_ordinal)
-        tokenizer = self._prompts.tokenizer
-        episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
-        return self._programs.begin(episode)
-
     def _take_replies(self, timeout_s: float) -> bool:
         """Continue the episodes whose functions have replied. Return whether there are any."""
         replies = self._programs.replies(timeout_s)
         for running, reply in replies:
             self._go_on(running, reply)
-        self._release_over()
         return bool(replies)
-
-    def _release_over(self) -> None:
-        """Make the engine forget the branches of finished episodes."""
-        if self._over:
-            self._engine.release(*self._over)
-            self._over = []
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
         """Begin the turn of an episode that its function asks for, or end the episode."""
@@ -276,13 +262,13 @@ class EpisodeRunner:
         self._leave(running)
 
     def _leave(self, running: RunningEpisode) -> None:
-        """Note the branches of an episode that the engine has for `_release_over`."""
+        """Take the branches of an episode out of the engine."""
         for branch in running.episode.branches.values():
             if branch.request is not None:
                 self._running_of.pop(branch.request.rollout_id, None)
                 if branch.is_held:
                     branch.is_held = False
-                    self._over.append(branch.request.rollout_id)
+                    self._engine.release(branch.request.rollout_id)
 
     def _failure(self, running: RunningEpisode, why: str) -> RolloutError:
         """Return the error that stops the run."""
