@@ -122,14 +122,6 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
 
-def test_a_prompt_that_has_grown_since_the_check_keeps_its_end():
-    """A chat template may write the date; served prompts leave room for the completion on every day."""
-    prompts = letter_prompts(["abc"], max_tokens=8, max_new_tokens=5)
-    prompts.tokenizer.encode = lambda row: [1, 2, 3, 4]
-    (request,) = prompts.requests(0, 1, group_size=1)
-    assert (request.prompt_ids, request.max_new_tokens) == ((2, 3, 4), 5)
-
-
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     """The template silently leaves out unknown fields. A result that is a list becomes its text."""
     call = {"type": "function", "function": {"name": "one", "arguments": {}}}
