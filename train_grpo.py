@@ -30,7 +30,6 @@ from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_grpo
 from minirl.run.config import RunConfig
-from minirl.run.dry_run import dry_run
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -251,8 +250,6 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_grpo(config)
-    if config.dry_run:
-        return dry_run(config)
     setup = Setup(config, name="grpo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     frozen = []

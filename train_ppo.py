@@ -36,7 +36,6 @@ from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_ppo
 from minirl.run.config import RunConfig, named_folder
-from minirl.run.dry_run import dry_run
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -181,8 +180,6 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_ppo(config)
-    if config.dry_run:
-        return dry_run(config)
     setup = Setup(config, name="ppo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)

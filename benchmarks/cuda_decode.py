@@ -23,7 +23,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
-from minirl.ranks import process_group
+from minirl.ranks import launch, process_group
 from minirl.rollouts import Rollout
 from minirl.run.budget import Sizes, Workload, budget, num_parameters
 from minirl.training.batch import pack
@@ -247,5 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    process_group.stop()
+    launch.run(main)
