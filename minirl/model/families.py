@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_adds_one": True,
         "qk_norm": True,
         "scales_embeddings": True,
-        "kept_weights": ("vision_tower.", "multi_modal_projector."),
+        "kept_weights": (r"^vision_tower\.", r"^multi_modal_projector\."),
     },
     "olmo2": _OLMO,
     "olmo3": _OLMO,
@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_adds_one": True,
         "qk_norm": True,
         "attention_gate": True,
-        "kept_weights": ("model.visual.", "mtp."),
+        "kept_weights": (r"^model\.visual\.", r"^mtp\."),
     },
     "smollm3": {},
 }

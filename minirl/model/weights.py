@@ -5,6 +5,7 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -114,10 +115,15 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
         return {}
     kept = {}
     for name, path in _file_of_each_tensor(folder).items():
-        if name.startswith(config.kept_weights):
+        if _is_kept(config, name):
             with open_tensors(path) as file:
                 kept[name] = file.get_tensor(name)
     return kept
+
+
+def _is_kept(config: ModelConfig, name: str) -> bool:
+    """Return whether a folder's tensor of this name is outside of the model, and saved with it."""
+    return any(re.search(pattern, name) for pattern in config.kept_weights)
 
 
 def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
@@ -200,7 +206,7 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
     unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    unused |= {name for name in files if name.startswith(model.config.kept_weights)}
+    unused |= {name for name in files if _is_kept(model.config, name)}
     if model.config.tie_word_embeddings or model.config.scalar_head:
         unused.add("lm_head.weight")
     return unused
@@ -301,4 +307,4 @@ def write_folder(
     for name, content in contents.items():
         with durable.new_file(folder / name) as file:
             file.write(content)
-    write_tensors(folder / weights_name, {**stored, **kept})
+    write_tensors(folder / weights_name, {**kept, **stored})

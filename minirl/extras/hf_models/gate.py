@@ -202,8 +202,9 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
     model.config = dataclasses.replace(shape, layer_windows=windows)
     is_exact = _compare(model, oracle)
-    real = tuple(real_windows[window] for window in windows)
-    return model_config(config, real, is_tied=is_tied), is_exact
+    real = model_config(config, tuple(real_windows[window] for window in windows), is_tied=is_tied)
+    ignored = oracle._keys_to_ignore_on_load_unexpected or ()
+    return dataclasses.replace(real, kept_weights=tuple(ignored)), is_exact
 
 
 def _compare(model: Any, oracle: Any) -> bool:
