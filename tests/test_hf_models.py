@@ -128,6 +128,11 @@ def test_what_would_be_computed_in_another_way_is_refused_by_name(kind, keys, re
         config_from_dict(json.loads(json.dumps(raw)))
 
 
+def test_mistral_with_kinds_of_layers_is_ministral_as_in_transformers():
+    config = config_from_dict(make_config("mistral", layer_types=["full_attention"] * 2).to_dict())
+    assert (config.other is not None, config.layer_windows) == (True, (None, None))
+
+
 def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change():
     """Beyond, the gate sees it."""
     raw = make_config("phi3", rope_parameters=LONGROPE, max_position_embeddings=131072).to_dict()

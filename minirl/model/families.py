@@ -135,6 +135,8 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    if raw.get("model_type") == "mistral" and "layer_types" in raw:  # as transformers' AutoConfig reads it
+        raw = {**raw, "model_type": "ministral"}
     if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
         from minirl.extras.hf_models.types import read_other
 
