@@ -42,7 +42,7 @@ from minirl.run.setup import Setup
 from minirl.training.advantages import explained_variance, gae, token_rewards, whiten
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
-from minirl.training.kl import adapted_kl_coef, kl_penalty
+from minirl.training.kl import kl_penalty
 from minirl.training.loss_weights import loss_weights
 from minirl.training.losses import (
     clipped_policy_loss,
@@ -67,9 +67,6 @@ class Config(RunConfig):
     value_clip: float = 0.2  # values farther than this from the old ones lose their gradient; 0: none do
     kl_reward_coef: float = 0.0
     """weight of the KL term (k1) in the reward of each token; 0: no reference model"""
-    kl_target: float = 0.0
-    """nats per completion that the KL coefficient adapts to; 0: the coefficient is fixed"""
-    kl_horizon: float = 10_000  # completions over which it adapts by at most 20 %
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # of generalised advantage estimation
     bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
@@ -109,7 +106,7 @@ def kl_to_reference(batch: Batch) -> Tensor:
 
 
 def advantages_and_returns(
-    config: Config, scores: Tensor, kl: Tensor, end_values: Tensor, batch: Batch, *, kl_coef: float
+    config: Config, scores: Tensor, kl: Tensor, end_values: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
 
@@ -122,7 +119,10 @@ def advantages_and_returns(
     old_values = batch.values[batch.loss_mask].double()
     own_scores = scores.flatten()[batch.rollout]
     rewards = token_rewards(
-        own_scores.nan_to_num(0.0), kl[batch.loss_mask].double(), batch.num_loss_tokens, kl_coef=kl_coef
+        own_scores.nan_to_num(0.0),
+        kl[batch.loss_mask].double(),
+        batch.num_loss_tokens,
+        kl_coef=config.kl_reward_coef,
     )
     is_bootstrapped = batch.is_truncated[batch.last_index] & config.bootstrap_truncated
     estimates = gae(
@@ -183,12 +183,8 @@ def main(config: Config) -> int:
     if config.has_reference:
         frozen.append(setup.load_reference(policy))
     collector = setup.make_collector(policy, rollout)
-    run = Run(
-        setup,
-        {"policy": (policy, optimizer), "value": (value, value_optimizer)},
-        collector,
-        extra={"kl_coef": config.kl_reward_coef},
-    )
+    models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
+    run = Run(setup, models, collector)
     progress = run.progress
 
     for step in run.steps():
@@ -202,32 +198,16 @@ def main(config: Config) -> int:
         # Adds values, and logprobs under the old policy and the reference.
         batch = run.score(batch, minibatches, policy, frozen)
         kl = kl_to_reference(batch)
-        advantages, returns = advantages_and_returns(
-            config,
-            groups.scores,
-            kl,
-            batch.end_values[batch.last_index],
-            batch,
-            kl_coef=progress.extra["kl_coef"],
-        )
+        end_values = batch.end_values[batch.last_index]
+        advantages, returns = advantages_and_returns(config, groups.scores, kl, end_values, batch)
         old_values = batch.values[batch.loss_mask].double()
         has_score = batch.spread(~groups.scores.isnan().flatten()[batch.rollout])[batch.loss_mask]
         explained = explained_variance(old_values[has_score], returns[has_score])
         metrics.add("value/explained_var", explained)
-        trains_policy = step > config.value_warmup_steps
         if config.has_reference:
             kl_sums = sequence_sums(kl, batch.lengths)
-            kl_mean = float(gather_to_rollouts(batch, kl_sums, groups.scores.numel()).mean())
-            metrics.add("policy/kl_ref_completion", kl_mean)
-            metrics.add("reward/kl_coef", progress.extra["kl_coef"])
-            if trains_policy and config.kl_target:
-                progress.extra["kl_coef"] = adapted_kl_coef(
-                    progress.extra["kl_coef"],
-                    kl_mean,
-                    target=config.kl_target,
-                    num_rollouts=groups.scores.numel(),
-                    horizon=config.kl_horizon,
-                )
+            kl_of_rollouts = gather_to_rollouts(batch, kl_sums, groups.scores.numel())
+            metrics.add("policy/kl_ref_completion", float(kl_of_rollouts.mean()))
         weights = rollout_weights(config, groups, run.max_new_tokens)
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
@@ -239,6 +219,7 @@ def main(config: Config) -> int:
         batch = batch.to(run.device)
 
         metrics.begin("update")
+        trains_policy = step > config.value_warmup_steps
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)

@@ -110,7 +110,7 @@ def write_random_model(shape: str, folder: Path) -> ModelConfig:
     model = Transformer(config).to(torch.bfloat16)
     # The embeddings are also the head: at their full size the next token would be all but certain.
     model.model.embed_tokens.weight.data.mul_(0.05)
-    write_folder(folder, dict(model.named_parameters()), config=raw, tokenizer_files=None)
+    write_folder(folder, dict(model.named_parameters()), config=raw)
     return config
 
 

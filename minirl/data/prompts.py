@@ -12,8 +12,8 @@ from minirl.data.task import (
     After,
     Messages,
     Row,
+    add_answer,
     as_messages,
-    conversation,
     is_messages,
     is_prompt,
 )
@@ -139,9 +139,9 @@ class PromptStream:
         messages = messages_of(rollout, row.prompt, self.tokenizer)
         if rollout.episode.turns and messages:
             return messages
-        return conversation(
-            as_messages(row.prompt), [([], lambda: self.tokenizer.decode(rollout.completion))]
-        )
+        messages = list(as_messages(row.prompt))
+        add_answer(messages, self.tokenizer.decode(rollout.completion))
+        return messages
 
     def answers(self, rollout: Rollout) -> Messages:
         """Return the `messages` after the row's prompt, as far as they begin with it.
@@ -164,12 +164,8 @@ class PromptStream:
         return messages
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
-        """Return the token ids of a prompt; the last ones if it has grown. Raises InputError naming the row."""
-        row = self.row(prompt_ordinal)
-        ids = self.tokenizer.encode(row)
-        # Checked again, because a chat template may write the date.
-        self._check_ids(row, ids)
-        return tuple(ids[max(0, len(ids) - self._max_prompt_tokens) :])
+        """Return the token ids of a prompt."""
+        return tuple(self.tokenizer.encode(self.row(prompt_ordinal)))
 
     def appended_ids(
         self,

@@ -11,16 +11,24 @@ messages, which the chat template writes.
 """
 
 import copy
-import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from minirl.data.task import After, Messages, Row, as_messages, conversation, is_token_ids
-from minirl.episodes.generate import Generate
-from minirl.episodes.refusals import REWARD, checked_reward
-from minirl.episodes.turn import Turn
-from minirl.errors import refuse
+from minirl.data.task import (
+    After,
+    Messages,
+    Row,
+    is_messages,
+    is_stop_string,
+    is_token_ids,
+)
+from minirl.data.view import conversation
+from minirl.episodes.turn import BranchTokens, Turn
+from minirl.errors import InputError, refuse
+from minirl.files.user_code import shown
+from minirl.rewards.values import MAX_REWARD, validate_number
+from minirl.rollouts import Request
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -33,6 +41,45 @@ END_REASONS = (
     "timeout",
     "env_done",
 )
+# The name of a reward that is given without one.
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Asks for a turn: tokens are appended, then at most `max_tokens` are sampled.
+
+    after: text, token ids or, between turns of a chat, messages. The results of tools may have other contents than
+    text: the chat template gets these as text, reward functions as they are.
+    stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
+    max_tokens: None for as many as fit.
+    branch: the number of the episode's branch.
+    """
+
+    after: After
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    branch: int
+
+    @property
+    def inserted(self) -> Messages:
+        """The appended messages."""
+        return [dict(message) for message in self.after] if is_messages(self.after) else []
+
+    def check(self) -> None:
+        """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
+        is_after = isinstance(self.after, str | list | tuple)
+        is_limit = self.max_tokens is None or (type(self.max_tokens) is int and self.max_tokens >= 1)
+        expected = {
+            "after": (is_after, "expected text, a list of token ids, or messages"),
+            "stop": (
+                all(map(is_stop_string, self.stop)),
+                "expected texts; '' is in every text, U+FFFD and surrogates in none",
+            ),
+            "max_tokens": (is_limit, "must be at least 1"),
+        }
+        for name, (is_right, what) in expected.items():
+            refuse(not is_right, f"generate({name}={getattr(self, name)!r:.80}): {what}")
 
 
 @dataclass
@@ -43,7 +90,11 @@ class Branch:
     included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
     first turn; until then it has the episode's limit. turns: the finished ones. tools: JSON schemas of the tools that
     its prompt shows; None: the run's. drops_last: whether its last turn reached nobody, and so does not belong to the
-    rollout. No turn follows it. ask: samples a turn; what runs the episode sets it.
+    rollout. No turn follows it.
+
+    For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
+    tokens; None before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
+    engine for its next turn.
     """
 
     prompt: str | Messages | list[int]
@@ -54,6 +105,9 @@ class Branch:
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
+    request: Request | None = None
+    engine_tokens: BranchTokens = field(default_factory=BranchTokens)
+    is_held: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +135,9 @@ class Branch:
             is_token_ids(self.prompt),
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
-        turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
-        return conversation(as_messages(cast(str | Messages, self.prompt)), turns)
+        return conversation(
+            cast(str | Messages, self.prompt), self.turns, lambda start, turn: turn.text_from(start)
+        )
 
     async def generate(
         self,
@@ -90,7 +145,6 @@ class Branch:
         after: After | dict[str, str] | None = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
-        contents: Sequence[list[Any] | None] = (),
     ) -> Turn:
         """Append `after` and sample a turn; return it when it has ended. See `Generate`.
 
@@ -100,8 +154,7 @@ class Branch:
         """
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        after = "" if appended is None else appended
-        asked = Generate(after, strings, max_tokens, self.number, contents)
+        asked = Generate("" if appended is None else appended, strings, max_tokens, self.number)
         asked.check()
         return await self.ask(asked)
 
@@ -120,20 +173,18 @@ class Episode(Branch):
     def __init__(
         self,
         row: Row,
-        seed: int,
-        max_tokens: int,
+        request: Request,
         tools: list[dict[str, Any]] | None = None,
         *,
-        prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
-        temperature: float = 1.0,
     ):
-        super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
+        super().__init__(row.prompt, request.max_new_tokens, prompt_ids=list(request.prompt_ids))
         self.row = row
-        self.seed = seed
+        self.request = request
+        self.seed = request.key
         self.tools = tools or []
         self.is_chat = is_chat
-        self.temperature = temperature
+        self.temperature = request.temperature
         self.environment: Any = None
         self.end_reason: str | None = None
         self._further: dict[int, Branch] = {}
@@ -200,6 +251,14 @@ class Episode(Branch):
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         self.end_reason = reason
+
+
+def checked_reward(value: Any, what: str) -> float:
+    """Return a reward as a float. Raises InputError, beginning with `what`, unless it is a finite number."""
+    checked = validate_number(value)
+    if not isinstance(checked, float):
+        raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
+    return checked
 
 
 # Returns rewards by name, None for one that does not apply; or a number, the reward named "reward"; or None.

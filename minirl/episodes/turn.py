@@ -28,15 +28,14 @@ class BranchTokens:
 class Turn(TurnFacts):
     """A turn that a function asked for: appended tokens, then sampled ones.
 
-    appended: the token ids that were appended before it. tokens: the branch's. first, answer_first: where the turn and
-    its message begin in the branch, prompt included.
+    appended: the token ids that were appended before it. tokens: the branch's. first: where the turn begins in the
+    branch, prompt included.
     """
 
     appended: list[int]
     tokenizer: Tokenizer
     tokens: BranchTokens
     first: int
-    answer_first: int
 
     @functools.cached_property
     def ids(self) -> list[int]:
@@ -51,7 +50,7 @@ class Turn(TurnFacts):
     @functools.cached_property
     def text(self) -> str:
         """The text of the sampled ids, without special tokens."""
-        return self.tokenizer.decode(self._rollout.tokens[self.first : self._last])
+        return self.text_from(self.start)
 
     @functools.cached_property
     def message(self) -> dict[str, Any]:
@@ -64,13 +63,10 @@ class Turn(TurnFacts):
         self.parse_error = message.get("parse_error")
         return message
 
-    @functools.cached_property
-    def answer(self) -> str:
-        """The text of the turn's message, up to the end of the turn, without special tokens.
-
-        It holds everything sampled, or appended as text or ids, since the last messages.
-        """
-        return self.tokenizer.decode(self._rollout.tokens[self.answer_first : self._last])
+    def text_from(self, start: int) -> str:
+        """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
+        first = self.first - self.start + start
+        return self.tokenizer.decode(self._rollout.tokens[first : self._last])
 
     @property
     def _rollout(self) -> Rollout:

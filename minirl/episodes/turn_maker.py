@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
-from minirl.episodes.episode import Branch, Episode
-from minirl.episodes.generate import Generate
-from minirl.episodes.running import RunningBranch, RunningEpisode
+from minirl.episodes.episode import Branch, Episode, Generate
+from minirl.episodes.running import RunningEpisode
 from minirl.episodes.turn import Turn
 from minirl.errors import refuse
 
@@ -31,11 +30,9 @@ class TurnMaker:
         refuse(
             episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})"
         )
-        present = self._branch(running, asked)
-        running.branch, running.turn = present, None
-        if present is None:
+        running.branch, running.turn = branch, _ = self._begun(episode, asked.branch), None
+        if branch is None or branch.request is None:
             return None
-        branch = present.branch
         new_ids = self._appended_ids(episode, branch, asked)
         start = branch.num_tokens + len(new_ids)
         room = branch.max_tokens - start
@@ -45,48 +42,39 @@ class TurnMaker:
                 f"{self._function}(episode): the first turn's `after` leaves no room for a turn",
             )
             return None
-        present.request = replace(
-            present.request,
+        branch.request = replace(
+            branch.request,
             max_new_tokens=start + min(room, asked.max_tokens or room),
             holds=True,
             stop=asked.stop,
             turn_start=start,
         )
-        num_before = len(branch.prompt_ids)
-        inserted = asked.inserted
-        # Its message begins after the last messages.
-        earlier = (turn.start for turn in reversed(branch.turns) if turn.inserted)
         running.turn = Turn(
             start,
             branch=branch.number,
-            inserted=inserted,
+            inserted=asked.inserted,
             appended=new_ids,
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
-            tokens=present.tokens,
-            first=num_before + start,
-            answer_first=num_before + (start if inserted else next(earlier, 0)),
+            tokens=branch.engine_tokens,
+            first=len(branch.prompt_ids) + start,
         )
         return running.turn
 
-    def _branch(self, running: RunningEpisode, asked: Generate) -> RunningBranch | None:
-        """Return a request's branch; None for a new one whose prompt leaves no room for a turn."""
-        number = asked.branch
-        if number in running.branches:
-            return running.branches[number]
-        request = running.request
-        branch = running.episode.branches[number]
-        if number != 0:
-            place = self.place(running.episode)
+    def _begun(self, episode: Episode, number: int) -> Branch | None:
+        """Return a branch, with its request; None if it is new and its prompt leaves no room for a turn."""
+        branch = episode.branches[number]
+        if branch.request is None:
+            place = self.place(episode)
             prompt_ids = self._prompts.branch_ids(branch.prompt, place, tools=branch.tools)
-            branch_id = request.rollout_id._replace(branch=number)
-            request = self._prompts.request(branch_id, prompt_ids, request.temperature)
+            assert episode.request is not None, "it has one from the start"
+            branch_id = episode.request.rollout_id._replace(branch=number)
+            request = self._prompts.request(branch_id, prompt_ids, episode.temperature)
             if request.max_new_tokens < 1:
-                is_first = not running.episode.all_turns
-                refuse(is_first, f"{place}: the prompt of its first turn leaves no room for it")
+                refuse(not episode.all_turns, f"{place}: the prompt of its first turn leaves no room for it")
                 return None
-        branch.prompt_ids, branch.max_tokens = list(request.prompt_ids), request.max_new_tokens
-        running.branches[number] = RunningBranch(request, branch)
-        return running.branches[number]
+            branch.request = request
+            branch.prompt_ids, branch.max_tokens = list(prompt_ids), request.max_new_tokens
+        return branch
 
     def _appended_ids(self, episode: Episode, branch: Branch, asked: Generate) -> list[int]:
         """Return the token ids that a function appends to a branch. Raises InputError naming function and row."""

@@ -15,7 +15,6 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 (`reward_model`).
 """
 
-import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError, escaped
 from minirl.rewards.values import Answer, validate_rewards
-from minirl.rewards.worker import call_reward
+from minirl.rewards.worker import call_reward, parameters_of
 from minirl.rollouts import Rollout
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
@@ -89,13 +88,7 @@ def check_columns(
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
-    required = {}
-    for name, function in functions.items():
-        needed = set()
-        for one in inspect.signature(function).parameters.values():
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-                needed.add(one.name)
-        required[name] = needed - given
+    required = {name: {*parameters_of(function).required} - given for name, function in functions.items()}
     if not any(required.values()):
         return
     for row in rows:
@@ -109,7 +102,7 @@ def check_columns(
 
 def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
     """Return those of EPISODE_ARGUMENTS that one of these functions names."""
-    named = {name for function in functions for name in inspect.signature(function).parameters}
+    named = {name for function in functions for name in parameters_of(function).names}
     return named.intersection(EPISODE_ARGUMENTS)
 
 
@@ -146,9 +139,9 @@ def arguments_of(
 
     With `**kwargs` it takes all but those of EPISODE_ARGUMENTS that are not `columns` of the data: it must name these.
     """
-    parameters = inspect.signature(function).parameters
-    taken = set(parameters)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    parameters = parameters_of(function)
+    taken = set(parameters.names)
+    if parameters.takes_all:
         taken |= {*STANDARD_ARGUMENTS, *columns}
     return {name: list(values) for name, values in given.items() if name in taken}
 
@@ -185,14 +178,13 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
 
 
 def judged(
-    function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
+    name: str, function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
 ) -> list[float | None]:
     """Call a function in this process, for the completions of the row at `place`; see `checked_rewards`.
 
     The function's own errors pass through.
     """
-    answer = validate_rewards(call_reward(function, arguments), texts)
-    return checked_rewards(getattr(function, "__name__", str(function)), place, answer)
+    return checked_rewards(name, place, validate_rewards(call_reward(function, arguments), texts))
 
 
 def checked_rewards(name: str, place: str, answer: Answer) -> list[float | None]:

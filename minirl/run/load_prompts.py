@@ -10,7 +10,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
-from minirl.episodes.programs import UserRollout
+from minirl.episodes.running import UserRollout
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config

@@ -8,7 +8,7 @@ from pathlib import Path
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import RewardFunction, Task
-from minirl.episodes.programs import UserRollout, check_form
+from minirl.episodes.running import UserRollout, check_form
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
