@@ -5,6 +5,7 @@ adds the flags of its objective; it declares a field again to change the default
 """
 
 import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,10 +14,8 @@ import torch
 import tyro
 
 from minirl.errors import InputError
-from minirl.files.json_files import parse_json
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
-from minirl.rollouts import NO_TRUNCATION, Truncation
 from minirl.run.flags import flag_of
 
 # "auto": chosen by the free memory, see docs/memory.md.
@@ -185,7 +184,7 @@ class RunConfig(
             return {}
         arguments = None
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = parse_json(text)
+            arguments = json.loads(text)
         if not isinstance(arguments, dict) or not arguments:
             raise InputError(
                 f'--chat-template-kwargs {text[:80]}: expected a JSON object, as {{"enable_thinking": false}}'
@@ -269,11 +268,6 @@ class RunConfig(
     def adapters(self) -> Adapters | None:
         """The adapters of the trained models, if --lora-rank asks for them."""
         return Adapters(self.lora_rank) if self.lora_rank else None
-
-    @property
-    def truncation(self) -> Truncation:
-        """Which tokens may be sampled: all, as training's logprobs count all."""
-        return NO_TRUNCATION
 
     @property
     def importance_correction(self) -> str:

@@ -55,7 +55,6 @@ def load_prompts(
             max_tokens=min(limits),
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
-            truncation=config.truncation,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
     )
