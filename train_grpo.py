@@ -164,14 +164,14 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
         kl = gather_to_rollouts(batch, sequence_sums(token_kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * kl.view_as(scores)
 
-    stream = batch.spread(advantages(config, groups, scores).flatten()[batch.rollout])
+    stream = batch.spread_rollouts(advantages(config, groups, scores))
 
     if token_kl is not None and has_token_kl:
         mask = batch.loss_mask
         kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.advantage_norm == "whiten":
-        mask = batch.spread(~scores.isnan().flatten()[batch.rollout])
+        mask = batch.spread_rollouts(~scores.isnan())
         stream[mask] = whiten(stream[mask])
 
     if config.teacher:
@@ -248,11 +248,7 @@ def main(config: Config) -> int:
     check_grpo(config)
     setup = Setup(config, name="grpo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
-    frozen = []
-    if config.has_reference:
-        frozen.append(setup.load_reference(policy))
-    if config.teacher:
-        frozen.append(setup.load_teacher())
+    frozen = setup.load_frozen(policy)  # the reference and the teacher, if there are any
     collector = setup.make_collector(
         policy,
         rollout,
@@ -276,7 +272,7 @@ def main(config: Config) -> int:
         batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
             advantages=token_advantages(config, groups, batch).float(),
-            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+            loss_weights=batch.spread_rollouts(weights).float(),
         )
 
         run.log_rollouts(step, groups, batch)  # before the update, which may be refused

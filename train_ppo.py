@@ -179,9 +179,7 @@ def main(config: Config) -> int:
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)
     value, value_optimizer = setup.load_trainable(value_config, value_folder, base=policy)
-    frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
-    if config.has_reference:
-        frozen.append(setup.load_reference(policy))
+    frozen = [setup.frozen(value, value_batch, ["values", "end_values"]), *setup.load_frozen(policy)]
     collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
     run = Run(setup, models, collector)
@@ -201,7 +199,7 @@ def main(config: Config) -> int:
         end_values = batch.end_values[batch.last_index]
         advantages, returns = advantages_and_returns(config, groups.scores, kl, end_values, batch)
         old_values = batch.values[batch.loss_mask].double()
-        has_score = batch.spread(~groups.scores.isnan().flatten()[batch.rollout])[batch.loss_mask]
+        has_score = batch.spread_rollouts(~groups.scores.isnan())[batch.loss_mask]
         explained = explained_variance(old_values[has_score], returns[has_score])
         metrics.add("value/explained_var", explained)
         if config.has_reference:
@@ -212,7 +210,7 @@ def main(config: Config) -> int:
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
             returns=batch.scatter(returns.float()),
-            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+            loss_weights=batch.spread_rollouts(weights).float(),
         )
 
         run.log_rollouts(step, groups, batch)  # before the update, which may be refused

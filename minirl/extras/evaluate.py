@@ -106,13 +106,8 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     folder, args = find_model(model) if model else (None, {})
     if early_value("data", arguments):
         args["eval_data"] = []
-    values = {name: args[name] for name in OF_RUN if name in args}
-    flags = parse(
-        EvaluationFlags,
-        description=__doc__ or "",
-        defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
-        arguments=arguments,
-    )
+    defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in OF_RUN}
+    flags = parse(EvaluationFlags, description=__doc__ or "", defaults=defaults, arguments=arguments)
     return Config(**vars(flags) | {"model": folder})
 
 

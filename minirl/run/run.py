@@ -30,6 +30,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.report.progress_bar import show_progress
+from minirl.report.records import rollout_records
 from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
@@ -213,13 +214,14 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        rewarded = groups.rewarded
         mean_of = dict(zip(groups.table.by_rollout().ids, means.tolist(), strict=True))
-        ids = [rollout.branches[0].rollout_id for rollout in rewarded.rollouts]
-        records = self._setup.records(
+        rewarded = groups.rewarded
+        records = rollout_records(
             rewarded,
-            groups.reward_weights,
-            advantage=torch.tensor([mean_of[rollout_id] for rollout_id in ids], dtype=torch.float64),
+            self._setup.reward_functions,
+            self._setup.tokenizer,
+            weights=groups.reward_weights,
+            advantage=[mean_of[rollout.branches[0].rollout_id] for rollout in rewarded.rollouts],
         )
         self._logger.log_rollouts(step, records)
 
@@ -266,8 +268,7 @@ class Run:
         saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})")
-        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
-        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
+        print0(f"checkpoint {saved} (loaded by `from_pretrained`, of adapters PEFT's)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
