@@ -33,8 +33,8 @@ from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank
-from minirl.report.evaluation import Record, mean_rewards
 from minirl.report.logger import Logger
+from minirl.report.records import Record, mean_rewards
 from minirl.rollouts import CUT_OFF, MAX_TOP_K, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared

@@ -5,6 +5,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
+import json
 import secrets
 import sys
 import time
@@ -41,6 +42,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
+from minirl.run.flags import flag_of
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine, workload
@@ -297,8 +299,13 @@ class Setup:
         print0(f"task {self.task.name}: {counts}")
         for line in lines(self.sizes, self._budget):
             print0(f"memory {line}")
-        if changed := self.folder.changed_flags(vars(self.config)):
-            print0(f"note: this run last started with other flags: {', '.join(changed)}")
+        old = self.folder.args.get("flags", {})
+        # Through JSON, like the old ones: tuples become lists.
+        new = json.loads(json.dumps(vars(self.config)))
+        changed = [name for name in new if name in old and old[name] != new[name]]
+        if changed:
+            listed = ", ".join(f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed)
+            print0(f"note: this run last started with other flags: {listed}")
         trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
         for note in trained + self.held_out.notes():
             print0(f"note: {note}")
