@@ -222,11 +222,10 @@ def main(config: Config) -> int:
     refuse(
         not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be a number from 0 to {MAX_TOP_K}"
     )
-    refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p}: must be greater than 0 and at most 1")
     refuse(
-        config.top_p < 1 and not config.top_k,
-        f"--top-p {config.top_p}: needs --top-k, which bounds the tokens that are sorted; add --top-k {MAX_TOP_K}, "
-        "the most",
+        not (0 < config.top_p < 1 and config.top_k) and config.top_p != 1,
+        f"--top-p {config.top_p}: must be greater than 0 and at most 1; below 1 it needs --top-k, which bounds the "
+        f"tokens that are sorted; add --top-k {MAX_TOP_K}, the most",
     )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)

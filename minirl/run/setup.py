@@ -130,23 +130,18 @@ class Setup:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
         return self._saved and self._saved / name
 
-    def load_trainable(
+    def load_model(
         self,
         model_config: ModelConfig,
         folder: Path,
         *,
         is_frozen: Callable[[str], bool] | None = None,
         base: ShardedModel | None = None,
-    ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A folder's model, sharded over the ranks, and its optimizer (collective).
+    ) -> ShardedModel:
+        """A folder's model, sharded over the ranks as the flags and sizes say (collective).
 
         is_frozen, base: see `ShardedModel`.
         """
-        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=base)
-        return model, model.make_optimizer()
-
-    def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
-        """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
         return ShardedModel(
             model_config,
             folder,
@@ -156,7 +151,8 @@ class Setup:
             shard_gradients=self.sizes.shard_gradients,
             shard_weights=self.sizes.shard_weights,
             offload_optimizer=self.config.offload_optimizer,
-            **options,
+            is_frozen=is_frozen,
+            base=base,
         )
 
     def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
@@ -194,7 +190,7 @@ class Setup:
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
                 "only --shard-weights off cuts or pads vocabularies",
             )
-            model = self._sharded(config, source, is_frozen=lambda name: True)
+            model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
             model = load_replica(source, dtype=self.dtype)
             resize_vocabulary(model, self.model_config.vocab_size)
