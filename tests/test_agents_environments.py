@@ -22,10 +22,7 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
 )
-from support.texts import CHATML, HERMES, save_chat_tokenizer
-
-WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
-
+from support.texts import HERMES, WITH_TOOLS, save_chat_tokenizer
 
 SOURCE = '''
 import asyncio, signal, threading

@@ -15,7 +15,7 @@ from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
 from support.models import RAW_CONFIG
-from support.texts import CHAT_TEMPLATES, CHATML, HERMES, save_chat_tokenizer
+from support.texts import CHAT_TEMPLATES, CHATML, HERMES, WITH_TOOLS, save_chat_tokenizer
 
 ANSWER = "hello there"
 CONTENTS = (
@@ -36,7 +36,6 @@ CONTENTS = (
     "\x00\x01\u2028",
 )
 LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}
-WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from minirl.training.losses import sequence_sums
 from support.collecting import (
     Prompts,
     chat_prompts,
-    evaluated,
-    in_workers,
     make_collector,
 )
 from support.scripts import ROOT, load_script, patched_fork
@@ -144,7 +142,7 @@ def test_a_fork_pays_each_turn_the_reward_that_its_function_noted(tmp_path):
 # Groups
 
 
-GROUPS = """
+SOURCE = """
 def size(episodes):
     return [float(len(episodes))] * len(episodes)
 
@@ -153,20 +151,13 @@ def total(episodes):
 """
 
 
-def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(tmp_path):
-    """The greedy one is judged with the others; an evaluation judges each alone."""
-    (tmp_path / "mine.py").write_text(GROUPS)
-    with in_workers(tmp_path) as load:
-        functions = {"size": load("size"), "last": load("total"), **OF_EPISODE}
-        collector = collector_of(functions, giving, num_greedy=1)
-        groups = collector.collect(5)
-        evaluator = collector.evaluator(Prompts(num_rows=4))
-        requests = Prompts(num_rows=4).requests(0, 4, group_size=0, num_greedy=1)
-        alone = evaluated(evaluator, requests).rewards
+def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(load_reward):
+    """The greedy one is judged with the others."""
+    functions = {"size": load_reward("size"), "last": load_reward("total"), **OF_EPISODE}
+    groups = collector_of(functions, giving, num_greedy=1).collect(5)
     for rewards in (groups.rewards, groups.greedy_rewards):
         assert rewards[..., 0].unique().tolist() == [4.0]
         assert torch.equal(rewards[..., 1], rewards[..., 2])
-    assert alone[:, 0].tolist() == [1.0] * 4
 
 
 # The arguments of functions.

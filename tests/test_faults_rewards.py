@@ -15,7 +15,6 @@ from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.values import validate_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
-from support.collecting import in_workers
 from support.forked import fork, make_pipe
 from support.jobs import wait_for
 from support.processes import is_alive
@@ -89,14 +88,6 @@ LOST = {
 }
 
 
-@pytest.fixture
-def load(tmp_path):
-    """`load(name, ...)`: the function of that name in its processes, killed at the end."""
-    (tmp_path / "mine.py").write_text(SOURCE)
-    with in_workers(tmp_path, timeout_s=20.0) as load_function:
-        yield load_function
-
-
 def rewards_of(function, completions):
     return rewards_of_call(function, Row("p", {}, "f.jsonl:1"), completions)
 
@@ -124,9 +115,9 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", RAISED, ids=lambda action: f"row-23-{action}")
-def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(load, name, action):
+def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(load_reward, name, action):
     """With the user's lines of the traceback and none of ours; also what would end the process. Pitfall 21."""
-    function = load(name)
+    function = load_reward(name)
     said = rf"^reward {name} for the row at f\.jsonl:1: {RAISED[action]}"
     with pytest.raises(RewardError, match=said) as error:
         rewards_of(function, [action])
@@ -137,9 +128,9 @@ def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(lo
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", LOST, ids=lambda action: f"row-25-{action}")
-def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(load, name, action):
+def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(load_reward, name, action):
     """The calls that wait for it fail with the same error, and so do all later ones. Fault 26: it floods the pipes."""
-    function = load(name, timeout_s=1.0 if "killed" in LOST[action] else 20.0)
+    function = load_reward(name, timeout_s=1.0 if "killed" in LOST[action] else 20.0)
     calls = [submit(function, number, action) for number in range(2)]
     error = calls[0].exception()
     assert re.match(rf"reward {name} for the row at f\.jsonl:[01].*: {LOST[action]}", str(error))
@@ -148,16 +139,16 @@ def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(load, 
     assert submit(function, 2, "fine").exception() is error
 
 
-def test_row_25_the_late_one_of_several_async_calls_is_named(load):
+def test_row_25_the_late_one_of_several_async_calls_is_named(load_reward):
     """Not one of those that are lost with the process."""
-    function = load("one_is_late", timeout_s=0.5)
+    function = load_reward("one_is_late", timeout_s=0.5)
     calls = [submit(function, i, "late" if i == 4 else "early") for i in range(9)]
     assert [call.exception() is None for call in calls] == [i != 4 for i in range(9)]
     assert "for the row at f.jsonl:4: took more than 0.5 s" in str(calls[4].exception())
 
 
-def test_row_25_a_process_that_was_killed_while_idle_is_an_error_of_the_next_call(load):
-    function = load("acts")
+def test_row_25_a_process_that_was_killed_while_idle_is_an_error_of_the_next_call(load_reward):
+    function = load_reward("acts")
     os.kill(function._processes[0]._process.pid, signal.SIGKILL)
     with pytest.raises(RewardError, match=r"row at f\.jsonl:1: ended its process, signal 9 \(Killed\)"):
         rewards_of(function, ["fine"])
@@ -205,9 +196,9 @@ def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
     assert len(str(caught.value)) < 400
 
 
-def test_row_26_what_user_code_prints_goes_to_stderr(load, capfd):
+def test_row_26_what_user_code_prints_goes_to_stderr(load_reward, capfd):
     """And does not end up among the answers. Rank 0 alone shows it."""
-    assert rewards_of(load("acts"), ["prints"]) == [1.0]
+    assert rewards_of(load_reward("acts"), ["prints"]) == [1.0]
     out, err = capfd.readouterr()
     assert out == ""
     assert err == "hello\nof a program\n"
