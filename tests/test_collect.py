@@ -133,7 +133,6 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
         messages.append({"role": "assistant", "content": "not said"})
         await branch.generate(max_tokens=20)
         messages[0]["content"] = "xyz"
-        await branch.generate(after="d", max_tokens=3)
 
     prompts = chat_prompts()
     rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts

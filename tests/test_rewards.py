@@ -20,7 +20,7 @@ from support.jobs import wait_for
 from support.rollouts import rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, letter_prompts, save_tokenizer
 
-ROW = Row("one?", {"answer": 1, "level": "easy", "messages": "of the file"}, "f.jsonl:1")
+ROW = Row("one?", {"answer": 1, "messages": "of the file"}, "f.jsonl:1")
 CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
 CPU = torch.device("cpu")
 REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
@@ -45,7 +45,6 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
         "completions": ["1", "2"],
         "completion_ids": [[7], [7]],
         "answer": [1, 1],
-        "level": ["easy"] * 2,
         "messages": ["of the file"] * 2,
     }
     assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]

@@ -109,7 +109,6 @@ def test_embedded_tasks_hold_out_what_they_do_not_train_on(load):
     answers = [row.columns["answer"] for row in task.train_rows]
     (exact,) = task.rewards.values()
     assert exact(answers, answers) == [1.0] * 2000
-    assert sum(exact(answers[1:], answers[:-1])) < 20
 
 
 def test_the_sorted_string_alone_is_rewarded():
