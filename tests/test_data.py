@@ -216,8 +216,9 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     backend.decoder = decoders.Sequence(parts)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
     tokenizer, rng = Tokenizer(tmp_path), random.Random(0)
-    stop = StopStrings(tokenizer, ["\n\n", "é\n", "ab a</s>"])
-    units = [b"\n", "é".encode(), *([i] for i in range(256, tokenizer.num_ids + 1))]
+    # Each byte of the first string is a token here, and its first space would be stripped.
+    stop = StopStrings(tokenizer, [" \né\n\né\n", "ab a</s>", "é\né"])
+    units = [[256, *"\né\n\né\n".encode()], *([i] for i in (*b"\n", *range(256, tokenizer.num_ids + 1)))]
     num_late = 0
     for _ in range(300):
         turn = list(itertools.chain(*rng.choices(units, k=40)))
@@ -230,7 +231,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
                 break
     assert num_late > 20
     stray = [0xE3] * 40
-    assert stop([stray, [*stray, *"é\n".encode()]]) == [False, True]
+    assert stop([stray, [*stray, *"é\né".encode()]]) == [False, True]
 
 
 # Faults: named by file, line and field before a model is loaded.
