@@ -11,10 +11,9 @@ checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,8 +37,6 @@ from minirl.rollouts import Request, Rollout
 # take the places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
-# Prompts of an evaluation that are judged in one call of a reward model, which may have to come from the host's memory.
-JUDGED_TOGETHER = 64
 
 
 class Collector:
@@ -136,38 +133,16 @@ class Collector:
             del self._begun_in[ordinal]
         return selection.groups
 
-    def run(
-        self,
-        groups: Iterable[Sequence[Request]],
-        *,
-        num_requests: int,
-        num_open: float = math.inf,
-        weight_version: int = 0,
-    ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards: parts of JUDGED_TOGETHER prompts or more, then the rest.
+    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
+        """The rollouts of these requests, of whole prompts, with their rewards.
 
         Collective if ranks share the model's layers.
-
-        groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
-        rollouts above which no group begins.
         """
-        waiting = iter(groups)
-        self._runner.begin_round(weight_version=weight_version)
-        bar = progress_bar("generate", total=num_requests, unit="completions")
-        with self._runner.closed_on_error(), bar:
-            while True:
-                while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
-                    self._begin(group)
-                bar.update(self._step())
-                self._queue.poll(0.0 if self._num_running or self.engine.is_waited_for else 0.5)
-                ready = self._queue.ready()
-                is_end = not self._num_running and len(ready) == len(self._queue.groups)
-                if ready and (is_end or len(ready) >= JUDGED_TOGETHER):
-                    yield self._queue.finish(sorted(ready))
-                if is_end:
-                    break
+        with self._runner.closed_on_error():
+            self._begin(requests)
+            self._run_round(weight_version)
         self._runner.leave_engine()
-        self.engine.sync()
+        return self._queue.finish(sorted(self._queue.groups))
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""

@@ -93,7 +93,7 @@ class Branch:
     rollout. No turn follows it.
 
     For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
-    tokens; None before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
+    tokens; missing before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
     engine for its next turn.
     """
 
@@ -105,7 +105,7 @@ class Branch:
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
-    request: Request | None = None
+    request: Request = field(init=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
     is_held: bool = False
 

@@ -17,7 +17,7 @@ from minirl.data.task import is_messages
 from minirl.episodes.episode import REWARD, Episode, Generate, RolloutFunction
 from minirl.episodes.event_loop import event_loop
 from minirl.episodes.running import NO_BUDGET, Programs, Reply, RunningEpisode
-from minirl.episodes.turn_maker import TurnMaker
+from minirl.episodes.turn_maker import make_turn
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.rollouts import Request, Rollout, RolloutId
@@ -60,7 +60,6 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._turn_maker = TurnMaker(self._name, prompts)
         self._counts: Counter[str] = Counter()
         # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
         self._running: dict[RunningEpisode, None] = {}
@@ -171,7 +170,7 @@ class EpisodeRunner:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
         limit = "length"  # the turn has no room
         try:
-            if self._turn_maker.make(running, asked) is not None:
+            if make_turn(self._prompts, running, asked) is not None:
                 self._count_results(asked)
                 limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         except InputError as error:
@@ -182,9 +181,8 @@ class EpisodeRunner:
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
-            assert running.episode.request is not None, "it has one from the start"
             ordinal = running.episode.request.rollout_id.prompt_ordinal
-            if all(one.turn is not None for one in self._unbegun[ordinal]):
+            if all(one.branch is not None for one in self._unbegun[ordinal]):
                 self._start(self._unbegun.pop(ordinal))
         elif running.budget == 0:
             self._paused.append(running)
@@ -203,7 +201,6 @@ class EpisodeRunner:
         requests = []
         for running in episodes:
             branch, _ = running.present
-            assert branch.request is not None, "the turn has one"
             tokens = running.tokens_before()
             branch.is_held = False
             running.part_start = len(tokens)
@@ -216,7 +213,6 @@ class EpisodeRunner:
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
         branch, turn = running.present
-        assert branch.request is not None, "the turn has one"
         branch.engine_tokens.rollout = rollout
         branch.is_held = True
         end = len(rollout.tokens) - rollout.num_prompt_tokens
@@ -245,9 +241,7 @@ class EpisodeRunner:
         try:
             refuse(not episode.all_turns, "ended without a turn; it must await one")
             if returned is not None:
-                check_rewards(
-                    {*returned, *episode.given}, self._reward_names, self._turn_maker.place(episode)
-                )
+                check_rewards({*returned, *episode.given}, self._reward_names, running.place)
         except InputError as error:
             raise self._failure(running, str(error)) from None
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
@@ -264,11 +258,10 @@ class EpisodeRunner:
     def _leave(self, running: RunningEpisode) -> None:
         """Take the branches of an episode out of the engine."""
         for branch in running.episode.branches.values():
-            if branch.request is not None:
-                self._running_of.pop(branch.request.rollout_id, None)
-                if branch.is_held:
-                    branch.is_held = False
-                    self._engine.release(branch.request.rollout_id)
+            if branch.is_held:
+                branch.is_held = False
+                del self._running_of[branch.request.rollout_id]
+                self._engine.release(branch.request.rollout_id)
 
     def _failure(self, running: RunningEpisode, why: str) -> RolloutError:
         """Return the error that stops the run."""

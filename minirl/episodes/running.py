@@ -64,22 +64,27 @@ class RunningEpisode:
 
     def __init__(self, episode: Episode, function: RolloutFunction, take_reply: "TakeReply"):
         self.episode = episode
-        self.turn: Turn | None = None
+        self.turn: Turn
         self.branch: Branch | None = None
         self.part_start = 0
         self.budget = NO_BUDGET
+        self._function = function
         self._take_reply = take_reply
         self._is_over = False
         # While the function waits for its turn.
         self._asked: asyncio.Future[Turn] | None = None
         episode.ask = self._ask
-        self.task = event_loop().create_task(self._run(function))
+        self.task = event_loop().create_task(self._run())
+
+    @property
+    def place(self) -> str:
+        """How messages name it."""
+        return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
     @property
     def present(self) -> tuple[Branch, Turn]:
         """The turn that the function asks for, and its branch."""
         assert self.branch is not None, "there is no room for it"
-        assert self.turn is not None, "there is no room for it"
         return self.branch, self.turn
 
     def tokens_before(self) -> Completion:
@@ -126,10 +131,10 @@ class RunningEpisode:
             earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 
-    async def _run(self, function: RolloutFunction) -> None:
+    async def _run(self) -> None:
         reply: Reply
         try:
-            returned = await function(self.episode)
+            returned = await self._function(self.episode)
             refuse(self._asked is not None, "ended while one of its turns was sampled; await all")
             reply = returned_rewards(returned)
         except InputError as error:

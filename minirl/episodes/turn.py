@@ -28,14 +28,12 @@ class BranchTokens:
 class Turn(TurnFacts):
     """A turn that a function asked for: appended tokens, then sampled ones.
 
-    appended: the token ids that were appended before it. tokens: the branch's. first: where the turn begins in the
-    branch, prompt included.
+    appended: the token ids that were appended before it. tokens: the branch's.
     """
 
     appended: list[int]
     tokenizer: Tokenizer
     tokens: BranchTokens
-    first: int
 
     @functools.cached_property
     def ids(self) -> list[int]:
@@ -58,15 +56,14 @@ class Turn(TurnFacts):
 
         Raises InputError if the form of the model's calls is unknown.
         """
-        before = self._rollout.tokens[: self.first]
+        before = self._rollout.tokens[: self._place(self.start)]
         message = answers.parsed_answer(self.tokenizer, self.ids, before)
         self.parse_error = message.get("parse_error")
         return message
 
     def text_from(self, start: int) -> str:
         """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
-        first = self.first - self.start + start
-        return self.tokenizer.decode(self._rollout.tokens[first : self._last])
+        return self.tokenizer.decode(self._rollout.tokens[self._place(start) : self._place(self.end)])
 
     @property
     def _rollout(self) -> Rollout:
@@ -74,12 +71,11 @@ class Turn(TurnFacts):
         assert self.tokens.rollout is not None, "the turn has not ended"
         return self.tokens.rollout
 
-    @property
-    def _last(self) -> int:
-        """Where it ends in the branch."""
-        return self.first + self.num_tokens
+    def _place(self, index: int) -> int:
+        """The place in the branch, prompt included, of one of its tokens after the prompt."""
+        return self._rollout.num_prompt_tokens + index
 
     def _listed(self, stream: Tensor) -> list[Any]:
         """The turn's part of a stream of the branch."""
-        part: list[Any] = stream[self.first : self._last].tolist()
+        part: list[Any] = stream[self._place(self.start) : self._place(self.end)].tolist()
         return part

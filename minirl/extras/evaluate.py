@@ -27,7 +27,7 @@ from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
-from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
+from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank
 from minirl.report.evaluation import Record, bootstrap_interval
 from minirl.report.logger import Logger
 from minirl.rollouts import MAX_TOP_K, Truncation
@@ -123,19 +123,11 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     return Config(**vars(flags))
 
 
-def evaluate_prompts(setup: Setup) -> list[Record]:
+def evaluate_prompts(setup: Setup) -> Sequence[Record]:
     """Make and reward this rank's rollouts of all prompts; return their records. Not collective."""
     engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
     collector = setup.make_collector(engine, one_turn).evaluator(setup.held_out)
-    own = range(rank(), setup.held_out.num_prompts, world_size())
-    records: list[Record] = []
-    for rewarded in collector.run(
-        (setup.eval_requests(ordinal, 1) for ordinal in own),
-        num_requests=len(own) * (setup.config.eval_samples or 1),
-        num_open=2 * setup.sizes.max_running_requests,
-    ):
-        records += setup.records(rewarded, setup.score_weights)
-    return records
+    return setup.records(collector.run(setup.eval_requests()), setup.score_weights)
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:

@@ -199,12 +199,8 @@ class Run:
         """The means of `Setup.eval_values` over the held-out prompts (collective)."""
         if self._evaluator is None:
             return {}
-        requests = self._setup.eval_requests(0, self._setup.held_out.num_prompts)
-        own = []
-        for rewarded in self._evaluator.run(
-            [requests], num_requests=len(requests), weight_version=self.progress.update
-        ):
-            own += self._setup.records(rewarded, self._setup.score_weights)
+        rewarded = self._evaluator.run(self._setup.eval_requests(), weight_version=self.progress.update)
+        own = self._setup.records(rewarded, self._setup.score_weights)
         self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
         records = itertools.chain.from_iterable(gather_objects(own))
         return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}

@@ -246,11 +246,11 @@ class Setup:
             call_timeout=self.config.call_timeout,
         )
 
-    def eval_requests(self, first: int, count: int) -> list[Request]:
-        """This rank's requests of an evaluation for `count` held-out prompts, from the ordinal `first` on."""
+    def eval_requests(self) -> list[Request]:
+        """This rank's requests of an evaluation of all held-out prompts."""
         return self.held_out.requests(
-            first,
-            count,
+            0,
+            self.held_out.num_prompts,
             group_size=self.config.eval_samples,
             num_greedy=0 if self.config.eval_samples else 1,
             temperature=self.config.temperature,
