@@ -10,7 +10,7 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.rewards.functions import EpisodeReward, OverlongPenalty
+from minirl.rewards.functions import EpisodeReward, overlong_penalty
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from minirl.training.batch import exchange
@@ -126,7 +126,7 @@ def test_the_overlong_penalty_of_a_rollout_is_the_sum_of_its_branches():
         await episode.generate(max_tokens=3)
         await episode.branch("abc").generate()
 
-    overlong = {"overlong": OverlongPenalty(limit=40, buffer=20)}
+    overlong = {"overlong": overlong_penalty(limit=40, buffer=20)}
     groups = collector_of(overlong, long_in_one_branch, prompts=Prompts(lambda _: 35)).collect(2)
     assert groups.rewards.tolist() == [[[-0.75]] * 3] * 2
 

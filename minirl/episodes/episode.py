@@ -70,16 +70,15 @@ class Generate:
         """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
         is_after = isinstance(self.after, str | list | tuple)
         is_limit = self.max_tokens is None or (type(self.max_tokens) is int and self.max_tokens >= 1)
-        expected = {
-            "after": (is_after, "expected text, a list of token ids, or messages"),
-            "stop": (
-                all(map(is_stop_string, self.stop)),
-                "expected texts; '' is in every text, U+FFFD and surrogates in none",
-            ),
-            "max_tokens": (is_limit, "must be at least 1"),
-        }
-        for name, (is_right, what) in expected.items():
-            refuse(not is_right, f"generate({name}={getattr(self, name)!r:.80}): {what}")
+        refuse(
+            not is_after,
+            f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
+        )
+        refuse(
+            not all(map(is_stop_string, self.stop)),
+            f"generate(stop={self.stop!r:.80}): expected texts; '' is in every text, U+FFFD and surrogates in none",
+        )
+        refuse(not is_limit, f"generate(max_tokens={self.max_tokens!r:.80}): must be at least 1")
 
 
 @dataclass

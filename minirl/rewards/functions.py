@@ -31,25 +31,22 @@ from minirl.rollouts import Rollout
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
 
 
-class OverlongPenalty:
+def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     """A reward function that penalises long completions.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
-    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13. `limit` is that of a branch: the reward is the sum
+    of a rollout's branches.
     """
 
-    def __init__(self, *, limit: int, buffer: float):
-        self._limit = limit
-        self._buffer = buffer
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the sum of the penalties of each rollout's branches: `limit` is that of a branch."""
-        return [sum(map(self._penalty, rollout.branches)) for rollout in rollouts]
-
-    def _penalty(self, branch: Rollout) -> float:
+    def penalty(branch: Rollout) -> float:
         length = len(branch.tokens) - branch.num_prompt_tokens
-        tokens_before_penalty = self._limit - self._buffer - length
-        return min(0.0, max(-1.0, tokens_before_penalty / self._buffer))
+        return min(0.0, max(-1.0, (limit - buffer - length) / buffer))
+
+    def overlong(rollouts: Sequence[Rollout]) -> list[float]:
+        return [sum(map(penalty, rollout.branches)) for rollout in rollouts]
+
+    return overlong
 
 
 class EpisodeReward:

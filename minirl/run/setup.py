@@ -36,7 +36,7 @@ from minirl.ranks.process_group import (
 )
 from minirl.report.evaluation import Record, values_by_prompt
 from minirl.report.records import rollout_records
-from minirl.rewards.functions import OverlongPenalty, functions_and_weights
+from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.rollouts import Request
@@ -328,7 +328,7 @@ class Setup:
             )
         if config.overlong_buffer:
             limit = self.prompts.max_new_tokens
-            rewards["overlong"] = OverlongPenalty(limit=limit, buffer=config.overlong_buffer * limit)
+            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
         return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
 
 
