@@ -14,6 +14,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,8 +74,6 @@ class Collector:
         """
         self.num_served = 0
         self.engine = engine
-        self._rollout = rollout
-        self._max_turns = max_turns
         self._prompts = prompts
         self._functions = functions
         weights = torch.ones(len(functions), dtype=torch.float64)
@@ -83,7 +82,6 @@ class Collector:
         self._num_greedy = num_greedy
         self._temperature = temperature
         self._max_refills = max_refills
-        self._call_timeout = call_timeout
         self._max_staleness = max_staleness
         # The most tokens that a rollout samples in a round.
         self._round_tokens = NO_BUDGET
@@ -94,14 +92,12 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        self._runner = EpisodeRunner(
-            engine,
-            rollout,
-            prompts,
-            max_turns=max_turns,
-            reward_names=reward_names,
-            call_timeout=call_timeout,
-        )
+        self._of_episodes: dict[str, Any] = {
+            "rollout": rollout,
+            "max_turns": max_turns,
+            "call_timeout": call_timeout,
+        }
+        self._runner = EpisodeRunner(engine, prompts=prompts, reward_names=reward_names, **self._of_episodes)
         self._queue = RewardQueue(functions, prompts)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
         # them. The queue has whole groups until a step asks for their rewards.
@@ -150,11 +146,9 @@ class Collector:
             self.engine,
             prompts,
             self._functions,
-            rollout=self._rollout,
-            max_turns=self._max_turns,
             group_size=0,
             num_greedy=1,
-            call_timeout=self._call_timeout,
+            **self._of_episodes,
         )
 
     def take_count(self, counted: str) -> int:

@@ -56,7 +56,6 @@ class EpisodeRunner:
         """
         self._engine = engine
         self._programs = Programs(rollout, timeout_s=call_timeout)
-        self._name = self._programs.name
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
@@ -154,30 +153,32 @@ class EpisodeRunner:
         """Continue the episodes whose functions have replied. Return whether there are any."""
         replies = self._programs.replies(timeout_s)
         for running, reply in replies:
-            self._go_on(running, reply)
+            try:
+                self._go_on(running, reply)
+            except InputError as error:
+                num_turns = len(running.episode.all_turns)
+                when = f"after turn {num_turns}" if num_turns else "before its first turn"
+                place = f"rollout {self._programs.name} for the row at {running.episode.row.place}"
+                raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
         return bool(replies)
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
-        """Begin the turn of an episode that its function asks for, or end the episode."""
+        """Begin the turn of an episode that its function asks for, or end the episode. Raises InputError."""
         if isinstance(reply, Generate):
             self._begin_turn(running, reply)
         elif isinstance(reply, InputError):
-            raise self._failure(running, str(reply))
+            raise reply
         else:
             self._end(running, running.episode.end_reason, reply)
 
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
         limit = "length"  # the turn has no room
-        try:
-            if make_turn(self._prompts, running, asked) is not None:
-                self._count_results(asked)
-                limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
-        except InputError as error:
-            raise self._failure(running, str(error)) from None
+        if make_turn(self._prompts, running, asked) is not None:
+            self._count_results(asked)
+            limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         if limit:
             self._programs.close(running)
-            running.episode.is_closed = True
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
@@ -233,17 +234,14 @@ class EpisodeRunner:
     ) -> None:
         """End an episode after its last turn. returned: the rewards from its function, if that has ended.
 
-        finish_reason: None for that of the last turn. Raises RolloutError for an episode without a turn, or with other
+        finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
         rewards than the run's.
         """
         episode = running.episode
         episode.drop_unseen()
-        try:
-            refuse(not episode.all_turns, "ended without a turn; it must await one")
-            if returned is not None:
-                check_rewards({*returned, *episode.given}, self._reward_names, running.place)
-        except InputError as error:
-            raise self._failure(running, str(error)) from None
+        refuse(not episode.all_turns, "ended without a turn; it must await one")
+        if returned is not None:
+            check_rewards({*returned, *episode.given}, self._reward_names, running.place)
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
         # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
         ends = _branch_ends(episode)
@@ -262,13 +260,6 @@ class EpisodeRunner:
                 branch.is_held = False
                 del self._running_of[branch.request.rollout_id]
                 self._engine.release(branch.request.rollout_id)
-
-    def _failure(self, running: RunningEpisode, why: str) -> RolloutError:
-        """Return the error that stops the run."""
-        num_turns = len(running.episode.all_turns)
-        when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        row = running.episode.row
-        return RolloutError(escaped(f"rollout {self._name} for the row at {row.place}, {when}: {why}"))
 
 
 def _branch_ends(episode: Episode) -> dict[int, str]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from minirl.data.task import is_messages
 from minirl.data.view import as_plain
-from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, checked_reward
+from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import users_traceback
 from minirl.ranks.time_account import spent_on
@@ -70,7 +69,6 @@ class RunningEpisode:
         self.budget = NO_BUDGET
         self._function = function
         self._take_reply = take_reply
-        self._is_over = False
         # While the function waits for its turn.
         self._asked: asyncio.Future[Turn] | None = None
         episode.ask = self._ask
@@ -103,8 +101,8 @@ class RunningEpisode:
 
     def cancel(self) -> None:
         """End the function where it waits, unless it cleans up already. It does not reply."""
-        if not self._is_over:
-            self._is_over = True
+        if not self.episode.is_closed:
+            self.episode.is_closed = True
             self.task.cancel()
 
     def rollout(
@@ -141,7 +139,6 @@ class RunningEpisode:
             reply = error
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             reply = InputError(f"raised\n{users_traceback(error)}")
-        self.episode.is_closed = True
         self._reply(reply)
         for branch in self.episode.branches.values():
             # Only a garbage collection would free an episode that leads to itself.
@@ -149,7 +146,7 @@ class RunningEpisode:
 
     async def _ask(self, asked: Generate) -> Turn:
         """Return the turn that the function asks for."""
-        refuse(self._is_over, "generate(): the episode ended")
+        refuse(self.episode.is_closed, "generate(): the episode ended")
         refuse(self._asked is not None, "generate(): asks for two turns at a time; await one after the other")
         self._asked = event_loop().create_future()
         self._reply(asked)
@@ -162,8 +159,8 @@ class RunningEpisode:
             raise
 
     def _reply(self, reply: Reply) -> None:
-        if not self._is_over:
-            self._is_over = not isinstance(reply, Generate)
+        if not self.episode.is_closed:
+            self.episode.is_closed = not isinstance(reply, Generate)
             self._take_reply(self, reply)
 
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
-from minirl.episodes.episode import Branch, Episode, Generate
+from minirl.episodes.episode import Branch, Episode, Generate, Turn
 from minirl.episodes.running import RunningEpisode
-from minirl.episodes.turn import Turn
 from minirl.errors import refuse
 
 

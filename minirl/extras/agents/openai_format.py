@@ -8,8 +8,7 @@ from typing import Any
 
 from minirl.data.task import Messages, check_text, is_message
 from minirl.data.tools import tool_schemas
-from minirl.episodes.episode import Branch, Episode
-from minirl.episodes.turn import Turn
+from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
