@@ -66,14 +66,14 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     """
     wanted = dict(group_size=3, num_greedy=1)
     prompts = letter_prompts(["a", "bb", "ccc", "dd"])
-    whole = prompts.requests(5, 6, **wanted)
+    whole = prompts.requests(range(5, 11), **wanted)
     assert [r.rollout_id for r in whole] == [RolloutId(5 + o, s) for o in range(6) for s in range(4)]
     assert [r.temperature for r in whole] == [1.0, 1.0, 1.0, 0.0] * 6
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
-        parts = [prompts.requests(first, count, **wanted) for first, count in ((5, 4), (9, 1), (10, 1))]
+        parts = [prompts.requests(part, **wanted) for part in (range(5, 9), [9], [10])]
         shares.append(list(itertools.chain(*parts)))
     assert sorted(itertools.chain(*shares), key=lambda request: request.rollout_id) == whole
     num_groups = [len({request.rollout_id.prompt_ordinal for request in share}) for share in shares]
@@ -87,7 +87,7 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     Pitfalls 25 and 50.
     """
     several = [letter_prompts("aaa", seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
-    keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
+    keys = [request.key for prompts in several for request in prompts.requests(range(9), group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 
@@ -354,7 +354,7 @@ def test_row_21_prompts_that_all_leave_too_little_are_refused():
     said = "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens"
     with pytest.raises(InputError, match=said):
         letter_prompts(["a" * 7, "b" * 11])
-    assert letter_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
+    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):

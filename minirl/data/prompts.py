@@ -3,7 +3,7 @@
 import functools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from minirl.data.answers import check_readable
@@ -93,15 +93,15 @@ class PromptStream:
         return [f"{self.purpose}: {note}" for note in notes]
 
     def requests(
-        self, first: int, count: int, *, group_size: int, temperature: float = 1.0, num_greedy: int = 0
+        self, ordinals: Iterable[int], *, group_size: int, temperature: float = 1.0, num_greedy: int = 0
     ) -> list[Request]:
-        """Return this rank's share of the requests for `count` prompts, from ordinal `first` on.
+        """Return this rank's share of the requests for these prompts.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
         has whole groups: it prefills a prompt once, and has everything that a reward may compare. The ranks take the
         ordinals in turn, so that they get equally many prompts even if each call is for one.
         """
-        own = range(first + (rank() - first) % world_size(), first + count, world_size())
+        own = [ordinal for ordinal in ordinals if ordinal % world_size() == rank()]
         requests = []
         for prompt_ordinal in own:
             prompt_ids = self.prompt_ids(prompt_ordinal)

@@ -255,16 +255,14 @@ class Collector:
         """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""
         again, self._interrupted = self._interrupted[:num_prompts], self._interrupted[num_prompts:]
         first_new, self.num_served = self.num_served, self.num_served + num_prompts - len(again)
-        requests: list[Request] = []
-        for ordinals in (*(range(one, one + 1) for one in again), range(first_new, self.num_served)):
-            requests += self._prompts.requests(
-                ordinals.start,
-                len(ordinals),
-                group_size=self._group_size,
-                num_greedy=self._num_greedy,
-                temperature=temperature,
-            )
-            self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
+        ordinals = [*again, *range(first_new, self.num_served)]
+        self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
+        requests = self._prompts.requests(
+            ordinals,
+            group_size=self._group_size,
+            num_greedy=self._num_greedy,
+            temperature=temperature,
+        )
         self._begin(requests)
 
     def _begin(self, requests: Sequence[Request]) -> None:

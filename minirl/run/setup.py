@@ -249,8 +249,7 @@ class Setup:
     def eval_requests(self) -> list[Request]:
         """This rank's requests of an evaluation of all held-out prompts."""
         return self.held_out.requests(
-            0,
-            self.held_out.num_prompts,
+            range(self.held_out.num_prompts),
             group_size=self.config.eval_samples,
             num_greedy=0 if self.config.eval_samples else 1,
             temperature=self.config.temperature,
