@@ -26,11 +26,10 @@ from torch import Tensor
 
 from minirl.episodes.episode import Episode
 from minirl.episodes.step_groups import Groups
-from minirl.report.metrics import StepMetrics, add_clip, add_generation, add_tokens
+from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_grpo
 from minirl.run.config import RunConfig
-from minirl.run.dry_run import dry_run
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -251,18 +250,15 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_grpo(config)
-    if config.dry_run:
-        return dry_run(config)
     setup = Setup(config, name="grpo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
-    engine = setup.make_engine(policy)
     frozen = []
     if config.has_reference:
         frozen.append(setup.load_reference(policy))
     if config.teacher:
         frozen.append(setup.load_teacher())
     collector = setup.make_collector(
-        engine,
+        policy,
         rollout,
         num_greedy=1 if config.baseline == "greedy" else 0,
         max_refills=MAX_REFILLS if config.dynamic_sampling else None,
@@ -274,7 +270,6 @@ def main(config: Config) -> int:
         metrics = StepMetrics(step)
         metrics.begin("generate")
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
-        add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())
 
         metrics.begin("score")
         weights = rollout_weights(config, groups, run.max_new_tokens)
@@ -288,12 +283,11 @@ def main(config: Config) -> int:
             loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
         )
 
-        metrics.begin("report")  # before the update, which may be refused
-        run.log_rollouts(step, groups, batch)
+        run.log_rollouts(step, groups, batch)  # before the update, which may be refused
         batch = batch.to(run.device)
 
         metrics.begin("update")
-        sampled_version: int | None = progress.update
+        sampled_version = progress.update
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
@@ -304,8 +298,8 @@ def main(config: Config) -> int:
                 objective = (micro.loss_weights * loss).sum()
                 refuse_gradient(objective, new, entropy, micro, is_skipped)
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
-                metrics.add_total("policy/loss", objective.detach() / config.updates_per_step)
-                add_tokens(metrics, micro, new, ratio, entropy, sampled_version=sampled_version)
+                metrics.add_total("policy/loss", objective / config.updates_per_step)
+                add_tokens(metrics, micro, new, ratio, entropy, weight_version=sampled_version)
                 add_clip(
                     metrics,
                     micro,
@@ -321,9 +315,8 @@ def main(config: Config) -> int:
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
             if grad_norm != 0:  # without a gradient, the weights are the same
-                sampled_version = None
+                sampled_version = progress.update
 
-        metrics.begin("report")
         run.finish_step(step, metrics, groups)
 
     return run.close()

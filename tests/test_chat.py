@@ -1,6 +1,7 @@
 """Chats: messages after an answer are as the template writes them, prompts show tools, answers are parsed."""
 
-import random
+import itertools
+import json
 import re
 
 import pytest
@@ -11,7 +12,6 @@ from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
 from support.models import RAW_CONFIG
@@ -60,22 +60,13 @@ def written_behind(tokenizer, *new):
     return tokenizer.encode_text(text.partition(ANSWER)[2], "f:1")
 
 
-def fuzzed_messages(rng):
-    """One to three messages; all or none are results of tools, as templates may refuse a change."""
-    role = rng.choice(("user", "tool"))
-    return [
-        {"role": role, "content": "".join(rng.choices(CONTENTS, k=rng.randint(1, 3)))}
-        for _ in range(rng.randint(1, 3))
-    ]
-
-
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name):
     template, end = CHAT_TEMPLATES[name]
     tokenizer = make(template, end)
     end_id, eot_id = (tokenizer.encode_text(text, "")[0] for text in (end, "<|eot|>"))
-    rng = random.Random(0)
-    for new in (fuzzed_messages(rng) for _ in range(60)):
+    for role, (first, second) in itertools.product(("user", "tool"), itertools.pairwise(CONTENTS)):
+        new = [{"role": role, "content": content} for content in (first, second + first)]
         whole = written_behind(tokenizer, *new)
         # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
         for other in {None, 10, eot_id} - {end_id}:
@@ -206,39 +197,26 @@ def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, erro
     assert message["content"] == ""
 
 
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
-        "tool_calls": {
-            "open": "<call>",
-            "close": "</call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    },
-}
-
-
 def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     """Unless the chat template shows a call as Hermes writes it, and there is no response template."""
     with pytest.raises(InputError, match=r"its tokenizer has no response template"):
         message_of(make("<tool_call>\n<function=example_function_name>" + CHATML), "hi")  # Qwen3-Coder's
     tokenizer = make(HERMES + CHATML)
-    tokenizer.backend.response_template = RESPONSE_TEMPLATE
-    call = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
-    message = message_of(tokenizer, f"a</think>b{call}<|im_end|>", "<|im_start|>assistant\n<think>\n")
-    found = [message[key].strip() for key in ("role", "reasoning_content", "content")]
-    assert found == ["assistant", "a", "b"]
-    assert message["tool_calls"] == [called("f", x=1)]
-    assert message_of(tokenizer, "<|im_end|>")["content"] == ""
+    calls = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
+    thoughts = {"open": "<think>", "close": "</think>", "content": "text"}
+    answer = {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}
+    template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"reasoning_content": thoughts, "tool_calls": calls, "content": answer},
+    }
+    tokenizer.backend.response_template = template
+    message = message_of(tokenizer, "a</think>b<call>[1]</call><|im_end|>", "<|im_start|>assistant\n<think>")
+    found = {"role": "assistant", "reasoning_content": "a", "content": "b", "tool_calls": [[1]]}
+    assert message == found
+    assert message_of(tokenizer, "<|im_end|>") == {"role": "assistant", "content": ""}
     # Half a surrogate pair cannot be tokenized when it comes back in a message.
-    assert "surrogates" in message_of(tokenizer, '<call>{"name": "\\ud800"}</call>')["parse_error"]
-    assert "tool_calls" not in message_of(tokenizer, "<call>{]</call><|im_end|>")
-    tokenizer.backend.response_template = RESPONSE_TEMPLATE | {"fields": {}}
+    assert "surrogates" in message_of(tokenizer, '<call>"\\ud800"</call>')["parse_error"]
+    tokenizer.backend.response_template = template | {"fields": {}}
     with pytest.raises(InputError, match=r"the response template .* cannot be used: .*fields"):
         check_readable(tokenizer)
 
@@ -256,12 +234,13 @@ NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_path):
     """The flag names what the template does not use. Fault 43."""
     save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
-    model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
+    config_json = json.dumps(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
+    (tmp_path / "config.json").write_text(config_json)
 
     def prompts_with(arguments):
         config = RunConfig(chat_template_kwargs=arguments, chat=True)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        return load_prompts(config, task, tmp_path, model_config, tools=(), user_rollout=None)[0]
+        return load_prompts(config, task, tmp_path, tools=(), user_rollout=None)[1]
 
     prompts = prompts_with('{"enable_thinking": false, "style": "brief"}')
     tokenizer = prompts.tokenizer
@@ -271,7 +250,6 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_p
     assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
     answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
     assert answered == f"{asked}<|im_start|>assistant\na<|im_end|>\n"
-    for name in ("enable_thinkin", "form"):
-        said = f"--chat-template-kwargs: .* does not use '{name}'; leave it out"
-        with pytest.raises(InputError, match=said):
-            prompts_with(f'{{"style": "x", "{name}": false}}')
+    said = "--chat-template-kwargs: .* does not use 'enable_thinkin'; leave it out"
+    with pytest.raises(InputError, match=said):
+        prompts_with('{"style": "x", "enable_thinkin": false}')

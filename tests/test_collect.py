@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from minirl.data.task import Row
-from minirl.episodes.step_groups import select_step
-from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import Rollout
 from support.collecting import (
     CHAT,
     Prompts,
@@ -124,7 +122,6 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
 
 def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_with():
     """Its caller may go on with the list that it gave."""
-    seen = {}
 
     async def going_on(episode):
         messages = [{"role": "user", "content": "abc"}]
@@ -134,29 +131,29 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
         await branch.generate(max_tokens=20)
         messages[0]["content"] = "xyz"
         await branch.generate(after="d", max_tokens=3)
-        seen[episode.seed] = branch.messages
 
     prompts = chat_prompts()
     rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts
     for rollout in rollouts:
-        messages = seen[prompts.key(rollout.rollout_id._replace(branch=0))]
-        assert prompts.messages(rollout) == messages
-        assert [message["role"] for message in messages] == ["user", "assistant"]
-        assert messages[0]["content"] == "abc"
+        question, answer = prompts.messages(rollout)
+        assert (question["content"], answer["role"]) == ("abc", "assistant")
+        assert answer["content"] != "not said"
     begun = [[branch.completion[:3] for branch in rollout.branches] for rollout in rollouts]
     assert any(first != second for first, second in begun)
+
+
+def random_length():
+    """The length of each rollout, in tokens."""
+    lengths = random.Random(0)
+    return functools.cache(lambda rollout_id: lengths.choice((1, 3, 6, 50)))
 
 
 @pytest.mark.parametrize("max_staleness", [slow(1), 3])
 def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_staleness):
     """Each step takes the first complete groups in order, those that would get too old among them. Pitfall 40."""
-    lengths = random.Random(max_staleness)
-    length_of = {}
-
-    def length(rollout_id):
-        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
-
-    collector = make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
+    collector = make_collector(
+        Prompts(random_length()), group_size=2, round_tokens=5, max_staleness=max_staleness
+    )
     ages = []
     for step in range(12):
         groups = collector.collect(3, weight_version=step)
@@ -178,11 +175,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 @pytest.mark.parametrize("later", [0, 3])
 def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
     """With the same `max_staleness`, another, or 0. Prompts in flight begin again, before new ones. Fault 12."""
-    lengths = random.Random(0)
-    length_of = {}
-
-    def length(rollout_id):
-        return length_of.setdefault(rollout_id, lengths.choice((1, 3, 6, 50)))
+    length = random_length()
 
     def make(max_staleness):
         return make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
@@ -200,50 +193,18 @@ def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
     collector.close()
 
 
-ONE = torch.ones(1, dtype=torch.float64)
-
-
-def make_rewarded(rewards_of: dict[int, list[float]]) -> RewardedRollouts:
-    """By prompt the rewards of its rollouts, each with two tokens after a prompt of one."""
-    length = 3
-    rollouts, rewards = [], []
-    for ordinal, values in rewards_of.items():
-        for sample, value in enumerate(values):
-            mask = torch.arange(length) > 0
-            streams = (torch.arange(length), mask, -mask.float(), mask.int())
-            rollouts.append(Rollout(*streams, 1, RolloutId(ordinal, sample), "stop"))
-            rewards.append([value])
-    rows = [Row("a", {}, "f:1")] * len(rollouts)
-    return RewardedRollouts(rollouts, rows, ["b"] * len(rollouts), torch.tensor(rewards).double().view(-1, 1))
-
-
-@pytest.mark.parametrize(
-    ("num_groups", "replaces_equal", "taken", "left", "num_missing"),
-    [
-        (2, False, [3, 7], [9, 12], 0),
-        (5, False, [3, 7, 9, 12], [], 1),
-        # Groups without signal are replaced, fill up the step, or are dropped.
-        (2, True, [7, 12], [], 0),
-        (3, True, [3, 7, 12], [], 1),
-        (5, True, [3, 7, 9, 12], [], 3),
-    ],
-)
-def test_the_first_groups_are_selected(num_groups, replaces_equal, taken, left, num_missing):
-    rewards = {3: [1, 1], 7: [0, 1], 9: [2, 2], 12: [5, 6]}
-    pool = make_rewarded(rewards)
-    selection = select_step(pool, num_groups, 2, reward_weights=ONE, replaces_equal=replaces_equal)
-    assert selection.num_missing == num_missing
-    assert selection.groups.table.prompt_ordinal.tolist() == [i for i in taken for _ in range(2)]
-    assert selection.groups.rewards[:, :, 0].tolist() == [rewards[i] for i in taken]
-    assert {r.rollout_id.prompt_ordinal for r in selection.left.rollouts} == {*left}
-    assert selection.ended == rewards.keys() - {*left}
-
-
-def test_refills_come_from_new_prompts_and_end():
-    """Each round asks for as many prompts as groups are missing; equal groups fill up after the last one."""
-    functions = {"equal": lambda completions: [1.0] * len(completions)}
-    collector = make_collector(Prompts(lambda _: 5), functions=functions, group_size=2, max_refills=3)
-    groups = collector.collect(4)
-    assert groups.table.prompt_ordinal.tolist() == list(itertools.chain(*((i, i) for i in range(4))))
-    assert collector.num_served == 4 * 4
-    assert collector.collect(4).table.prompt_ordinal.tolist()[0] == 16
+def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step():
+    """Each round asks for as many prompts as groups are missing. Rollouts keep their rewards and texts."""
+    prompts = Prompts(lambda _: 5)
+    with_signal = {prompts.row(i).prompt for i in (1, 4, 6, 7, 8)}
+    functions = {"differs": lambda prompts: [0, prompts[0] in with_signal]}
+    collector = make_collector(prompts, functions=functions, group_size=2, max_refills=1)
+    for taken, num_served in (([0, 1, 4], 5), ([6, 7, 8], 9)):
+        groups = collector.collect(3)
+        assert groups.table.prompt_ordinal[::2].tolist() == taken
+        assert collector.num_served == num_served
+        expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
+        assert groups.rewards[:, :, 0].tolist() == expected
+        assert groups.rewarded.rewards.flatten().tolist() == list(itertools.chain(*expected))
+        texts = [prompts.tokenizer.decode(rollout.completion) for rollout in groups.rewarded.rollouts]
+        assert groups.rewarded.texts == texts

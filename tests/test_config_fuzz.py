@@ -131,7 +131,11 @@ def outputs_there(folder, scalar_head, num_tokens):
     auto_class = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = torch.arange(num_tokens)[None]
-    return model.score(model.model(tokens, use_cache=False)[0][0]) if scalar_head else model(tokens).logits[0]
+    return (
+        model.score(model.model(tokens, use_cache=False)[0][0])
+        if scalar_head
+        else model(tokens, use_cache=False).logits[0]
+    )
 
 
 def verdict(folder, raw, changes):

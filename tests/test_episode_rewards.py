@@ -1,7 +1,5 @@
 """Rewards that rollout functions return or give, rewards of whole groups, and what reward functions get of episodes."""
 
-import asyncio
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,10 +8,11 @@ import torch
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.rewards.functions import EpisodeReward, overlong_penalty
+from minirl.rewards.functions import EpisodeReward
+from minirl.rollouts import all_branches
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
-from minirl.training.batch import exchange
+from minirl.training.batch import exchange, pack
 from minirl.training.losses import sequence_sums
 from support.collecting import (
     Prompts,
@@ -77,11 +76,10 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
             while True:
                 await episode.generate(max_tokens=3)
                 episode.reward(1.0, "early")
-        except asyncio.CancelledError:
+        finally:
             with pytest.raises(InputError, match="the episode ended; give rewards before `await"):
                 episode.reward(1.0, "total")
             refused.append(True)
-            raise
 
     groups = collector_of(OF_EPISODE, mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
@@ -99,7 +97,7 @@ def branches_of_a_step(rank):
     config = train_ppo.Config(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
     zeros, sevens = torch.zeros(len(batch.tokens)), torch.full((12,), 7.0)
     batch = batch.replace(values=zeros)
-    _, returns = train_ppo.advantages_and_returns(config, groups.scores, zeros, sevens, batch, kl_coef=0.0)
+    _, returns = train_ppo.advantages_and_returns(config, groups.scores, zeros, sevens, batch)
     return means, returns.split(batch.num_loss_tokens.tolist()), groups
 
 
@@ -119,44 +117,28 @@ def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_
         assert second.tolist() == [(score + 3.5) / 16, (score + 3.5) / 4, score + 3.5]
 
 
-def test_the_overlong_penalty_of_a_rollout_is_the_sum_of_its_branches():
-    """Its limit is that of a branch; end to end both would be over it."""
-
-    async def long_in_one_branch(episode):
-        await episode.generate(max_tokens=3)
-        await episode.branch("abc").generate()
-
-    overlong = {"overlong": overlong_penalty(limit=40, buffer=20)}
-    groups = collector_of(overlong, long_in_one_branch, prompts=Prompts(lambda _: 35)).collect(2)
-    assert groups.rewards.tolist() == [[[-0.75]] * 3] * 2
-
-
 async def noting(episode):
     """Two turns in two branches, each with a reward that only a fork of the script uses."""
     turn = await episode.generate(max_tokens=2)
     turn.extra["reward"] = 1.0
     turn = await episode.branch("abc").generate(max_tokens=3)
     turn.extra["reward"] = float(episode.seed % 5)
-    return 1.0
 
 
-def paid_by_turn(rank, ppo):
-    """By turn of a step what the PPO fork pays at its tokens, and the rewards that were noted."""
-    groups = collector_of({"reward": EpisodeReward()}, noting, prompts=Prompts(lambda _: 5)).collect(2)
-    rollouts = groups.rewarded.rollouts
-    batch = exchange(
-        rollouts, groups.table, [0] * 12, {"advantages": load_script(ppo).turn_rewards(rollouts)}
-    )
-    paid = batch.advantages[batch.loss_mask].split([2, 3] * 6)
-    return [part.tolist() for part in paid], [r.episode.turns[1].extra["reward"] for r in rollouts]
-
-
-def test_a_fork_pays_each_turn_the_reward_that_its_function_noted(one_rank, tmp_path):
+def test_a_fork_pays_each_turn_the_reward_that_its_function_noted(tmp_path):
     """At its last token."""
-    ppo = patched_fork(tmp_path, ROOT / "docs/examples/turn_rewards_ppo.patch", name="ppo")
-    ((paid, seconds),) = one_rank.run(paid_by_turn, ppo)
+    ppo = load_script(
+        patched_fork(tmp_path, ROOT / "docs/examples/turn_rewards_ppo.patch", name="turn_rewards")
+    )
+    prompts = Prompts(lambda _: 5)
+    rollouts = make_collector(prompts, rollout=noting).collect(2).rewarded.rollouts
+    stream = ppo.turn_rewards(rollouts)
+    paid = stream[pack(all_branches(rollouts)).loss_mask].split([2, 3] * 6)
+    seconds = [rollout.episode.turns[1].extra["reward"] for rollout in rollouts]
     assert len(set(seconds)) > 1
-    assert paid == [part for second in seconds for part in ([0, 1], [0, 0, second])]
+    assert [part.tolist() for part in paid] == [
+        part for second in seconds for part in ([0, 1], [0, 0, second])
+    ]
 
 
 # Groups
@@ -187,35 +169,12 @@ def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(tmp_pat
     assert alone[:, 0].tolist() == [1.0] * 4
 
 
-def own_groups(rank):
-    """The groups of three steps on this rank, of 3 prompts each: one rank has one prompt, the other two."""
-    functions = {"size": lambda episodes: [float(len(episodes))] * len(episodes), **OF_EPISODE}
-    collector = collector_of(functions, giving, round_tokens=6, max_staleness=3)
-    steps = []
-    for step in range(3):
-        rewarded = collector.collect(3, weight_version=step).rewarded
-        ids = [(r.rollout_id.prompt_ordinal, r.rollout_id.sample) for r in rewarded.rollouts]
-        steps.append(list(zip(ids, rewarded.rewards.tolist(), strict=True)))
-    return steps
-
-
-def test_a_rank_has_whole_groups_which_are_judged_as_on_one_rank(two_ranks, one_rank):
-    (expected,) = one_rank.run(own_groups)
-    parts = two_ranks.run(own_groups)
-    for step in range(3):
-        assert sorted(parts[0][step] + parts[1][step]) == expected[step]
-    makers = [{ordinal for step in part for (ordinal, _), _ in step} for part in parts]
-    assert makers[0].isdisjoint(makers[1])
-    assert all(makers)
-
-
 # The arguments of functions.
 
 
 def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have_completions_as_in_trl():
     """In a chat the completion is the episode's own messages after the prompt, with tool results between."""
-    conversations = {}
-    seen = {}
+    conversations, seen = {}, {}
 
     async def chatting(episode):
         await episode.generate(max_tokens=5)
@@ -227,28 +186,18 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
 
     def mine(prompts, completions, episodes, **others):
         assert sorted(others) == ["answer", "completion_ids"]
-        messages = [episode["messages"] for episode in episodes]
-        assert [[*asked, *said] for asked, said in zip(prompts, completions, strict=True)] == messages
-        seen.update(
-            (tuple(episode["tokens"]), (episode["messages"], episode["rewards"])) for episode in episodes
-        )
-        return [0.0] * len(messages)
+        for asked, said, episode in zip(prompts, completions, episodes, strict=True):
+            assert [*asked, *said] == episode["messages"]
+            seen[tuple(episode["tokens"])] = episode["messages"], episode["rewards"]
+        return [0.0] * len(episodes)
 
     prompts = chat_prompts(200)
     prompts._rows = [replace(row, prompt=[{"role": "user", "content": row.prompt}]) for row in prompts._rows]
     collector_of({"mine": mine, "early": EpisodeReward("early")}, chatting, prompts=prompts).collect(6)
     assert seen == conversations
-    assert {len(messages) for messages, _ in seen.values()} == {2, 4}
 
 
 def test_the_flag_names_episode_rewards():
     task = load_task(RunConfig(reward=("episode", "episode:format")))
     names = {name: function.reward_name for name, function in task.rewards.items()}
     assert names == {"episode": "reward", "format": "format"}
-    for specs, message in (
-        (("episode:",), r"--reward episode:: expected episode, or episode:NAME"),
-        (("episode:mean",), "the name mean is taken by a metric"),
-        (("episode:a", "episode:a"), "two functions of one name"),
-    ):
-        with pytest.raises(InputError, match=re.escape(message).replace(r"\-", "-")):
-            load_task(RunConfig(reward=specs))

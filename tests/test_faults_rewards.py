@@ -4,7 +4,6 @@ import decimal
 import os
 import re
 import signal
-import sys
 import time
 
 import numpy
@@ -227,22 +226,6 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--reward .*mine\.py:reward: (.|\n)*{UNUSABLE[source]}"):
         RewardWorkers(f"{tmp_path}/mine.py:reward")
-
-
-def test_no_process_is_left_after_stop(tmp_path):
-    """Neither a worker nor what its code forked or started, also while a call hangs. The file is loaded there alone."""
-    (tmp_path / "acting.py").write_text(SOURCE)
-    function = RewardWorkers(f"{tmp_path}/acting.py:acts", num_workers=2)
-    assert "user_file_acting" not in sys.modules
-    assert rewards_of(function, ["starts"]) == [1.0]
-    pids = [*map(int, (tmp_path / "acting.py.pids").read_text().split())]
-    pids += [process._process.pid for process in function._processes]
-    assert all(map(is_alive, pids))
-    call = submit(function, 1, "hangs_in_c")
-    time.sleep(0.2)
-    assert not call.done()
-    function.stop()
-    assert_gone(pids)
 
 
 def hang_in_workers(pipe, folder, waits):

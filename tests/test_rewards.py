@@ -1,9 +1,8 @@
 """Reward functions in TRL's shape: arguments, sources, results; reward models; calls while others are decoded."""
 
-import functools
-import itertools
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import RolloutId, appended, rollout_of, token_tensor
-from support.collecting import in_workers
+from support.collecting import in_workers, letter_tokenizer
 from support.jobs import wait_for
-from support.rollouts import make_prompts, make_rollout, reward_rollouts, rewards_of_call
-from support.texts import TEMPLATE, TOKENS, ids, save_tokenizer
+from support.rollouts import rewards_of_call
+from support.texts import TEMPLATE, TOKENS, ids, letter_prompts, save_tokenizer
 
 ROW = Row("one?", {"answer": 1, "level": "easy", "messages": "of the file"}, "f.jsonl:1")
 CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
@@ -56,24 +55,16 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
 
 
 def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tmp_path, monkeypatch):
-    """Colons in the folder's name do no harm, nor does a module of the user's that is called like one of ours.
-
-    Modules are found in the working directory.
-    """
+    """Modules are found in the working directory. A colon in its name does no harm."""
     folder = tmp_path / "a:b"
-    package = folder / "in_parts"
-    package.mkdir(parents=True)
-    (folder / "batch.py").write_text("BONUS = 2\n")
+    folder.mkdir()
+    (folder / "bonus.py").write_text("BONUS = 2\n")
     (folder / "mine.py").write_text(
-        "import batch\ndef score(completions):\n    return [batch.BONUS for _ in completions]\n"
+        "from bonus import BONUS\ndef score(completions):\n    return [BONUS, 3]\n"
     )
-    (package / "bonus.py").write_text("BONUS = 3\n")
-    (package / "scores.py").write_text(
-        "from in_parts.bonus import BONUS\ndef score(completions):\n    return [BONUS] * len(completions)\n"
-    )
-    assert rewards_of(RewardWorkers(f"{folder}/mine.py:score")) == [2.0, 2.0]
     monkeypatch.chdir(folder)
-    assert rewards_of(RewardWorkers("in_parts.scores:score")) == [3.0, 3.0]
+    for spec in (f"{folder}/mine.py:score", "mine:score"):
+        assert rewards_of(RewardWorkers(spec)) == [2.0, 3.0]
 
 
 @pytest.fixture(scope="module", params=[None, "<eos>"], ids=["no_pad", "pad_is_eos"])
@@ -105,25 +96,26 @@ def load(folder, *, chat=False, max_tokens=1000, **options):
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 
-close_to = functools.partial(pytest.approx, rel=1e-5, abs=1e-5)
-
-
-CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+CHAT = [{"role": "user", "content": "hello"}]
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "expected"),
     [
         ("ab,", {"max_tokens": 40}, "<bos>ab,{}<eos>"),
-        (CHAT, {}, "<bos><turn>system:be kind<turn>user:hello<turn>assistant:{}"),
-        ("ab,", {"chat": True}, "<bos><turn>user:ab,<turn>assistant:{}"),
         (
             "ab,",
             {"chat": True, "template_arguments": {"style": "brief"}},
             "<bos>brief<turn>user:ab,<turn>assistant:{}",
         ),
+        # Several turns, of which the first one continues the prompt's last message.
+        (
+            [*CHAT, {"role": "assistant", "content": "i"}],
+            {},
+            "<bos><turn>user:hello<turn>assistant:i{}<turn>user:so",
+        ),
     ],
-    ids=["text", "messages", "chat", "template_arguments"],
+    ids=["text", "chat", "messages"],
 )
 def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, options, expected):
     """Text ends in one EOS, messages go through its own template; the score is that of the last token. Pitfall 18.
@@ -131,23 +123,14 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, o
     Texts of a microbatch do not change each other's score.
     """
     folder, oracle = reward_folder
-    completions = ["", "a", " so it is.", "a" * 20]
-    got = rewards_of(load(folder, **options), Row(prompt, {}, "f:1"), completions)
-    assert got == close_to([oracle(expected.format(text)) for text in completions])
+    answers = texts = ["", "a", " so it is.", "a" * 20]
+    if prompt != "ab,":
+        answers = [
+            [{"role": "assistant", "content": text}, {"role": "user", "content": "so"}] for text in texts
+        ]
+    got = load(folder, **options)([prompt] * 4, answers)
+    assert got == pytest.approx([oracle(expected.format(text)) for text in texts], rel=1e-5, abs=1e-5)
     assert max(got) - min(got) > 0.1
-
-
-def test_a_reward_model_scores_the_whole_conversation_of_several_turns(reward_folder):
-    """Also where the first answer continues the prompt's last message. Pitfall 18."""
-    folder, oracle = reward_folder
-    prompt = [*CHAT, {"role": "assistant", "content": "i"}]
-    answers = [
-        {"role": "assistant", "content": "is."},
-        {"role": "user", "content": "so"},
-        {"role": "assistant", "content": "a b"},
-    ]
-    text = "<bos><turn>system:be kind<turn>user:hello<turn>assistant:iis.<turn>user:so<turn>assistant:a b"
-    assert load(folder)([prompt], [answers]) == close_to([oracle(text)])
 
 
 def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
@@ -156,17 +139,21 @@ def test_a_text_too_long_for_the_reward_model_is_refused(reward_folder):
     for options, fits in (({"max_tokens": 30}, 30), ({}, POSITIONS)):
         model = load(folder, **options)
         room = fits - len(ids("<bos><turn>user:hello<turn>assistant:"))
-        assert len(model([CHAT[1:]], ["b" * room])) == 1
+        assert len(model([CHAT], ["b" * room])) == 1
         said = rf"--reward-model {folder}: a text of {fits + 1} tokens, {fits} fit; see --max-new-tokens"
         with pytest.raises(RewardError, match=said):
-            model([CHAT[1:]], ["b" * (room + 1)])
+            model([CHAT], ["b" * (room + 1)])
 
 
 def test_overlong_penalty_is_the_reference_row():
-    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27."""
+    """L_max 20, L_c 8: nothing up to 12 tokens, then linearly to -1 at 20, and never beyond. Pitfall 27.
+
+    Of several branches it is the sum: the limit is that of a branch.
+    """
     lengths = (0, 12, 13, 16, 20, 100)
     rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
-    assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1]
+    rollouts.append(replace(rollouts[2], earlier=(rollouts[3],)))
+    assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
@@ -178,25 +165,6 @@ def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
     assert functions_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
     with pytest.raises(InputError, match=r"--reward-weights 1.0: the rewards are b, a$"):
         functions_and_weights(rewards, (1.0,), logged=logged)
-
-
-def test_rollouts_rows_texts_and_rewards_stay_aligned_judged_in_parts_joined_and_selected(tmp_path):
-    """Rows go by ordinals, not by texts, rewards [N, K] by functions; the sampled ids stay. Pitfalls 15 and 16.
-
-    Where a rank has no rollouts, no function is called. An empty completion is judged: fault 29.
-    """
-    prompts = make_prompts(tmp_path, [Row("same", {"answer": i}, f"f:{i}") for i in (1, 2)])
-    rollouts = [make_rollout(prompts, o, s, f"{'a' * s}<eos>") for s, o in enumerate((3, 0, 0, 1, 2))]
-    functions = {"answer": lambda answer: answer, "letters": lambda completions: list(map(len, completions))}
-    parts = [reward_rollouts(functions, prompts, part) for part in (rollouts[:1], [], rollouts[1:])]
-    assert parts[1].rewards.shape == (0, 2)
-    places = [3, 0, 4, 1, 2]
-    judged = (parts[0] + parts[1] + parts[2]).select(places)
-    assert judged.rollouts == [rollouts[i] for i in places]
-    assert judged.rows == [prompts.row(rollout.rollout_id.prompt_ordinal) for rollout in judged.rollouts]
-    assert judged.texts == ["a" * i for i in places]
-    answers = [row.columns["answer"] for row in judged.rows]
-    assert judged.rewards.T.tolist() == [answers, places]
 
 
 # Calls side by side.
@@ -248,19 +216,16 @@ def load_workers(tmp_path):
         yield load_function
 
 
-@pytest.fixture
-def make_groups(tmp_path):
-    """`make_groups([texts, ...])`: the prompts of a row for each group, and the groups' rollouts."""
-
-    def make(groups):
-        rows = [Row("abcdefghijkl"[i], {}, f"f.jsonl:{i}") for i in range(len(groups))]
-        prompts = make_prompts(tmp_path, rows)
-        return prompts, [
-            [make_rollout(prompts, ordinal, sample, f"{text}<eos>") for sample, text in enumerate(texts)]
-            for ordinal, texts in enumerate(groups)
+def made_groups(*groups):
+    """The prompts of a row for each group, and the groups' rollouts, whose completions are these texts."""
+    prompts = letter_prompts("abcdefghijkl"[: len(groups)], tokenizer=letter_tokenizer())
+    return prompts, [
+        [
+            rollout_of(RolloutId(ordinal, sample), token_tensor([5]), appended(ids(f"{text}<eos>")), "stop")
+            for sample, text in enumerate(texts)
         ]
-
-    return make
+        for ordinal, texts in enumerate(groups)
+    ]
 
 
 def add_all(functions, prompts, groups):
@@ -271,13 +236,9 @@ def add_all(functions, prompts, groups):
     return queue
 
 
-def flat(groups):
-    return list(itertools.chain(*groups))
-
-
-def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_workers, make_groups, tmp_path):
+def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_workers, tmp_path):
     """Eight groups, four workers: four calls run side by side, and no fifth begins."""
-    prompts, groups = make_groups([("a", "b")] * 8)
+    prompts, groups = made_groups(*[("a", "b")] * 8)
     queue = add_all({"waits": load_workers("waits", num_workers=4)}, prompts, groups)
     wait_for(lambda: len(list(tmp_path.glob("begun_*"))) == 4, "four calls did not begin")
     time.sleep(0.2)
@@ -288,7 +249,7 @@ def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_work
     assert not queue.is_busy
 
 
-def test_an_async_function_judges_all_prompts_together(load_workers, make_groups):
+def test_an_async_function_judges_all_prompts_together(load_workers):
     """In one process and here: eight calls, none of which ends before all have begun."""
     begun = threading.Barrier(8)
 
@@ -296,27 +257,35 @@ def test_an_async_function_judges_all_prompts_together(load_workers, make_groups
         begun.wait(20)
         return [1.0] * len(completions)
 
-    prompts, groups = make_groups([("a", "b")] * 8)
     functions = {"process": load_workers("meets_all"), "script": meets_all}
-    queue = add_all(functions, prompts, groups)
+    queue = add_all(functions, *made_groups(*[("a", "b")] * 8))
     assert queue.finish(range(8)).rewards.tolist() == [[1.0, 1.0]] * 16
 
 
-def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_workers, make_groups):
-    """Random ones too, and those of a function that looks at the whole call; they come in order of the samples."""
-    prompts, groups = make_groups([("a", "b", "c")] * 6)
-    expected = reward_rollouts({"draws": load_workers("draws")}, prompts, flat(groups)).rewards.view(6, 3)
+def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_workers):
+    """Random ones too, and those of a function that looks at the whole call; they come in order of the samples.
+
+    Rollouts stay as sampled, with their rows and texts. Pitfalls 15 and 16. An empty completion is judged, and a rank
+    without rollouts has rewards of none: fault 29.
+    """
+    prompts, groups = made_groups(*[("a", "", "ab")] * 6)
+    functions = {"draws": load_workers("draws")}
+    expected = add_all(functions, prompts, groups).finish(range(6)).rewards.view(6, 3)
     assert expected.unique().numel() == 18
     mixed = [group[::-1] for group in groups[::-1]]
     picked = [3, 0, 5, 1, 4, 2]
-    found = add_all({"draws": load_workers("draws", num_workers=3)}, prompts, mixed).finish(picked)
+    queue = add_all({"draws": load_workers("draws", num_workers=3)}, prompts, mixed)
+    assert queue.finish([]).rewards.shape == (0, 1)
+    found = queue.finish(picked)
     assert torch.equal(found.rewards.view(6, 3), expected[picked])
+    assert found.rollouts == [rollout for i in picked for rollout in groups[i]]
+    assert found.texts == ["a", "", "ab"] * 6
     assert [row.place for row in found.rows] == [prompts.row(i).place for i in picked for _ in range(3)]
 
 
-def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_prompt_at_a_time(make_groups):
+def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_prompt_at_a_time():
     """It runs in another thread; `finish` alone waits for it."""
-    prompts, groups = make_groups([("a", "bb"), ("ccc", "dddd")])
+    prompts, groups = made_groups(("a", "bb"), ("ccc", "dddd"))
     is_open, calls = threading.Event(), []
 
     def length(completions):
@@ -333,12 +302,12 @@ def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_pr
     assert calls == [["a", "bb"], ["ccc", "dddd"]]
 
 
-def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for(make_groups):
+def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for():
     """Its batches are those of the whole phase; columns go by the order of the functions.
 
     A reward that does not apply is NaN: a 0 would enter its group's mean and std. Pitfall 59.
     """
-    prompts, groups = make_groups([("a", "bb"), ("ccc", "dddd")])
+    prompts, groups = made_groups(("a", "bb"), ("ccc", "dddd"))
     calls = []
 
     def length(prompts, completions):
@@ -353,19 +322,19 @@ def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for(make_grou
     assert calls == [["a", "bb", "ccc", "dddd"]]
 
 
-def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_workers, make_groups):
+def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_workers):
     """Once it is there, without waiting for the others; it does not become a reward."""
-    prompts, groups = make_groups([("ok",), ("bad",)])
+    prompts, groups = made_groups(("ok",), ("bad",))
     queue = add_all({"f": load_workers("raises_beside_a_hang", num_workers=2)}, prompts, groups)
     for wait in (lambda: wait_for(queue.poll, "no call failed"), lambda: queue.finish(range(2))):
-        with pytest.raises(RewardError, match=r"row at f.jsonl:\d: raised(.|\n)*KeyError: 'bad'"):
+        with pytest.raises(RewardError, match=r"row at f:\d: raised(.|\n)*KeyError: 'bad'"):
             wait()
         assert queue.is_busy
 
 
 @pytest.mark.slow
-def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_workers, make_groups):
+def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_workers):
     """Four calls that wait for one worker take longer than one may."""
-    prompts, groups = make_groups([("a",)] * 4)
+    prompts, groups = made_groups(*[("a",)] * 4)
     queue = add_all({"naps": load_workers("naps", timeout_s=0.9)}, prompts, groups)
     assert queue.finish(range(4)).rewards.isnan().all()

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from minirl.episodes.event_loop import event_loop
 from minirl.episodes.runner import EpisodeRunner
 from support.collecting import (
     Prompts,
@@ -50,112 +49,62 @@ def load(tmp_path):
         yield load_function
 
 
-class Gate:
-    """Replies to the second prompt's episodes wait until it is open."""
+def waiting_for(gate):
+    """A function whose episodes of the second prompt wait after their first turn until the gate has anything."""
 
-    def __init__(self):
-        self.is_open = False
-
-    async def wait(self, episode):
-        while episode.row.place == make_prompts().row(1).place and not self.is_open:
-            await asyncio.sleep(0.005)
-
-    async def patient(self, episode):
+    async def patient(episode):
         await episode.generate(max_tokens=3)
-        await self.wait(episode)
+        while episode.row.place == make_prompts().row(1).place and not gate:
+            await asyncio.sleep(0.005)
         await episode.generate(after="ab", max_tokens=3)
 
-    async def ends_late(self, episode):
-        await episode.generate(max_tokens=3)
-        await self.wait(episode)
+    return patient
 
 
 def ordinals(steps):
     return [sorted({row[0].prompt_ordinal for row in step}) for step in steps]
 
 
-async def here(episode):
-    """The same as the function in the file, at once."""
-    await episode.generate(max_tokens=3)
-    await episode.generate(after="ab", max_tokens=3)
-
-
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(is_killed):
     """Also after a resume, which begins them again, and beside an evaluation with the same function."""
-    gate = Gate()
-    collector = make_collector(make_prompts(), rollout=gate.patient, **OPTIONS)
+    gate = []
+    collector = make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert 1 in collector.in_flight
     requests = make_prompts().requests([0], group_size=0, num_greedy=1)
     assert len(evaluated(collector.evaluator(make_prompts()), requests).rollouts) == 1
-    gate.is_open = True
+    gate.append(True)
     if is_killed:
-        collector = resumed(collector, make_collector(make_prompts(), rollout=gate.patient, **OPTIONS))
+        collector = resumed(collector, make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
     rows = list(itertools.chain(*steps))
     found = {row[0]: row for row in rows}
     assert len(found) == len(rows), "a prompt comes twice"
     assert 1 in {rollout_id.prompt_ordinal for rollout_id in found}
-    whole = make_collector(make_prompts(), rollout=here)
+    whole = make_collector(make_prompts(), rollout=waiting_for([True]))
     (expected,) = collected(whole, 1, 1 + max(rollout_id.prompt_ordinal for rollout_id in found))
     assert found == {row[0]: row for row in expected if row[0] in found}
 
 
-def test_the_bound_of_staleness_holds_for_slow_replies_too():
-    """The step in which their group is due waits for them."""
-    gate = Gate()
-    collector = make_collector(make_prompts(), rollout=gate.patient, round_tokens=4, max_staleness=1)
-    steps = collected(collector, 1, 2)
-    assert 1 not in ordinals(steps)[0]
-    gate.is_open = True
-    assert 1 in ordinals(collected(collector, 1, 2, first_step=1))[0]
-
-
-def test_a_reply_that_comes_between_two_rounds_ends_its_episode():
-    """Also the last one that runs: the step would wait for it forever."""
-    gate = Gate()
-    options = {"group_size": 1, "round_tokens": 4, "max_staleness": 1}
-    collector = make_collector(make_prompts(), rollout=gate.ends_late, **options)
-    steps = collected(collector, 1, 2)
-    begin_round = collector._runner.begin_round
-    num_late = []
-
-    def begin_late(*args, **options):
-        if len(collector._runner._running) == 1 and not collector._runner._paused:
-            num_late.append(1)
-            assert len(num_late) < 9, "its rollout was lost"
-            gate.is_open = True
-            event_loop().run_slice(0.05)
-        begin_round(*args, **options)
-
-    collector._runner.begin_round = begin_late
-    steps += collected(collector, 1, 2, first_step=1)
-    assert num_late
-    assert 1 in ordinals(steps)[1]
-
-
-def test_a_reply_that_comes_during_an_update_is_not_late():
-    """The trainer sees it after the update, which may take longer than the time limit of a reply."""
-
-    async def mine(episode):
-        await episode.generate(max_tokens=3)
-        await asyncio.sleep(0.1)
-        await episode.generate(after="ab", max_tokens=3)
-
-    collector = make_collector(make_prompts(), rollout=mine, call_timeout=0.5, **OPTIONS)
-    collector._runner.patience_s = 0.0
-    collector._serve(1, 1.0)
+def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late():
+    """An update takes longer than a reply may. For the last one that runs the step would wait forever."""
+    gate = []
+    options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 0.5}
+    collector = make_collector(make_prompts(), **options, **OPTIONS)
+    collector._serve(2, 1.0)
     collector._run_round(0)
+    gate.append(True)
     time.sleep(1)
-    collected(collector, 1, 2)
+    collector._run_round(0)
+    assert collector._queue.groups.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
     function = load("reward", num_workers=2)
-    options = {"functions": {"reward": function}, "rollout": here, **OPTIONS}
+    options = {"functions": {"reward": function}, "rollout": waiting_for([True]), **OPTIONS}
     collector = make_collector(make_prompts(), **options)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))

@@ -153,20 +153,20 @@ def test_a_run_learns_to_call_the_calculator(two_ranks, tmp_path):
 def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write):
     """A run trains on the user's functions, in order; the caller adds a reward model, which is enough for --data."""
     assert load_task(RunConfig()).name == "sorting"
-    function = "def {}(completions):\n    return [{}.0 for _ in completions]\n"
-    mine = write([function.format("three", 3), function.format("four", 4)], "mine.py")
+    mine = write(["def three(completions): pass", "def four(completions): pass"], "mine.py")
     data = write(['{"question": "q", "prompt": "q", "answer": "#### 3"}'])
-    both = {"four": [4.0], "three": [3.0]}
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
     for flags, rewards, logged in (
-        ({"task": "gsm8k", "data": data, "reward": (f"{mine}:four", f"{mine}:three")}, both, gsm8k),
-        ({"data": data, "eval_data": (data,), "reward_model": ("dir",)}, {}, {}),
-        ({"reward_model": ("dir",)}, {}, {"exact": score}),
+        (
+            {"task": "gsm8k", "data": data, "reward": (f"{mine}:four", f"{mine}:three")},
+            ["four", "three"],
+            gsm8k,
+        ),
+        ({"data": data, "eval_data": (data,), "reward_model": ("dir",)}, [], {}),
+        ({"reward_model": ("dir",)}, [], {"exact": score}),
     ):
         task = load_task(RunConfig(**flags))
-        row = Row("hello", {"answer": 3}, "f:1")
-        found = {name: rewards_of_call(function, row, ["a"]) for name, function in task.rewards.items()}
-        assert list(found.items()) == list(rewards.items())
+        assert [function.__name__ for function in task.rewards.values()] == [*task.rewards] == rewards
         assert task.extra_scores == logged
 
 
@@ -190,6 +190,8 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
             {"reward": ("minirl.data.sorting:score", "mine.py:score")},
             "--reward .*: two functions of one name",
         ),
+        ({"reward": ("episode:",)}, "--reward episode:: expected episode, or episode:NAME"),
+        ({"reward": ("episode:mean",)}, "the name mean is taken by a metric"),
         (
             {"reward": ("minirl.data.calculator:calls",), "task": "calculator"},
             "--reward .*: .* has a score calls",

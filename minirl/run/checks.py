@@ -12,7 +12,7 @@ from minirl.run.flags import flag_of
 
 # The fields that must be greater than 0.
 POSITIVE = (
-    "num_steps prompts_per_step group_size num_epochs num_minibatches max_tokens_per_microbatch lr value_lr kl_horizon "
+    "num_steps prompts_per_step group_size num_epochs num_minibatches max_tokens_per_microbatch lr value_lr "
     "max_new_tokens temperature cache_tokens workers call_timeout eval_rows hang_timeout"
 ).split()
 MAX_NUMBER = 2**63 - 1  # tensors hold no greater int, and a greater float is a typo

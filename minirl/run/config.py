@@ -4,11 +4,11 @@ The comment after a field, or the string under it, is its help. A script's `Conf
 adds the flags of its objective; it declares a field again to change the default. Code reads fields flat: `config.lr`.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from minirl.errors import InputError, refuse
@@ -262,6 +262,12 @@ class RunConfig(
             return peak
         return peak * (num_updates - num_done) / max(1, num_updates - self.warmup_updates)
 
+    def compute_dtype(self, device_type: str) -> torch.dtype:
+        """The dtype of --dtype."""
+        automatic = "bfloat16" if device_type == "cuda" else "float32"
+        dtype: torch.dtype = getattr(torch, automatic if self.dtype == "auto" else self.dtype)
+        return dtype
+
     @property
     def adapters(self) -> Adapters | None:
         """The adapters of the trained models, if --lora-rank asks for them."""
@@ -278,14 +284,6 @@ class RunConfig(
         if self.correction != "auto":
             return self.correction
         return "token_truncate" if self.max_staleness else "none"
-
-
-def ranks_and_bytes(gpus: str) -> tuple[int, float]:
-    """The number of ranks in --gpus and the bytes of each. Raises InputError."""
-    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", gpus, re.ASCII)
-    if not found:
-        raise InputError(f"--gpus {gpus}: give the number of ranks and GB of each, as 8x80")
-    return int(found[1]), float(found[2]) * 1e9
 
 
 def named_folder(config: RunConfig, name: str) -> Path | None:

@@ -18,9 +18,10 @@ import torch
 from minirl.data.calculator import CALL_TOKENS, load_calculator
 from minirl.data.sorting import ALPHABET, load_sorting
 from minirl.data.task import Row, Task
+from minirl.files import durable
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.model.weights import named_parameters, save_folder
+from minirl.model.weights import write_folder
 from minirl.ranks.process_group import barrier, print0, rank
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
@@ -82,12 +83,14 @@ def write_shape(folder: Path) -> Path:
 
 def _make_folder(folder: Path, task: Task) -> None:
     """Warm-start the model and write its folder. Another run may be doing the same."""
-    model = warm_start(task)
-    with tempfile.TemporaryDirectory() as temporary:
-        save_tokenizer(Path(temporary))
-        weights = named_parameters(model)
+    weights = dict(warm_start(task).named_parameters())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
+        half_made = Path(temporary) / folder.name
+        save_tokenizer(half_made)
+        write_folder(half_made, weights, config=RECIPE["config"], tokenizer_files={})
         try:
-            save_folder(folder, weights, config=RECIPE["config"], tokenizer_from=Path(temporary))
+            durable.publish(half_made, folder)
         except OSError:
             # If the folder exists now, another run has made the same one meanwhile.
             if not folder.exists():
@@ -113,7 +116,7 @@ def warm_start(task: Task) -> Transformer:
     """
     generator = torch.Generator().manual_seed(RECIPE["seed"])
     model = Transformer(config_from_dict(RECIPE["config"]))
-    for name, param in named_parameters(model).items():
+    for name, param in model.named_parameters():
         if param.ndim == 2:
             torch.nn.init.normal_(param, std=RECIPE["init_std"], generator=generator)
         else:

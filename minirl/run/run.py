@@ -9,7 +9,6 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,9 +19,11 @@ from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
+from minirl.report.evaluation import mean_rewards
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
+    add_generation,
     add_rewards,
     add_rollouts,
     add_skipped,
@@ -196,15 +197,14 @@ class Run:
 
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
-        """The means of `Setup.eval_values` over the held-out prompts (collective)."""
+        """The `mean_rewards` of the held-out prompts (collective)."""
         if self._evaluator is None:
             return {}
-        rewarded = self._evaluator.run(self._setup.eval_requests(), weight_version=self.progress.update)
-        own = self._setup.records(rewarded, self._setup.score_weights)
+        own = self._setup.evaluate(self._evaluator, weight_version=self.progress.update)
         self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
-        records = itertools.chain.from_iterable(gather_objects(own))
-        return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
+        return mean_rewards(itertools.chain(*gather_objects(own)), self._setup.task)
 
+    @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages to the run's folder (collective).
 
@@ -233,6 +233,7 @@ class Run:
 
         groups: None for a step that collected none.
         """
+        metrics.begin("report")
         is_last = step == self._config.num_steps
         if self._collector:
             self.progress.num_served = self._collector.num_served
@@ -273,10 +274,11 @@ class Run:
 
     def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
         """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
-        rewarded = groups.rewarded
-        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
+        add_generation(metrics, collector.engine.take_stats())
+        add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        for name in ("tool_results", "tool_errors") if self._setup.tokenizer.tools else ():
+        tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
+        for name in ["sampled_tokens", *tool_counts]:
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 

@@ -18,7 +18,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import Rollout, RolloutId, all_branches
+from minirl.rollouts import Rollout
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import TOKENS, save_tokenizer
 
@@ -179,12 +179,6 @@ def collected(
         groups = collector.collect(num_groups, weight_version=step)
         rewards = groups.rewarded.rewards.nan_to_num(math.inf).tolist()
         steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
-        assert [r.rollout_id for r in all_branches(groups.rewarded.rollouts)] == [
-            RolloutId(*ids)
-            for ids in torch.stack(
-                [groups.table.prompt_ordinal, groups.table.sample, groups.table.branch], 1
-            ).tolist()
-        ]
     return steps
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of one token per character, and of each way to make text of tokens."""
+"""Tokenizers of one token per character, or per byte with small chat templates."""
 
 import re
 
@@ -38,45 +38,6 @@ def save_tokenizer(folder, template, *, tokens=TOKENS, single="<bos> $A", eos_to
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-
-
-DECODERS = ("byte-level", "sentencepiece")
-
-
-def save_decoding_tokenizer(folder, kind):
-    """A small vocabulary with a decoder of this kind. Returns lists of ids that stand for a token or a character each.
-
-    Byte-level tokens are any parts of characters; sentencepiece has a token for every byte, of which characters are
-    made.
-    """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    text = "ab ba\n\né日本😀 #</s>"
-    characters = []
-    if kind == "byte-level":
-        names = bytes_to_unicode()
-        coded = "".join(names[byte] for byte in text.encode())
-        tokens = [*names.values(), *(coded[i : i + n] for i in range(len(coded)) for n in (2, 3, 5))]
-        decoder = decoders.ByteLevel()
-    else:
-        tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-        characters = [list(character.encode()) for character in "\n\n\né日😀"]
-        tokens += ["▁", "▁▁", "▁a", "a", "b", "ab", "b▁a", "é", "#", "</s>"]
-        strip = decoders.Strip(content=" ", left=1, right=0)
-        decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-        )
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
-    backend.decoder = decoder
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, additional_special_tokens=["<|im_end|>"]
-    ).save_pretrained(folder)
-    first = 256 if kind == "sentencepiece" else 0
-    return [*characters, *([i] for i in range(first, len(vocabulary) + 1))]
 
 
 def ids(text, tokens=TOKENS):
