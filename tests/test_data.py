@@ -300,7 +300,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
 @pytest.mark.parametrize("texts", ["aaaaz", "zaaaz"])
 def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts):
     """A larger tokenizer would read outside of it; rows that do not use the rest are fine. Pitfall 6."""
-    said = f"^f:{texts.index('z') + 1}: the prompt has token id 122, the model 122 embeddings"
+    said = f"^f:{texts.index('z') + 1}: token id 122, and the model has 122 embeddings"
     with pytest.raises(InputError, match=said):
         letter_prompts(texts, vocab_size=ord("z"))
     assert letter_prompts("aaaa", vocab_size=ord("z")).num_prompts == 4

@@ -190,9 +190,7 @@ class PromptStream:
                 any(type(i) is not int or i < 0 for i in ids),
                 f"{place}: generate(after=...): expected text, token ids or messages",
             )
-        if ids and max(ids) >= self.vocab_size:
-            what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
-            raise InputError(f"{place}: generate(after=...): {what}")
+        self._check_ids(f"{place}: generate(after=...)", ids)
         return ids
 
     def branch_ids(
@@ -218,7 +216,8 @@ class PromptStream:
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
         ids = list(prompt) if is_ids else tokenizer.encode(row)
-        self._check_ids(row, ids)
+        refuse(not ids, f"{row.place}: the prompt has no tokens")
+        self._check_ids(row.place, ids)
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
@@ -263,16 +262,16 @@ class PromptStream:
         for first in range(0, len(rows), ROWS_PER_CHECK):
             part = rows[first : first + ROWS_PER_CHECK]
             for row, ids in zip(part, self.tokenizer.encode_all(part), strict=True):
-                self._check_ids(row, ids)
+                refuse(not ids, f"{row.place}: the prompt has no tokens")
+                self._check_ids(row.place, ids)
                 lengths.append(len(ids))
         return lengths
 
-    def _check_ids(self, row: Row, prompt_ids: Sequence[int]) -> None:
-        """Raise InputError naming the row if the prompt is empty or has ids that the model does not know."""
-        refuse(not prompt_ids, f"{row.place}: the prompt has no tokens")
-        largest = max(prompt_ids)
+    def _check_ids(self, place: str, ids: Sequence[int]) -> None:
+        """Raise InputError naming the place for an id that the model does not know."""
+        largest = max(ids, default=0)
         refuse(
             largest >= self.vocab_size,
-            f"{row.place}: the prompt has token id {largest}, the model {self.vocab_size} embeddings; the tokenizer is "
-            "another model's",
+            f"{place}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
+            "another model's?",
         )

@@ -277,8 +277,6 @@ def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -
 
     given: the names of the rewards that an episode gave or returned. wanted: the names of the run's rewards.
     """
-    if not given and not wanted:
-        return
     listed = ", ".join(map(repr, sorted(given))) or "none"
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given))
     refuse(

@@ -117,15 +117,12 @@ class RunningEpisode:
             (branch, _seen(branch)) for branch in episode.branches.values() if branch.turns
         ]
         turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
-        record = EpisodeRecord(turns, rewards, episode.environment)
-        if last.number > 0:  # others begin with the row's prompt and the run's tools
-            prompt = as_plain(last.prompt) if is_messages(last.prompt) else last.prompt
-            record = replace(record, prompt=prompt, tools=last.tools)
+        prompt = as_plain(last.prompt) if is_messages(last.prompt) else last.prompt
         return replace(
             seen,
             finish_reason=finish_reason,
             branch_end=ends[last.number],
-            episode=record,
+            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools),
             earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 

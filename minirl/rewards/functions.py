@@ -15,6 +15,7 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 (`reward_model`).
 """
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,27 +107,22 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
 def group_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return all arguments for the rollouts of one prompt, by name; of EPISODE_ARGUMENTS those that are asked for.
+    """Return all arguments for the rollouts of one prompt, by name; `episodes` only if they are `asked` for.
 
     texts: the completions.
     """
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
-    arguments: dict[str, list[Any]] = {}
-    if "rollouts" in asked:
-        arguments["rollouts"] = list(rollouts)
-    if "environments" in asked and rollouts[0].episode.environment is not None:
-        arguments["environments"] = [rollout.episode.environment for rollout in rollouts]
-    if "episodes" in asked:
-        arguments["episodes"] = [
-            episode_facts(prompts, rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
-        ]
-    for name, value in row.columns.items():
-        arguments[name] = [value] * len(rollouts)
-    arguments["prompts"] = [row.prompt] * len(rollouts)
+    episodes = map(functools.partial(episode_facts, prompts), rollouts, texts) if "episodes" in asked else ()
     is_text = isinstance(row.prompt, str)
-    arguments["completions"] = list(texts) if is_text else list(map(prompts.answers, rollouts))
-    arguments["completion_ids"] = [list(rollout.completion) for rollout in rollouts]
-    return arguments
+    return {
+        "rollouts": list(rollouts),
+        "environments": [rollout.episode.environment for rollout in rollouts],
+        "episodes": list(episodes),
+        **{name: [value] * len(rollouts) for name, value in row.columns.items()},
+        "prompts": [row.prompt] * len(rollouts),
+        "completions": list(texts) if is_text else list(map(prompts.answers, rollouts)),
+        "completion_ids": [list(rollout.completion) for rollout in rollouts],
+    }
 
 
 def arguments_of(
