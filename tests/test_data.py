@@ -67,7 +67,7 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     """
     wanted = dict(group_size=3, num_greedy=1)
     prompts = letter_prompts(["a", "bb", "ccc", "dd"])
-    whole = prompts.requests(5, 6, **wanted)
+    whole = prompts.requests(range(5, 11), **wanted)
     assert [r.rollout_id for r in whole] == [RolloutId(5 + o, s) for o in range(6) for s in range(4)]
     assert [r.temperature for r in whole] == [1.0, 1.0, 1.0, 0.0] * 6
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
@@ -75,7 +75,7 @@ def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
     for rank in range(world_size):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
         for ordinal in range(5, 11):
-            share = prompts.requests(ordinal, 1, **wanted)
+            share = prompts.requests([ordinal], **wanted)
             found += share
             num_groups[rank] += bool(share)
     assert sorted(found, key=lambda request: request.rollout_id) == whole
@@ -88,7 +88,7 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     Pitfalls 25 and 50.
     """
     several = [letter_prompts("aaa", seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
-    keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
+    keys = [request.key for prompts in several for request in prompts.requests(range(9), group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 
@@ -299,7 +299,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
 @pytest.mark.parametrize("texts", ["aaaaz", "zaaaz"])
 def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts):
     """A larger tokenizer would read outside of it; rows that do not use the rest are fine. Pitfall 6."""
-    said = f"^f:{texts.index('z') + 1}: the prompt has token id 122, the model 122 embeddings"
+    said = f"^f:{texts.index('z') + 1}: token id 122, and the model has 122 embeddings"
     with pytest.raises(InputError, match=said):
         letter_prompts(texts, vocab_size=ord("z"))
     assert letter_prompts("aaaa", vocab_size=ord("z")).num_prompts == 4
@@ -331,7 +331,7 @@ def test_row_21_prompts_that_all_leave_too_little_are_refused():
     said = "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens"
     with pytest.raises(InputError, match=said):
         letter_prompts(["a" * 7, "b" * 11])
-    assert letter_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
+    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):

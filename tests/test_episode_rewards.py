@@ -161,7 +161,7 @@ def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(tmp_pat
         collector = collector_of(functions, giving, num_greedy=1)
         groups = collector.collect(5)
         evaluator = collector.evaluator(Prompts(num_rows=4))
-        requests = Prompts(num_rows=4).requests(0, 4, group_size=0, num_greedy=1)
+        requests = Prompts(num_rows=4).requests(range(4), group_size=0, num_greedy=1)
         alone = evaluated(evaluator, requests).rewards
     for rewards in (groups.rewards, groups.greedy_rewards):
         assert rewards[..., 0].unique().tolist() == [4.0]

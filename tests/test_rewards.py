@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
-from minirl.rewards.functions import OverlongPenalty, arguments_of, functions_and_weights
+from minirl.rewards.functions import arguments_of, functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
@@ -153,7 +153,7 @@ def test_overlong_penalty_is_the_reference_row():
     lengths = (0, 12, 13, 16, 20, 100)
     rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
     rollouts.append(replace(rollouts[2], earlier=(rollouts[3],)))
-    assert OverlongPenalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
+    assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():

@@ -73,7 +73,7 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert 1 in collector.in_flight
-    requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
+    requests = make_prompts().requests([0], group_size=0, num_greedy=1)
     assert len(evaluated(collector.evaluator(make_prompts()), requests).rollouts) == 1
     gate.append(True)
     if is_killed:

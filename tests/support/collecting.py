@@ -74,8 +74,7 @@ def sums(completion_ids):
 
 def evaluated(collector, requests):
     """The rollouts of these requests with their rewards, all rewarded together."""
-    (rewarded,) = collector.run([requests], num_requests=len(requests))
-    return rewarded
+    return collector.run(requests)
 
 
 def make_collector(
