@@ -23,7 +23,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
-from minirl.ranks import process_group
+from minirl.ranks import launch, process_group
 from minirl.rollouts import Rollout
 from minirl.run.budget import Sizes, Workload, budget, num_parameters
 from minirl.training.batch import pack
@@ -110,7 +110,7 @@ def write_random_model(shape: str, folder: Path) -> ModelConfig:
     model = Transformer(config).to(torch.bfloat16)
     # The embeddings are also the head: at their full size the next token would be all but certain.
     model.model.embed_tokens.weight.data.mul_(0.05)
-    write_folder(folder, dict(model.named_parameters()), config=raw, tokenizer_files=None)
+    write_folder(folder, dict(model.named_parameters()), config=raw)
     return config
 
 
@@ -247,5 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    process_group.stop()
+    launch.run(main)

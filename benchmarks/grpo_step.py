@@ -32,7 +32,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.step_groups import select_step
 from minirl.model.families import read_config
 from minirl.model.weights import load_replica
-from minirl.ranks import process_group
+from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import all_reduce_sum, rank, world_size
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.rewards.rewarded import RewardedRollouts
@@ -109,7 +109,7 @@ class GrpoLoop:
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
-            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+            loss_weights=batch.spread_rollouts(weights).float(),
         ).to(self.device)
         if self.reference is not None:
             batch = self.reference.add_to(batch, microbatches)
@@ -125,7 +125,7 @@ class GrpoLoop:
             loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
             objective = (micro.loss_weights * loss).sum()
             self.policy.backward(objective, is_last=i == len(microbatches) - 1)
-            add_tokens(self.metrics, micro, new, ratio, entropy, sampled_version=self.engine.weight_version)
+            add_tokens(self.metrics, micro, new, ratio, entropy, weight_version=self.engine.weight_version)
             add_clip(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def step(self) -> dict[str, float]:
@@ -214,5 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    process_group.stop()
+    launch.run(main)

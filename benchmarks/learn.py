@@ -23,11 +23,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from grpo_step import GrpoLoop, make_step_parser, train_grpo
 from workload import print_figures, print_result
 
-from minirl.ranks import process_group
+from minirl.ranks import launch
 from minirl.training.advantages import group_advantages
 
 LEVELS = (0.3, 0.5, 0.7, 0.8)  # of the mean reward
@@ -121,6 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    if torch.distributed.is_initialized():  # not with --read
-        process_group.stop()
+    launch.run(main)

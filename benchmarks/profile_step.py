@@ -27,7 +27,7 @@ from workload import print_result
 import minirl.generation.sampling
 from minirl.generation.sampling import sample
 from minirl.model.transformer import Transformer
-from minirl.ranks import process_group
+from minirl.ranks import launch
 from minirl.training.sharded_model import ShardedModel
 
 REPEATS = 3  # steps without the profiler
@@ -213,5 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    process_group.stop()
+    launch.run(main)

@@ -16,7 +16,7 @@ from workload import print_figures
 
 from minirl.files import durable
 from minirl.model.families import read_config
-from minirl.ranks import process_group
+from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import barrier, rank
 from minirl.run.checkpoint import Checkpoints
 from minirl.run.run import Progress
@@ -55,8 +55,7 @@ def main() -> None:
     if rank() == 0:
         shutil.rmtree(args.folder / "checkpoints")
         (args.folder / "plain").unlink()
-    process_group.stop()
 
 
 if __name__ == "__main__":
-    main()
+    launch.run(main)

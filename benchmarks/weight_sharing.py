@@ -22,7 +22,7 @@ from grpo_step import GrpoLoop, make_step_parser
 from torch import Tensor
 from workload import peak_rss_mib, print_result
 
-from minirl.ranks import process_group
+from minirl.ranks import launch
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.training.sharded_model import ShardedModel
 
@@ -144,5 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    process_group.stop()
+    launch.run(main)

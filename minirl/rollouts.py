@@ -145,14 +145,9 @@ class TurnFacts:
         """Where the turn ends among the branch's tokens after its prompt."""
         return self.start + self.num_tokens
 
-    @property
-    def is_answer(self) -> bool:
-        """Return whether the turn is its whole answer: only messages were appended before it."""
-        return self.start == 0 or bool(self.inserted)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON values, by the names above."""
-        return {one.name: getattr(self, one.name) for one in fields(TurnFacts)}
+    def numbers(self) -> dict[str, Any]:
+        """Return the facts, without messages, as JSON values by the names above."""
+        return {one.name: getattr(self, one.name) for one in fields(TurnFacts) if one.name != "inserted"}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from support.collecting import (
     facts,
     make_collector,
 )
+from support.engines import make_request
 from support.jobs import SLACK
 from support.marks import slow
 from support.processes import is_alive
@@ -192,7 +193,7 @@ def message_in(answer):
 
 
 def made_episode():
-    return Episode(Row("hi", {}, "f:1"), 0, 50, tools=[TOOL], prompt_ids=[5, 6], is_chat=True)
+    return Episode(Row("hi", {}, "f:1"), make_request([5, 6], max_new_tokens=50), [TOOL], is_chat=True)
 
 
 def sampled_turn(branch, text="yes", **said):

@@ -22,6 +22,7 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
 )
+from support.engines import make_request
 from support.texts import HERMES, WITH_TOOLS, save_chat_tokenizer
 
 SOURCE = '''
@@ -154,7 +155,7 @@ def tokenizer(tmp_path):
 
 def converse(rollout, tokenizer, texts, columns=None):
     """Run an episode whose turns have these texts. Returns its requests, and the episode."""
-    episode = Episode(Row("how much?", columns or {}, "f:1"), seed=1, max_tokens=10_000)
+    episode = Episode(Row("how much?", columns or {}, "f:1"), make_request([1], max_new_tokens=10_000))
     requests, left = [], iter(texts)
 
     async def ask(request):
@@ -199,7 +200,7 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
             result("describe", "{'name': 'ab', 'letters': ['a', 'b']}"),
             result("search", "{'error': 'found nothing'}"),
         ],
-        [result("lookup", "[('x', b'raw')]")],
+        [result("lookup", [["x", "b'raw'"]])],
         [result("unknown", asked[5][0]["content"])],
     ]
     assert "missing 1 required positional argument: 'b'" in missing

@@ -1,6 +1,7 @@
 """Chats: messages after an answer are as the template writes them, prompts show tools, answers are parsed."""
 
 import itertools
+import json
 import re
 
 import pytest
@@ -11,7 +12,6 @@ from minirl.data.appended_messages import following_ids
 from minirl.data.task import Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.model.families import config_from_dict
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
 from support.models import RAW_CONFIG
@@ -182,7 +182,6 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, text, before, 
         ('{"name": "f", "arguments": {}}', "has no </tool_call>"),
         ("f(1)</tool_call>", "Expecting value"),
         ('{"name": "f", "arguments": "{}"}</tool_call>', "expected {"),
-        ('{"name": "f", "name": "g", "arguments": {}}</tool_call>', "there twice"),
         ('{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         ("[" * 100_000 + "</tool_call>", "recursion"),
     ],
@@ -233,12 +232,13 @@ NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_path):
     """The flag names what the template does not use. Fault 43."""
     save_chat_tokenizer(tmp_path, THINKING, "<|im_end|>")
-    model_config = config_from_dict(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
+    config_json = json.dumps(RAW_CONFIG | {"vocab_size": 400, "max_position_embeddings": 512})
+    (tmp_path / "config.json").write_text(config_json)
 
     def prompts_with(arguments):
         config = RunConfig(chat_template_kwargs=arguments, chat=True)
         task = Task("mine", [Row("q", {}, "f:1")], {}, {}, 32)
-        return load_prompts(config, task, tmp_path, model_config, tools=(), user_rollout=None)[0]
+        return load_prompts(config, task, tmp_path, tools=(), user_rollout=None)[1]
 
     prompts = prompts_with('{"enable_thinking": false, "style": "brief"}')
     tokenizer = prompts.tokenizer

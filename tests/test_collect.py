@@ -31,7 +31,7 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     """The reference: requests run by the engine alone, rewarded afterwards. It takes no process group."""
     collector = make_collector(num_greedy=1)
     groups = collector.collect(5)
-    requests = Prompts().requests(0, 5, group_size=3, num_greedy=1)
+    requests = Prompts().requests(range(5), group_size=3, num_greedy=1)
     expected = make_engine(cached_model("mixed", torch.float32)).generate(requests)
     rewards = torch.tensor(sums([rollout.completion for rollout in expected])).double().view(5, 4)
     trained = [rollout for rollout in expected if rollout.rollout_id.sample < 3]

@@ -121,7 +121,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
         objective.backward()
         metrics = StepMetrics()
         metrics.add_total("policy/loss", objective.detach())
-        add_tokens(metrics, micro, new, ratio, entropy, sampled_version=1)
+        add_tokens(metrics, micro, new, ratio, entropy, weight_version=1)
         add_clip(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
         metrics.refuse_nonfinite(update=0)
         trained = filter(lambda parameter: parameter.requires_grad, model.parameters())

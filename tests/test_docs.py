@@ -26,7 +26,7 @@ PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "tests").glob("*.md")), ROO
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4"
 RUNS = {
     "grpo": ("train_grpo.py", "--kl-coef 0.1"),
-    "ppo": ("train_ppo.py", "--kl-reward-coef 0.1 --kl-target 6"),
+    "ppo": ("train_ppo.py", "--kl-reward-coef 0.1"),
 }
 REWARDS = """
 def some(completions):

@@ -91,7 +91,7 @@ def branches_of_a_step(rank):
     config = train_ppo.Config(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
     zeros, sevens = torch.zeros(len(batch.tokens)), torch.full((12,), 7.0)
     batch = batch.replace(values=zeros)
-    _, returns = train_ppo.advantages_and_returns(config, groups.scores, zeros, sevens, batch, kl_coef=0.0)
+    _, returns = train_ppo.advantages_and_returns(config, groups.scores, zeros, sevens, batch)
     return means, returns.split(batch.num_loss_tokens.tolist()), groups
 
 

@@ -15,7 +15,7 @@ from minirl.generation.engine import Request
 from minirl.model.config import Adapters
 from minirl.model.families import FAMILIES, config_from_dict, read_config
 from minirl.model.transformer import is_batch_invariant, on_meta
-from minirl.model.weights import kept_tensors, load_replica, named_parameters, save_folder
+from minirl.model.weights import kept_tensors, load_replica, read_tokenizer_files, write_folder
 from minirl.rollouts import RolloutId
 from minirl.run.budget import num_parameters
 from support.engines import CPU, hidden_states, make_engine, scores_of
@@ -54,9 +54,7 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
             continue
         if is_batch_invariant(model.config, torch.float32, CPU):
             assert torch.equal(scores_of(model, [rollout]), rollout.sample_logprobs)
-    save_folder(
-        tmp_path / "saved", named_parameters(model), config=oracle.config.to_dict(), tokenizer_from=None
-    )
+    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=oracle.config.to_dict())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in oracle.state_dict().items())
 
@@ -72,11 +70,11 @@ def folder_of(embedded_model, tmp_path):
 
     def make(name):
         oracle = make_checkpoint(name, vocab_size=16, eos_token_id=0, bos_token_id=1)
-        save_folder(
+        write_folder(
             tmp_path / name,
-            named_parameters(twin(oracle)),
+            dict(twin(oracle).named_parameters()),
             config=oracle.config.to_dict(),
-            tokenizer_from=embedded_model,
+            tokenizer_files=read_tokenizer_files(embedded_model),
         )
         return tmp_path / name
 
@@ -162,7 +160,7 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp
     assert (got - expected).norm() <= 2e-6 * expected.norm()
     raw = json.loads((tmp_path / "config.json").read_text())
     kept = kept_tensors(model.config, tmp_path)
-    save_folder(tmp_path / "saved", named_parameters(model), config=raw, tokenizer_from=None, kept=kept)
+    write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, kept=kept)
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "saved"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

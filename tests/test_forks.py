@@ -19,11 +19,9 @@ TWO_TURNS = {
     await episode.generate(after="=" if "1" in turn.text else "==")
 """,
 }
-AFTER_COLLECT = (
-    '        add_generation(metrics, collector.take_count("sampled_tokens"), engine.take_stats())\n'
-)
+BEFORE_SCORING = '        metrics.begin("score")\n'
 LENGTH_PENALTY = {
-    AFTER_COLLECT: AFTER_COLLECT
+    BEFORE_SCORING: BEFORE_SCORING
     + """\
         lengths = groups.num_loss_tokens[..., None]
         groups = dataclasses.replace(groups, rewards=groups.rewards - 0.01 * lengths)

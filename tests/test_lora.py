@@ -18,7 +18,7 @@ from minirl.model.config import Adapters
 from minirl.model.families import read_config
 from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import is_batch_invariant, on_meta
-from minirl.model.weights import load_replica, load_weights, named_parameters
+from minirl.model.weights import load_replica, load_weights
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score_batch
@@ -113,7 +113,7 @@ def train_one_update(rank, folder, options):
 @pytest.mark.parametrize("options", [{}, slow({"shard_gradients": True, "offload_optimizer": True})], ids=str)
 def test_an_update_changes_the_adapters_alone_and_as_on_one_rank(one_rank, two_ranks, folder, options):
     """The base has no masters; its reference is on its storage, and so is the trunk of a value model of its folder."""
-    base = named_parameters(load_replica(folder, dtype=torch.float32))
+    base = dict(load_replica(folder, dtype=torch.float32).named_parameters())
     (expected,) = one_rank.run(train_one_update, folder, {})
     for after in two_ranks.run(train_one_update, folder, options):
         assert all(torch.equal(after[name], weight) for name, weight in base.items())
@@ -197,7 +197,8 @@ def test_adapters_are_those_of_peft_and_a_folder_of_them_is_read_as_merged(
     torch.testing.assert_close(theirs, trained[1:], atol=5e-6, rtol=0)
     adapted_model.merge_and_unload().save_pretrained(tmp_path)
     merged, replica = (
-        named_parameters(load_replica(folder, dtype=torch.float32)) for folder in (tmp_path, checkpoint)
+        dict(load_replica(folder, dtype=torch.float32).named_parameters())
+        for folder in (tmp_path, checkpoint)
     )
     assert all(torch.equal(weight, replica[name]) for name, weight in merged.items())
 

@@ -20,7 +20,6 @@ from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
     add_clip,
-    add_gap,
     add_generation,
     add_rewards,
     add_rollouts,
@@ -98,8 +97,8 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
         add_skipped(metrics, torch.tensor([6, 1, 1, 2]), [None, 0, 1, None])
     # 8 requests, of which 2 run on alone for as many steps again.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
-    add_generation(ranks[0], 50, EngineStats(**counts, preemptions=2, drops=3))
-    add_generation(ranks[1], 0, EngineStats(preemptions=2))
+    add_generation(ranks[0], EngineStats(**counts, preemptions=2, drops=3))
+    add_generation(ranks[1], EngineStats(preemptions=2))
 
     new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
     # All sampled ones but the last are beyond their side's bound.
@@ -118,12 +117,12 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     entropy = torch.tensor([7.0, 1.0, 2.0, 3.0, 4.0])
     for metrics, part in zip(ranks, (micro, micro.select([])), strict=True):
         count = len(part.tokens)
-        add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], sampled_version=12)
+        add_tokens(metrics, part, new[:count], ratio[:count], entropy[:count], weight_version=12)
         add_clip(metrics, part, ratio[:count], clip_low=0.2, clip_high=0.3)
-        add_gap(metrics, part, new[:count], version=10)  # no token is of these weights
     seconds = {"prefill": 0.5, "decode": 1.5, "update": 0.5, "wait_ranks": 1.0, "step": 8.0}
     for cause, spent in seconds.items():
         ranks[0].add_total(f"time/{cause}", spent)
+    ranks[0].add_total("count/sampled_tokens", 50)
 
     reduced = derived(reduce_over_ranks(*ranks)[1])
     assert {name: value for name, value in reduced.items() if not name.startswith("time/")} == pytest.approx(

@@ -8,7 +8,7 @@ from minirl.generation.engine import Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica, named_parameters
+from minirl.model.weights import load_replica
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
@@ -50,8 +50,8 @@ def assert_equal_gradients(model, got, oracle, expected):
     (got * weights).sum().backward()
     (expected * weights).sum().backward()
     oracle_params = dict(oracle.named_parameters())
-    assert named_parameters(model).keys() == oracle_params.keys()
-    for key, param in named_parameters(model).items():
+    assert dict(model.named_parameters()).keys() == oracle_params.keys()
+    for key, param in model.named_parameters():
         bound = 1e-4 * oracle_params[key].grad.norm()
         if key.endswith("k_proj.bias") and not model.config.qk_norm:
             # Without rope the softmax would not see a constant shift of the keys: a small sum of large terms.
@@ -169,7 +169,7 @@ def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, len
         tokens = random_tokens(model, lengths)
         outputs = score_at(model, batch_of(tokens, lengths), 0.75)
         torch.stack(outputs).sum().backward()
-        gradients.append({key: param.grad for key, param in named_parameters(model).items()})
+        gradients.append({key: param.grad for key, param in model.named_parameters()})
     assert len(calls) == 1 + 2
     for key, grad in gradients[0].items():
         assert torch.equal(gradients[1][key], grad), key

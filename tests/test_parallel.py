@@ -12,7 +12,7 @@ from minirl.episodes.step_groups import Groups
 from minirl.errors import GuardError
 from minirl.generation.engine import Request
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import load_replica, named_parameters
+from minirl.model.weights import load_replica
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import Completion, RolloutId, rollout_of
 from minirl.training.assignment import plan_updates
@@ -92,7 +92,7 @@ def gradients_of(rank, max_tokens, folder, flags, can_skip=None, dtype=torch.flo
     batch = batch.replace(ref_logprobs=0.9 * batch.sample_logprobs)
     batch = batch.replace(
         advantages=train_grpo.token_advantages(config, groups, batch).to(dtype),
-        loss_weights=batch.spread(weights.flatten()[batch.rollout]).to(dtype),
+        loss_weights=batch.spread_rollouts(weights).to(dtype),
     )
     for i, sequences in enumerate(microbatches):
         micro = batch.select(sequences)
@@ -206,7 +206,7 @@ def check_refreshes(rank, folder, dtype):
     model = sharded(folder, dtype)
     optimizer = adamw(model)
     weights = model.compute_weights
-    reference = named_parameters(load_replica(folder, dtype=dtype))
+    reference = dict(load_replica(folder, dtype=dtype).named_parameters())
     original = {name: weight.clone() for name, weight in reference.items()}
     assert all(torch.equal(weights[name], weight) for name, weight in original.items())
     addresses = {name: weight.data_ptr() for name, weight in weights.items()}

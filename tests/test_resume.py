@@ -12,7 +12,7 @@ COMMON += " --num-epochs 2 --num-minibatches 2 --group-size 3"
 CASES = {
     "skips": ("train_grpo.py", ""),
     "grpo": ("train_grpo.py", "--dynamic-sampling --kl-coef 0.01"),
-    "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --kl-target 0.1 --value-warmup-steps 1"),
+    "ppo": ("train_ppo.py", "--kl-reward-coef 0.05 --value-warmup-steps 1"),
 }
 EVERY_SPLIT = range(NUM_STEPS + 1)
 
@@ -26,7 +26,7 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
     ],
 )
 def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, ranks, splits):
-    """Several epochs and minibatches per batch, refills, KL terms, an adapted coefficient, a value model's warm-up.
+    """Several epochs and minibatches per batch, refills, KL terms, a value model's warm-up.
 
     Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is dropped.
     Faults 1 and 40. Pitfalls 57 and 61.

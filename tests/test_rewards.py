@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
-from minirl.rewards.functions import OverlongPenalty, arguments_of, functions_and_weights
+from minirl.rewards.functions import arguments_of, functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
@@ -57,12 +57,12 @@ def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tm
     """Modules are found in the working directory. A colon in its name does no harm."""
     folder = tmp_path / "a:b"
     folder.mkdir()
-    (folder / "bonus.py").write_text("BONUS = 2\n")
-    (folder / "mine.py").write_text(
-        "from bonus import BONUS\ndef score(completions):\n    return [BONUS, 3]\n"
+    (folder / "found_beside.py").write_text("BONUS = 2\n")
+    (folder / "found_here.py").write_text(
+        "from found_beside import BONUS\ndef score(completions):\n    return [BONUS, 3]\n"
     )
     monkeypatch.chdir(folder)
-    for spec in (f"{folder}/mine.py:score", "mine:score"):
+    for spec in (f"{folder}/found_here.py:score", "found_here:score"):
         assert rewards_of(RewardWorkers(spec)) == [2.0, 3.0]
 
 
@@ -152,7 +152,7 @@ def test_overlong_penalty_is_the_reference_row():
     lengths = (0, 12, 13, 16, 20, 100)
     rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
     rollouts.append(replace(rollouts[2], earlier=(rollouts[3],)))
-    assert OverlongPenalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
+    assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
 
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():

@@ -61,9 +61,8 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert 1 in collector.in_flight
-    requests = make_prompts().requests(0, 1, group_size=0, num_greedy=1)
-    (evaluated,) = collector.evaluator(make_prompts()).run([requests], num_requests=1)
-    assert len(evaluated.rollouts) == 1
+    requests = make_prompts().requests([0], group_size=0, num_greedy=1)
+    assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
     gate.append(True)
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS))

@@ -81,18 +81,16 @@ def test_world_size_need_not_divide_anything(two_ranks, runs):
 
 @pytest.mark.slow
 def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
-    """Value warm-up, adaptive KL, bootstrap, epochs, minibatches of one or two of five rollouts, tiny microbatches."""
+    """Value warm-up, KL, bootstrap, epochs, minibatches of one or two of five rollouts, tiny microbatches."""
     flags = "--num-steps 3 --prompts-per-step 5 --value-warmup-steps 1"
-    flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1 --kl-target 1"
+    flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1"
     flags += " --max-tokens-per-microbatch 40 --bootstrap-truncated --gamma 0.99 --entropy-coef 0.01"
-    flags += " --correction token_mask --kl-horizon 50 --temperature 0.7"
+    flags += " --correction token_mask --temperature 0.7"
     folder = trained(two_ranks, runs / "d", "train_ppo.py", flags, under=pad_as_on_cuda)
     first, second, third = read_metrics(folder)
     assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
     assert first["value/grad_norm"] > 0
     assert second["optim/grad_norm"] > 0
-    # Under the target: the coefficient sinks.
-    assert first["reward/kl_coef"] == 0.1 > third["reward/kl_coef"]
     assert third["policy/logp_gap_max"] <= 1e-5
 
 

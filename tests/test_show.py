@@ -3,6 +3,9 @@
 import json
 import sys
 
+import pytest
+
+from minirl.errors import InputError
 from minirl.extras.show import main
 
 EPISODE = {
@@ -27,7 +30,7 @@ del ANSWER["segments"]
 def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeypatch, capsys):
     """By default the last step's; also an answer without turns. Fault 57: no control character reaches the terminal.
 
-    What cannot be shown is exit code 2 and one line.
+    What cannot be shown is refused.
     """
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path))
     path = tmp_path / "mine" / "rollouts" / "000012.jsonl"
@@ -37,11 +40,10 @@ def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeyp
 
     def shown(*arguments):
         monkeypatch.setattr(sys, "argv", ["show", *arguments])
-        return main(), *capsys.readouterr()
+        main()
+        return capsys.readouterr().out.splitlines()
 
-    code, out, err = shown("mine")
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    assert shown("mine") == [
         "3.0  f:1  reward 1, advantage 0.5, 5 tokens sampled, env_done",
         "rewards: exact none, short -0.25",
         "prompt:",
@@ -65,7 +67,5 @@ def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeyp
         (["nowhere"], "nowhere: no rollouts in nowhere or "),
         (["mine", "7"], "has none of step 7; there are steps 2 to 12"),
     ):
-        code, _, err = shown(*arguments)
-        assert code == 2
-        assert err.startswith("error: ")
-        assert said in err
+        with pytest.raises(InputError, match=said):
+            shown(*arguments)

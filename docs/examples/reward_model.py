@@ -115,7 +115,7 @@ def main(config: Config) -> int:
             )
             loss = losses.sum() / config.prompts_per_step
             model.backward(loss, is_last=i == len(microbatches) - 1)
-            metrics.add_total("policy/loss", loss.detach())
+            metrics.add_total("policy/loss", loss)
             metrics.add_values("reward/accuracy", chosen > rejected)
         metrics.refuse_nonfinite(update=progress.update)
         lr = config.learning_rate(progress.update, config.peak_lr)

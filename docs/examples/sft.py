@@ -60,7 +60,7 @@ def main(config: Config) -> int:
     setup = Setup(config, name="sft", rewards=None if has_scores else {})
     refuse(setup.tokenizer.backend.eos_token_id is None, "the tokenizer has no end-of-sequence token")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
-    collector = setup.make_collector(setup.make_engine(policy), one_turn)  # for evaluations
+    collector = setup.make_collector(policy, one_turn)  # for evaluations
     run = Run(setup, {"policy": (policy, optimizer)}, collector)
 
     for step in run.steps():
@@ -79,7 +79,7 @@ def main(config: Config) -> int:
             logprobs, _ = score_batch(policy.module, micro)
             loss = -logprobs.sum() / num_tokens  # logprobs are 0 in the prompts
             policy.backward(loss, is_last=i == len(microbatches) - 1)
-            metrics.add_total("policy/loss", loss.detach())
+            metrics.add_total("policy/loss", loss)
             metrics.add_total("count/tokens", micro.loss_mask.sum())
         metrics.refuse_nonfinite(update=run.progress.update)
         lr = config.learning_rate(run.progress.update, config.peak_lr)

@@ -60,8 +60,9 @@ def _after_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
 def _checked(messages: Sequence[Any], place: str) -> Messages:
     what = f"{place}: generate(after=...)"
     for message in messages:
+        is_result = isinstance(message, dict) and message.get("role") == "tool"
         refuse(
-            not is_message(message),
+            not is_message(message) and not (is_result and isinstance(message.get("content"), list)),
             f"{what}: {message!r:.80} is not a message; expected role and content, both text",
         )
     refuse(

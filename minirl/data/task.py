@@ -5,7 +5,7 @@ changing the package, a JSONL file and a reward function (`jsonl`).
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -61,30 +61,15 @@ def as_messages(prompt: str | Messages) -> Messages:
     return prompt
 
 
-def conversation(
-    before: Messages, turns: Iterable[tuple[Messages, Callable[[], str | dict[str, Any]]]]
-) -> Messages:
-    """Return the messages of an episode after those `before` it; an answer that continues the last message joins it.
-
-    turns: for each turn the messages appended before it, and its answer so far, as text or as a message. An answer
-    extends up to the next messages.
-    """
-    messages = [dict(message) for message in before]
-    turns = list(turns)
-    for i, (inserted, answer) in enumerate(turns):
-        messages += (dict(message) for message in inserted)
-        goes_on = i + 1 < len(turns) and not turns[i + 1][0]
-        if goes_on:
-            continue
-        said = answer()
-        if isinstance(said, str):
-            said = {"role": "assistant", "content": said}
-        # Only the message before the episode can be the assistant's too.
-        if messages and messages[-1]["role"] == "assistant":
-            last = messages.pop()
-            said = {**last, **said, "content": last["content"] + said["content"]}
-        messages.append(said)
-    return messages
+def add_answer(messages: Messages, said: str | dict[str, Any]) -> None:
+    """Add an answer, as text or as a message; one that continues the last message joins it."""
+    if isinstance(said, str):
+        said = {"role": "assistant", "content": said}
+    # Only the message before the episode can be the assistant's too.
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        said = {**last, **said, "content": last["content"] + said["content"]}
+    messages.append(said)
 
 
 def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:

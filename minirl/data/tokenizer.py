@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minirl.data.task import Messages, Row, as_messages, conversation
+from minirl.data.task import Messages, Row, add_answer, as_messages
 from minirl.data.tools import Tool, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
@@ -133,10 +133,9 @@ class Tokenizer:
                 ids.append(eos_id)
             return ids
         first, others = (completion, []) if isinstance(completion, str) else (completion[0], completion[1:])
-        messages = conversation(as_messages(prompt), [([], lambda: first)]) + others
-        for i, message in enumerate(messages):
-            if isinstance(message["content"], list):  # the result of a tool
-                messages[i] = {**message, "content": str(message["content"])}
+        messages = list(as_messages(prompt))
+        add_answer(messages, first)
+        messages += others
         text = self.apply_template(messages, place, is_prompt=False)
         for call in itertools.chain(*(message.get("tool_calls", ()) for message in messages)):
             refuse(
@@ -158,7 +157,8 @@ class Tokenizer:
         continues = is_prompt and messages[-1]["role"] == "assistant"
         try:
             text: str = self.backend.apply_chat_template(
-                messages,
+                # The result of a tool may be a list.
+                [{**message, "content": str(message["content"])} for message in messages],
                 tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=is_prompt and not continues,

@@ -4,16 +4,16 @@ They are made from the tokens on demand: most are needed once or never.
 """
 
 import functools
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 from minirl.data import answers
-from minirl.data.task import Messages, as_messages, conversation, is_token_ids
+from minirl.data.task import Messages, add_answer, as_messages, is_token_ids
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, TurnFacts
 
-# The fields of a turn in rollouts.jsonl.
-TURN_FACTS = ("start", "num_tokens", "finish_reason", "branch", "parse_error", "extra")
+Turn = TypeVar("Turn", bound=TurnFacts)
 
 
 def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -31,10 +31,8 @@ def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> d
         return {}
     return {
         "messages": messages_of(rollout, prompt, tokenizer),
-        "segments": [
-            segment for branch in rollout.branches for segment in _segments(rollout, branch, tokenizer)
-        ],
-        "turns": [{name: getattr(turn, name) for name in TURN_FACTS} for turn in turns],
+        "segments": list(_segments(rollout, tokenizer)),
+        "turns": [turn.numbers() for turn in turns],
     }
 
 
@@ -48,18 +46,31 @@ def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) 
         return []
     tools = tokenizer.tools if rollout.episode.tools is None else rollout.episode.tools
     tokenizer = tokenizer.with_tools(tools)
-    number = rollout.rollout_id.branch
-    answer_start = 0
-    turns = []
-    for turn in rollout.episode.turns:
-        if turn.branch != number:
-            continue
+    turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
+    answer = functools.partial(_answer, tokenizer, rollout, bool(tools))
+    return as_plain(conversation(cast(str | Messages, begun), turns, answer))
+
+
+def conversation(
+    prompt: str | Messages,
+    turns: Sequence[Turn],
+    answer: Callable[[int, Turn], str | dict[str, Any]],
+) -> Messages:
+    """Return the messages of a branch: those of its prompt, the appended ones, and the answers.
+
+    answer: returns the text or message of an answer, which begins among the branch's tokens after its prompt, and ends
+    with a turn: all turns up to the next messages.
+    """
+    messages = [dict(message) for message in as_messages(prompt)]
+    start = 0
+    for i, turn in enumerate(turns):
         if turn.inserted:
-            answer_start = turn.start
-        reads_calls = turn.is_answer and bool(tools)
-        answer = functools.partial(_answer, tokenizer, rollout, answer_start, turn.end, reads_calls)
-        turns.append((turn.inserted, answer))
-    return as_plain(conversation(as_messages(cast(str | Messages, begun)), turns))
+            messages += (dict(message) for message in turn.inserted)
+            start = turn.start
+        goes_on = i + 1 < len(turns) and not turns[i + 1].inserted
+        if not goes_on:
+            add_answer(messages, answer(start, turn))
+    return messages
 
 
 def as_plain(messages: Messages) -> Messages:
@@ -72,13 +83,13 @@ def as_plain(messages: Messages) -> Messages:
 
 
 def _answer(
-    tokenizer: Tokenizer, rollout: Rollout, start: int, end: int, reads_calls: bool
+    tokenizer: Tokenizer, rollout: Rollout, can_call: bool, start: int, turn: TurnFacts
 ) -> str | dict[str, Any]:
-    """Return the answer from `start` to `end` among a branch's tokens after its prompt: text, or with its calls."""
+    """Return an answer, as `conversation` asks: text, or with its calls if it is one turn."""
     first = rollout.num_prompt_tokens + start
-    ids = rollout.tokens[first : rollout.num_prompt_tokens + end]
+    ids = rollout.tokens[first : rollout.num_prompt_tokens + turn.end]
     text = tokenizer.decode(ids)
-    if not reads_calls:
+    if not can_call or start != turn.start:
         return text
     try:
         message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))
@@ -88,21 +99,18 @@ def _answer(
     return message if message.pop("parse_error", None) is None else message | {"content": text}
 
 
-def _segments(rollout: Rollout, branch: Rollout, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return a branch's tokens turn by turn, with the tokens appended before each, and its prompt if not the row's."""
-    number = branch.rollout_id.branch
-
-    def segment(kind: str, first: int, last: int) -> dict[str, Any]:
-        text = tokenizer.decode(branch.tokens[first:last], skip_special_tokens=False)
-        return {"kind": kind, "text": text, "num_tokens": last - first, "branch": number}
-
-    num_prompt_tokens = last = branch.num_prompt_tokens
-    segments = [segment("prompt", 0, last)] if number > 0 else []
-    for turn in rollout.episode.turns:
-        if turn.branch == number:
-            first = num_prompt_tokens + turn.start
-            if first > last:
-                segments.append(segment("environment", last, first))
-            last = num_prompt_tokens + turn.end
-            segments.append(segment("sampled", first, last))
-    return segments
+def _segments(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Yield the branches' tokens turn by turn, with those appended before each, and the prompts, if not the row's."""
+    for branch in rollout.branches:
+        number = branch.rollout_id.branch
+        last = branch.num_prompt_tokens
+        parts = [("prompt", 0, last)] if number > 0 else []
+        for turn in rollout.episode.turns:
+            if turn.branch == number:
+                first = branch.num_prompt_tokens + turn.start
+                parts += [("environment", last, first), ("sampled", first, first + turn.num_tokens)]
+                last = first + turn.num_tokens
+        for kind, first, last in parts:
+            if last > first:
+                text = tokenizer.decode(branch.tokens[first:last], skip_special_tokens=False)
+                yield {"kind": kind, "text": text, "num_tokens": last - first, "branch": number}

@@ -11,10 +11,10 @@ checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ from minirl.rollouts import Request, Rollout
 # take the places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
-# Prompts of an evaluation that are judged in one call of a reward model, which may have to come from the host's memory.
-JUDGED_TOGETHER = 64
 
 
 class Collector:
@@ -76,8 +74,6 @@ class Collector:
         """
         self.num_served = 0
         self.engine = engine
-        self._rollout = rollout
-        self._max_turns = max_turns
         self._prompts = prompts
         self._functions = functions
         weights = torch.ones(len(functions), dtype=torch.float64)
@@ -86,7 +82,6 @@ class Collector:
         self._num_greedy = num_greedy
         self._temperature = temperature
         self._max_refills = max_refills
-        self._call_timeout = call_timeout
         self._max_staleness = max_staleness
         # The most tokens that a rollout samples in a round.
         self._round_tokens = NO_BUDGET
@@ -97,14 +92,12 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        self._runner = EpisodeRunner(
-            engine,
-            rollout,
-            prompts,
-            max_turns=max_turns,
-            reward_names=reward_names,
-            call_timeout=call_timeout,
-        )
+        self._of_episodes: dict[str, Any] = {
+            "rollout": rollout,
+            "max_turns": max_turns,
+            "call_timeout": call_timeout,
+        }
+        self._runner = EpisodeRunner(engine, prompts=prompts, reward_names=reward_names, **self._of_episodes)
         self._queue = RewardQueue(functions, prompts)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
         # them. The queue has whole groups until a step asks for their rewards.
@@ -136,38 +129,16 @@ class Collector:
             del self._begun_in[ordinal]
         return selection.groups
 
-    def run(
-        self,
-        groups: Iterable[Sequence[Request]],
-        *,
-        num_requests: int,
-        num_open: float = math.inf,
-        weight_version: int = 0,
-    ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards: parts of JUDGED_TOGETHER prompts or more, then the rest.
+    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
+        """The rollouts of these requests, of whole prompts, with their rewards.
 
         Collective if ranks share the model's layers.
-
-        groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
-        rollouts above which no group begins.
         """
-        waiting = iter(groups)
-        self._runner.begin_round(weight_version=weight_version)
-        bar = progress_bar("generate", total=num_requests, unit="completions")
-        with self._runner.closed_on_error(), bar:
-            while True:
-                while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
-                    self._begin(group)
-                bar.update(self._step())
-                self._queue.poll(0.0 if self._num_running or self.engine.is_waited_for else 0.5)
-                ready = self._queue.ready()
-                is_end = not self._num_running and len(ready) == len(self._queue.groups)
-                if ready and (is_end or len(ready) >= JUDGED_TOGETHER):
-                    yield self._queue.finish(sorted(ready))
-                if is_end:
-                    break
+        with self._runner.closed_on_error():
+            self._begin(requests)
+            self._run_round(weight_version)
         self._runner.leave_engine()
-        self.engine.sync()
+        return self._queue.finish(sorted(self._queue.groups))
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
@@ -175,11 +146,9 @@ class Collector:
             self.engine,
             prompts,
             self._functions,
-            rollout=self._rollout,
-            max_turns=self._max_turns,
             group_size=0,
             num_greedy=1,
-            call_timeout=self._call_timeout,
+            **self._of_episodes,
         )
 
     def take_count(self, counted: str) -> int:
@@ -286,16 +255,14 @@ class Collector:
         """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""
         again, self._interrupted = self._interrupted[:num_prompts], self._interrupted[num_prompts:]
         first_new, self.num_served = self.num_served, self.num_served + num_prompts - len(again)
-        requests: list[Request] = []
-        for ordinals in (*(range(one, one + 1) for one in again), range(first_new, self.num_served)):
-            requests += self._prompts.requests(
-                ordinals.start,
-                len(ordinals),
-                group_size=self._group_size,
-                num_greedy=self._num_greedy,
-                temperature=temperature,
-            )
-            self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
+        ordinals = [*again, *range(first_new, self.num_served)]
+        self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
+        requests = self._prompts.requests(
+            ordinals,
+            group_size=self._group_size,
+            num_greedy=self._num_greedy,
+            temperature=temperature,
+        )
         self._begin(requests)
 
     def _begin(self, requests: Sequence[Request]) -> None:

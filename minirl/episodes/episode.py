@@ -16,11 +16,23 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from minirl.data.task import After, Messages, Row, as_messages, conversation, is_token_ids
-from minirl.episodes.generate import Generate
-from minirl.episodes.refusals import REWARD, checked_reward
-from minirl.episodes.turn import Turn
-from minirl.errors import refuse
+from torch import Tensor
+
+from minirl.data import answers
+from minirl.data.task import (
+    After,
+    Messages,
+    Row,
+    is_messages,
+    is_stop_string,
+    is_token_ids,
+)
+from minirl.data.tokenizer import Tokenizer
+from minirl.data.view import conversation
+from minirl.errors import InputError, refuse
+from minirl.files.user_code import shown
+from minirl.rewards.values import MAX_REWARD, validate_number
+from minirl.rollouts import Request, Rollout, TurnFacts
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -33,6 +45,111 @@ END_REASONS = (
     "timeout",
     "env_done",
 )
+# The name of a reward that is given without one.
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Asks for a turn: tokens are appended, then at most `max_tokens` are sampled.
+
+    after: text, token ids or, between turns of a chat, messages. The results of tools may have other contents than
+    text: the chat template gets these as text, reward functions as they are.
+    stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
+    max_tokens: None for as many as fit.
+    branch: the number of the episode's branch.
+    """
+
+    after: After
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    branch: int
+
+    @property
+    def inserted(self) -> Messages:
+        """The appended messages."""
+        return [dict(message) for message in self.after] if is_messages(self.after) else []
+
+    def check(self) -> None:
+        """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
+        is_after = isinstance(self.after, str | list | tuple)
+        is_limit = self.max_tokens is None or (type(self.max_tokens) is int and self.max_tokens >= 1)
+        refuse(
+            not is_after,
+            f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
+        )
+        refuse(
+            not all(map(is_stop_string, self.stop)),
+            f"generate(stop={self.stop!r:.80}): expected texts; '' is in every text, U+FFFD and surrogates in none",
+        )
+        refuse(not is_limit, f"generate(max_tokens={self.max_tokens!r:.80}): must be at least 1")
+
+
+@dataclass(slots=True)
+class BranchTokens:
+    """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
+
+    The branch and its turns share it, so that memory holds a branch once and not once per turn.
+    """
+
+    rollout: Rollout | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Turn(TurnFacts):
+    """A turn that a function asked for: appended tokens, then sampled ones.
+
+    appended: the token ids that were appended before it. tokens: the branch's.
+    """
+
+    appended: list[int]
+    tokenizer: Tokenizer
+    tokens: BranchTokens
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """The sampled token ids, including the stop token."""
+        return self._listed(self._rollout.tokens)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float]:
+        """The sampled tokens' logprobs, when they were sampled."""
+        return self._listed(self._rollout.sample_logprobs)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The text of the sampled ids, without special tokens."""
+        return self.text_from(self.start)
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """The content, and reasoning and calls of tools, if any; see `data.answers`.
+
+        Raises InputError if the form of the model's calls is unknown.
+        """
+        before = self._rollout.tokens[: self._place(self.start)]
+        message = answers.parsed_answer(self.tokenizer, self.ids, before)
+        self.parse_error = message.get("parse_error")
+        return message
+
+    def text_from(self, start: int) -> str:
+        """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
+        return self.tokenizer.decode(self._rollout.tokens[self._place(start) : self._place(self.end)])
+
+    @property
+    def _rollout(self) -> Rollout:
+        """The branch, up to this turn or a later one."""
+        assert self.tokens.rollout is not None, "the turn has not ended"
+        return self.tokens.rollout
+
+    def _place(self, index: int) -> int:
+        """The place in the branch, prompt included, of one of its tokens after the prompt."""
+        return self._rollout.num_prompt_tokens + index
+
+    def _listed(self, stream: Tensor) -> list[Any]:
+        """The turn's part of a stream of the branch."""
+        part: list[Any] = stream[self._place(self.start) : self._place(self.end)].tolist()
+        return part
 
 
 @dataclass
@@ -43,7 +160,11 @@ class Branch:
     included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
     first turn; until then it has the episode's limit. turns: the finished ones. tools: JSON schemas of the tools that
     its prompt shows; None: the run's. drops_last: whether its last turn reached nobody, and so does not belong to the
-    rollout. No turn follows it. ask: samples a turn; what runs the episode sets it.
+    rollout. No turn follows it.
+
+    For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
+    tokens; missing before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
+    engine for its next turn.
     """
 
     prompt: str | Messages | list[int]
@@ -54,6 +175,9 @@ class Branch:
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
+    request: Request = field(init=False)
+    engine_tokens: BranchTokens = field(default_factory=BranchTokens)
+    is_held: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +205,9 @@ class Branch:
             is_token_ids(self.prompt),
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
-        turns = ((turn.inserted, functools.partial(getattr, turn, "answer")) for turn in self.turns)
-        return conversation(as_messages(cast(str | Messages, self.prompt)), turns)
+        return conversation(
+            cast(str | Messages, self.prompt), self.turns, lambda start, turn: turn.text_from(start)
+        )
 
     async def generate(
         self,
@@ -90,7 +215,6 @@ class Branch:
         after: After | dict[str, str] | None = None,
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
-        contents: Sequence[list[Any] | None] = (),
     ) -> Turn:
         """Append `after` and sample a turn; return it when it has ended. See `Generate`.
 
@@ -100,8 +224,7 @@ class Branch:
         """
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
-        after = "" if appended is None else appended
-        asked = Generate(after, strings, max_tokens, self.number, contents)
+        asked = Generate("" if appended is None else appended, strings, max_tokens, self.number)
         asked.check()
         return await self.ask(asked)
 
@@ -120,20 +243,18 @@ class Episode(Branch):
     def __init__(
         self,
         row: Row,
-        seed: int,
-        max_tokens: int,
+        request: Request,
         tools: list[dict[str, Any]] | None = None,
         *,
-        prompt_ids: Sequence[int] = (),
         is_chat: bool = False,
-        temperature: float = 1.0,
     ):
-        super().__init__(row.prompt, max_tokens, prompt_ids=list(prompt_ids))
+        super().__init__(row.prompt, request.max_new_tokens, prompt_ids=list(request.prompt_ids))
         self.row = row
-        self.seed = seed
+        self.request = request
+        self.seed = request.key
         self.tools = tools or []
         self.is_chat = is_chat
-        self.temperature = temperature
+        self.temperature = request.temperature
         self.environment: Any = None
         self.end_reason: str | None = None
         self._further: dict[int, Branch] = {}
@@ -200,6 +321,14 @@ class Episode(Branch):
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         self.end_reason = reason
+
+
+def checked_reward(value: Any, what: str) -> float:
+    """Return a reward as a float. Raises InputError, beginning with `what`, unless it is a finite number."""
+    checked = validate_number(value)
+    if not isinstance(checked, float):
+        raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
+    return checked
 
 
 # Returns rewards by name, None for one that does not apply; or a number, the reward named "reward"; or None.

@@ -1,6 +1,6 @@
 """Run the functions that write rollouts on the engine, which decodes their turns together.
 
-While a function works on its reply (`programs`), its episode waits in the engine, which decodes the others.
+While a function works on its reply (`running`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
 their keys and values in the engine, unless `leave_engine` frees these.
@@ -14,13 +14,10 @@ from dataclasses import replace
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
-from minirl.episodes.episode import Episode, RolloutFunction
+from minirl.episodes.episode import REWARD, Episode, Generate, RolloutFunction
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.generate import Generate
-from minirl.episodes.programs import Ended, Failed, Program, Programs, Reply
-from minirl.episodes.refusals import check_rewards
-from minirl.episodes.running import NO_BUDGET, RunningEpisode
-from minirl.episodes.turn_maker import TurnMaker
+from minirl.episodes.running import NO_BUDGET, Programs, Reply, RunningEpisode
+from minirl.episodes.turn_maker import make_turn
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.rollouts import Request, Rollout, RolloutId
@@ -59,20 +56,16 @@ class EpisodeRunner:
         """
         self._engine = engine
         self._programs = Programs(rollout, timeout_s=call_timeout)
-        self._name = self._programs.name
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._turn_maker = TurnMaker(self._name, prompts)
         self._counts: Counter[str] = Counter()
         # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
-        self._running: dict[Program, RunningEpisode] = {}
+        self._running: dict[RunningEpisode, None] = {}
         self._paused: list[RunningEpisode] = []
         # By branch that the engine has.
-        self._program_of: dict[RolloutId, Program] = {}
+        self._running_of: dict[RolloutId, RunningEpisode] = {}
         self._ended: list[Rollout] = []
-        # Branches of finished episodes that the engine still has.
-        self._over: list[RolloutId] = []
         # By prompt: its episodes until all have asked for their first turns.
         self._unbegun: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
         # In the present round.
@@ -83,8 +76,11 @@ class EpisodeRunner:
     def begin(self, requests: Sequence[Request]) -> None:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
-            running = self._make(request)
-            self._running[running.program] = running
+            row = self._prompts.row(request.rollout_id.prompt_ordinal)
+            tokenizer = self._prompts.tokenizer
+            episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
+            running = self._programs.begin(episode)
+            self._running[running] = None
             self._unbegun[request.rollout_id.prompt_ordinal].append(running)
 
     def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
@@ -92,7 +88,7 @@ class EpisodeRunner:
         self._budget = budget
         self._weight_version = weight_version
         self._active_at = time.monotonic()
-        for running in self._running.values():
+        for running in self._running:
             running.budget = budget
         paused, self._paused = self._paused, []
         self._start(paused)
@@ -113,9 +109,8 @@ class EpisodeRunner:
 
     def leave_engine(self) -> None:
         """Take the episodes out of the engine at the end of a step."""
-        for running in self._running.values():
+        for running in self._running:
             self._leave(running)
-        self._release_over()
         event_loop().run_slice()  # functions of episodes that ended clean up
 
     def close(self) -> None:
@@ -139,8 +134,7 @@ class EpisodeRunner:
         function fails or makes a refused request.
         """
         for rollout in self._engine.step():
-            running = self._running[self._program_of[rollout.rollout_id]]
-            self._take_tokens(running, rollout)
+            self._take_tokens(self._running_of[rollout.rollout_id], rollout)
         if self._engine.lacks_room:
             # Episodes that need no more in this round make room for others.
             for running in self._paused:
@@ -155,112 +149,82 @@ class EpisodeRunner:
         """Return this count since the last call; see `Collector.take_count`."""
         return self._counts.pop(counted, 0)
 
-    def _make(self, request: Request) -> RunningEpisode:
-        """Call the function for an episode."""
-        row = self._prompts.row(request.rollout_id.prompt_ordinal)
-        tokenizer = self._prompts.tokenizer
-        episode = Episode(
-            row,
-            seed=request.key,
-            max_tokens=request.max_new_tokens,
-            tools=tokenizer.tools,
-            prompt_ids=list(request.prompt_ids),
-            is_chat=tokenizer.is_chat(row.prompt),
-            temperature=request.temperature,
-        )
-        return RunningEpisode(request, episode, self._programs.begin(episode))
-
     def _take_replies(self, timeout_s: float) -> bool:
         """Continue the episodes whose functions have replied. Return whether there are any."""
         replies = self._programs.replies(timeout_s)
-        for program, reply in replies:
-            self._go_on(self._running[program], reply)
-        self._release_over()
+        for running, reply in replies:
+            try:
+                self._go_on(running, reply)
+            except InputError as error:
+                num_turns = len(running.episode.all_turns)
+                when = f"after turn {num_turns}" if num_turns else "before its first turn"
+                place = f"rollout {self._programs.name} for the row at {running.episode.row.place}"
+                raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
         return bool(replies)
 
-    def _release_over(self) -> None:
-        """Make the engine forget the branches of finished episodes."""
-        if self._over:
-            self._engine.release(*self._over)
-            self._over = []
-
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
-        """Begin the turn of an episode that its function asks for, or end the episode."""
+        """Begin the turn of an episode that its function asks for, or end the episode. Raises InputError."""
         if isinstance(reply, Generate):
             self._begin_turn(running, reply)
-        elif isinstance(reply, Failed):
-            raise self._failure(running, reply.why)
+        elif isinstance(reply, InputError):
+            raise reply
         else:
-            try:
-                self._check_end(running.episode, reply)
-            except InputError as error:
-                raise self._failure(running, str(error)) from None
-            self._end(running, reply.reason, reply.returned)
+            self._end(running, running.episode.end_reason, reply)
 
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
         limit = "length"  # the turn has no room
-        try:
-            if self._turn_maker.make(running, asked) is not None:
-                self._count_results(asked)
-                limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
-        except InputError as error:
-            raise self._failure(running, str(error)) from None
+        if make_turn(self._prompts, running, asked) is not None:
+            self._count_results(asked)
+            limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         if limit:
-            self._programs.close(running.program)
-            running.episode.is_closed = True
+            self._programs.close(running)
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
-            ordinal = running.request.rollout_id.prompt_ordinal
-            if all(one.turn is not None for one in self._unbegun[ordinal]):
+            ordinal = running.episode.request.rollout_id.prompt_ordinal
+            if all(one.branch is not None for one in self._unbegun[ordinal]):
                 self._start(self._unbegun.pop(ordinal))
         elif running.budget == 0:
             self._paused.append(running)
         else:
             self._start([running])
 
-    def _check_end(self, episode: Episode, ended: Ended) -> None:
-        """Refuse a function that ends without a turn, or with other rewards than the run's."""
-        refuse(not episode.all_turns, f"{self._name}(episode): ended without a turn; it must await one")
-        given = {*ended.returned, *episode.given}
-        check_rewards(given, self._reward_names, self._turn_maker.place(episode))
-
     def _count_results(self, asked: Generate) -> None:
         """Count the results of tools that are appended before a turn."""
         for message in asked.after if is_messages(asked.after) else ():
             if message["role"] == "tool":
                 self._counts["tool_results"] += 1
-                self._counts["tool_errors"] += message["content"].startswith(TOOL_ERROR)
+                self._counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Submit the turns of these episodes."""
         requests = []
         for running in episodes:
-            present, turn = running.present
-            tokens = present.completion(turn)
-            present.is_held = False
+            branch, _ = running.present
+            tokens = running.tokens_before()
+            branch.is_held = False
             running.part_start = len(tokens)
             # Of the turn, the part that this round's budget allows.
-            limit = min(present.request.max_new_tokens, running.part_start + running.budget)
-            requests.append(replace(present.request, sampled=tokens, max_new_tokens=limit))
-            self._program_of[present.request.rollout_id] = running.program
+            limit = min(branch.request.max_new_tokens, running.part_start + running.budget)
+            requests.append(replace(branch.request, sampled=tokens, max_new_tokens=limit))
+            self._running_of[branch.request.rollout_id] = running
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
-        present, turn = running.present
-        present.tokens.rollout = rollout
-        present.is_held = True
+        branch, turn = running.present
+        branch.engine_tokens.rollout = rollout
+        branch.is_held = True
         end = len(rollout.tokens) - rollout.num_prompt_tokens
         running.budget -= end - running.part_start
         self._counts["sampled_tokens"] += end - running.part_start
-        if rollout.finish_reason == "length" and end < present.request.max_new_tokens:
+        if rollout.finish_reason == "length" and end < branch.request.max_new_tokens:
             self._paused.append(running)
             return
         turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
         running.episode.take(turn)
-        self._programs.send(running.program, turn)
+        self._programs.send(running, turn)
 
     def _end(
         self,
@@ -270,37 +234,32 @@ class EpisodeRunner:
     ) -> None:
         """End an episode after its last turn. returned: the rewards from its function, if that has ended.
 
-        finish_reason: None for that of the last turn. Raises RolloutError if the episode has no turn.
+        finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
+        rewards than the run's.
         """
         episode = running.episode
         episode.drop_unseen()
-        if not episode.all_turns:
-            raise self._failure(running, "ended, and hung up before it got any of its turns")
+        refuse(not episode.all_turns, "ended without a turn; it must await one")
+        if returned is not None:
+            check_rewards({*returned, *episode.given}, self._reward_names, running.place)
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
         # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
         ends = _branch_ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
-            ends[running.branch.branch.number] = finish_reason
+            ends[running.branch.number] = finish_reason
         self._ended.append(running.rollout(finish_reason, ends, rewards))
-        del self._running[running.program]
+        del self._running[running]
         self._leave(running)
 
     def _leave(self, running: RunningEpisode) -> None:
-        """Note the branches of an episode that the engine has for `_release_over`."""
-        for branch in running.branches.values():
-            self._program_of.pop(branch.request.rollout_id, None)
+        """Take the branches of an episode out of the engine."""
+        for branch in running.episode.branches.values():
             if branch.is_held:
                 branch.is_held = False
-                self._over.append(branch.request.rollout_id)
-
-    def _failure(self, running: RunningEpisode, why: str) -> RolloutError:
-        """Return the error that stops the run."""
-        num_turns = len(running.episode.all_turns)
-        when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        row = running.episode.row
-        return RolloutError(escaped(f"rollout {self._name} for the row at {row.place}, {when}: {why}"))
+                del self._running_of[branch.request.rollout_id]
+                self._engine.release(branch.request.rollout_id)
 
 
 def _branch_ends(episode: Episode) -> dict[int, str]:
@@ -311,3 +270,22 @@ def _branch_ends(episode: Episode) -> dict[int, str]:
         is_own_limit = turn.finish_reason == "length" and turn.end < branches[turn.branch].max_tokens
         ends[turn.branch] = "turn_length" if is_own_limit else turn.finish_reason
     return ends
+
+
+def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:
+    """Raise InputError for rewards that the run has no use for, and for one that it wants and nobody gave.
+
+    given: the names of the rewards that an episode gave or returned. wanted: the names of the run's rewards.
+    """
+    listed = ", ".join(map(repr, sorted(given))) or "none"
+    flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given))
+    refuse(
+        bool(given) and not wanted,
+        f"{place}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
+    )
+    for name in wanted:
+        refuse(
+            name not in given,
+            f"{place}: ended without the reward {name!r} (given: {listed}); give it in every episode, at "
+            f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
+        )

@@ -1,94 +1,109 @@
-"""Episodes that are running, with the tokens that the engine returned for them."""
+"""The functions that write rollouts: each runs as a task of the event loop until its episode ends."""
 
+import asyncio
+import inspect
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from minirl.data.task import is_messages
 from minirl.data.view import as_plain
-from minirl.episodes.episode import Branch, Episode
-from minirl.episodes.programs import Program
-from minirl.episodes.turn import BranchTokens, Turn
-from minirl.rollouts import (
-    NO_TOKENS,
-    Completion,
-    EpisodeRecord,
-    Request,
-    Rollout,
-    TurnFacts,
-    appended,
-    rollout_of,
-)
+from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
+from minirl.episodes.event_loop import event_loop
+from minirl.errors import InputError, refuse
+from minirl.files.user_code import users_traceback
+from minirl.ranks.time_account import spent_on
+from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Rollout, TurnFacts, appended, rollout_of
 
 NO_BUDGET = sys.maxsize
+# Seconds for functions to clean up when the run ends.
+CLOSE_S = 1.0
+
+# A function asks for a turn; has ended, with these rewards by name, None for one that does not apply; or has failed: it
+# made a request that is refused, raised, or took too long.
+Reply = Generate | dict[str, float | None] | InputError
 
 
-@dataclass
-class RunningBranch:
-    """A branch of a running episode.
+@dataclass(frozen=True)
+class UserRollout:
+    """The function that --rollout, --tools or --environment names or makes.
 
-    request: that of its present turn, without tokens. is_held: whether it waits in the engine for its next turn.
-    tokens: its tokens so far.
+    tools: JSON schemas of the tools that it calls. gives_reward: whether an environment has `get_reward`.
     """
 
-    request: Request
-    branch: Branch
-    is_held: bool = False
-    tokens: BranchTokens = field(default_factory=BranchTokens)
-
-    def completion(self, present: Turn | None) -> Completion:
-        """Return all tokens after the prompt, with those appended before the present turn if it is in this branch."""
-        rollout = self.tokens.rollout
-        tokens = NO_TOKENS if rollout is None else rollout.after_prompt
-        if present is None or present.branch != self.branch.number or len(tokens) >= present.start:
-            return tokens
-        return tokens + appended(present.appended)
-
-    @property
-    def seen(self) -> Rollout | None:
-        """The rollout up to the last turn of `branch`, without one that reached nobody; None without any turn."""
-        rollout = self.tokens.rollout
-        if rollout is None or not self.branch.turns:
-            return None
-        if len(rollout.tokens) == rollout.num_prompt_tokens + self.branch.num_tokens:
-            return rollout
-        prompt = rollout.tokens[: rollout.num_prompt_tokens]
-        completion = rollout.after_prompt[: self.branch.num_tokens]
-        return rollout_of(
-            rollout.rollout_id,
-            prompt,
-            completion,
-            rollout.finish_reason,
-            temperature=rollout.temperature,
-        )
+    function: RolloutFunction
+    tools: Sequence[dict[str, Any]] = ()
+    gives_reward: bool = False
 
 
-@dataclass
+def check_form(function: Callable[..., Any], what: str) -> None:
+    """Raise InputError, beginning with `what`, unless the function is an `async def` that yields nothing."""
+    refuse(
+        not inspect.iscoroutinefunction(function),
+        f"{what}: expected `async def {function_name(function)}(episode)` with `turn = await episode.generate()`, and "
+        "no `yield`; blocking calls go into `await asyncio.to_thread(call)`",
+    )
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function in messages."""
+    return getattr(function, "__name__", "rollout")
+
+
 class RunningEpisode:
     """An episode between its beginning and the end of its last turn.
 
-    request: the original one of the row's prompt. program: its function, which runs.
-    branches: those that have begun, by number.
+    task: its function, which replies when it asks for a turn, and once more when it ends. Ends after its `finally`.
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
     room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
     this round. budget: how many tokens the episode may sample in this round, from part_start on.
     """
 
-    request: Request
-    episode: Episode
-    program: Program
-    branches: dict[int, RunningBranch] = field(default_factory=dict)
-    turn: Turn | None = None
-    branch: RunningBranch | None = None
-    part_start: int = 0
-    budget: int = NO_BUDGET
+    def __init__(self, episode: Episode, function: RolloutFunction, take_reply: "TakeReply"):
+        self.episode = episode
+        self.turn: Turn
+        self.branch: Branch | None = None
+        self.part_start = 0
+        self.budget = NO_BUDGET
+        self._function = function
+        self._take_reply = take_reply
+        # While the function waits for its turn.
+        self._asked: asyncio.Future[Turn] | None = None
+        episode.ask = self._ask
+        self.task = event_loop().create_task(self._run())
 
     @property
-    def present(self) -> tuple[RunningBranch, Turn]:
+    def place(self) -> str:
+        """How messages name it."""
+        return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
+
+    @property
+    def present(self) -> tuple[Branch, Turn]:
         """The turn that the function asks for, and its branch."""
         assert self.branch is not None, "there is no room for it"
-        assert self.turn is not None, "there is no room for it"
         return self.branch, self.turn
+
+    def tokens_before(self) -> Completion:
+        """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
+        branch, turn = self.present
+        rollout = branch.engine_tokens.rollout
+        tokens = NO_TOKENS if rollout is None else rollout.after_prompt
+        return tokens if len(tokens) >= turn.start else tokens + appended(turn.appended)
+
+    def send(self, turn: Turn) -> None:
+        """Give the function the turn that it asked for; it replies."""
+        future, self._asked = self._asked, None
+        assert future is not None, "it asked for no turn"
+        if not future.cancelled():  # else a failure follows
+            future.set_result(turn)
+
+    def cancel(self) -> None:
+        """End the function where it waits, unless it cleans up already. It does not reply."""
+        if not self.episode.is_closed:
+            self.episode.is_closed = True
+            self.task.cancel()
 
     def rollout(
         self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
@@ -97,28 +112,167 @@ class RunningEpisode:
 
         ends: the branches' finish reasons, by number. rewards: all rewards by name.
         """
-        begun = [(self.branches[number].seen, ends.get(number, "")) for number in sorted(self.branches)]
-        *earlier, (last, own_end) = [(seen, end) for seen, end in begun if seen is not None]
+        episode = self.episode
+        *earlier, (last, seen) = [
+            (branch, _seen(branch)) for branch in episode.branches.values() if branch.turns
+        ]
+        turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
+        prompt = as_plain(last.prompt) if is_messages(last.prompt) else last.prompt
         return replace(
-            last,
+            seen,
             finish_reason=finish_reason,
-            branch_end=own_end,
-            episode=self._record(last.rollout_id.branch, rewards),
-            earlier=tuple(replace(branch, finish_reason=end) for branch, end in earlier),
+            branch_end=ends[last.number],
+            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools),
+            earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 
-    def _record(self, last: int, rewards: Mapping[str, float | None]) -> EpisodeRecord:
-        """Return the facts to store about the episode. last: the number of its last branch."""
-        turns = sorted(map(plain_facts, self.episode.all_turns), key=lambda turn: turn.branch)
-        record = EpisodeRecord(turns, rewards, self.episode.environment)
-        if last == 0:
-            # It begins with the row's prompt and the run's tools.
-            return record
-        branch = self.branches[last].branch
-        prompt = as_plain(branch.prompt) if is_messages(branch.prompt) else branch.prompt
-        return replace(record, prompt=prompt, tools=branch.tools)
+    async def _run(self) -> None:
+        reply: Reply
+        try:
+            returned = await self._function(self.episode)
+            refuse(self._asked is not None, "ended while one of its turns was sampled; await all")
+            reply = returned_rewards(returned)
+        except InputError as error:
+            reply = error
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            reply = InputError(f"raised\n{users_traceback(error)}")
+        self._reply(reply)
+        for branch in self.episode.branches.values():
+            # Only a garbage collection would free an episode that leads to itself.
+            branch.ask = _ask_too_late
+
+    async def _ask(self, asked: Generate) -> Turn:
+        """Return the turn that the function asks for."""
+        refuse(self.episode.is_closed, "generate(): the episode ended")
+        refuse(self._asked is not None, "generate(): asks for two turns at a time; await one after the other")
+        self._asked = event_loop().create_future()
+        self._reply(asked)
+        try:
+            return await self._asked
+        except asyncio.CancelledError:
+            self._reply(
+                InputError("generate(): was cancelled while its turn was sampled, which cannot be undone")
+            )
+            raise
+
+    def _reply(self, reply: Reply) -> None:
+        if not self.episode.is_closed:
+            self.episode.is_closed = not isinstance(reply, Generate)
+            self._take_reply(self, reply)
+
+
+TakeReply = Callable[[RunningEpisode, Reply], None]
+
+
+class Programs:
+    """Runs one function for many episodes. Nothing here is collective.
+
+    name: the function's.
+    """
+
+    def __init__(self, function: RolloutFunction, *, timeout_s: float | None = None):
+        """timeout_s: limit from the start or a turn to the next reply; None: no limit. Raises InputError."""
+        self.name = function_name(function)
+        check_form(function, f"rollout {self.name}")
+        self._function = function
+        self._timeout_s = timeout_s
+        # Also those that clean up after their episode's end.
+        self._open: set[RunningEpisode] = set()
+        # Those at work, with the time since when; the longest first.
+        self._since: dict[RunningEpisode, float] = {}
+        self._replies: list[tuple[RunningEpisode, Reply]] = []
+
+    def begin(self, episode: Episode) -> RunningEpisode:
+        """Call the function for an episode; it replies."""
+        running = RunningEpisode(episode, self._function, self._take_reply)
+        self._since[running] = time.monotonic()
+        self._open.add(running)
+        running.task.add_done_callback(lambda _: self._forget(running))
+        return running
+
+    def send(self, running: RunningEpisode, turn: Turn) -> None:
+        """Give a function the turn that it asked for; it replies."""
+        self._since[running] = time.monotonic()
+        running.send(turn)
+
+    def close(self, running: RunningEpisode) -> None:
+        """End a function where it waits: its `finally` runs in the next slice. It does not reply."""
+        self._since.pop(running, None)
+        running.cancel()
+
+    def close_all(self) -> None:
+        """End all functions where they wait, and give them CLOSE_S to clean up."""
+        for running in list(self._open):
+            self.close(running)
+        until = time.monotonic() + CLOSE_S
+        while self._open and (left_s := until - time.monotonic()) > 0:
+            event_loop().run_slice(left_s)
+
+    @spent_on("wait_replies")
+    def replies(self, wait_s: float = 0.0) -> list[tuple[RunningEpisode, Reply]]:
+        """Let the functions run until all wait; return their replies, in any order.
+
+        Without any it waits up to `wait_s` seconds for the first.
+        """
+        event_loop().run_slice(0.0 if self._replies else wait_s)
+        self._fail_late()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _fail_late(self) -> None:
+        """Fail functions that exceed their time. After a slice: what has come in time is a reply by then."""
+        if self._timeout_s is None:
+            return
+        limit = time.monotonic() - self._timeout_s
+        while self._since and (running := next(iter(self._since))) and self._since[running] < limit:
+            running.cancel()
+            self._take_reply(running, InputError(f"took more than {self._timeout_s:g} s; see --call-timeout"))
+
+    def _forget(self, running: RunningEpisode) -> None:
+        self._open.discard(running)
+        if not self._open:
+            event_loop().stop()
+
+    def _take_reply(self, running: RunningEpisode, reply: Reply) -> None:
+        self._since.pop(running, None)
+        self._replies.append((running, reply))
+        event_loop().stop()
+
+
+async def _ask_too_late(asked: Generate) -> Turn:
+    raise InputError("generate(): the episode ended")
+
+
+def _seen(branch: Branch) -> Rollout:
+    """Return the rollout up to the branch's last turn, of which it has one, without one that reached nobody."""
+    rollout = branch.engine_tokens.rollout
+    assert rollout is not None, "no turn has ended"
+    if len(rollout.tokens) == rollout.num_prompt_tokens + branch.num_tokens:
+        return rollout
+    return rollout_of(
+        rollout.rollout_id,
+        rollout.tokens[: rollout.num_prompt_tokens],
+        rollout.after_prompt[: branch.num_tokens],
+        rollout.finish_reason,
+        temperature=rollout.temperature,
+    )
 
 
 def plain_facts(turn: Turn) -> TurnFacts:
     """Return what is stored of a turn: of messages what JSON holds."""
-    return TurnFacts(**{**turn.to_json(), "inserted": as_plain(turn.inserted)})
+    return TurnFacts(**turn.numbers(), inserted=as_plain(turn.inserted))
+
+
+def returned_rewards(returned: Any) -> dict[str, float | None]:
+    """Return the rewards, by name, that a function returned: a number is the one named "reward", None means none.
+
+    Raises InputError with the reason if it cannot be one.
+    """
+    if returned is None:
+        return {}
+    if not isinstance(returned, dict):
+        return {REWARD: checked_reward(returned, "returns")}
+    rewards: dict[str, float | None] = {}
+    for name, value in returned.items():
+        rewards[name] = None if value is None else checked_reward(value, f"returns {name!r}:")
+    return rewards

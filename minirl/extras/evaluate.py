@@ -9,28 +9,33 @@ rollouts; all other output goes to stderr.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import os
+import random
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, multimode, quantiles
 from typing import Annotated, Any
 
 import tyro
 
+from minirl.data.task import Task
 from minirl.episodes.episode import one_turn
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
-from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank, world_size
-from minirl.report.evaluation import Record, bootstrap_interval
+from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank
+from minirl.report.evaluation import Record, mean_rewards
 from minirl.report.logger import Logger
-from minirl.rollouts import MAX_TOP_K, Truncation
+from minirl.rollouts import CUT_OFF, MAX_TOP_K, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
 from minirl.run.config import (
@@ -50,6 +55,7 @@ OF_RUN = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
     "reward_model reward_weights overlong_buffer"
 ).split()
+NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,6 @@ class EvaluationFlags(MachineFlags, RunNameFlags, RewardFlags, GenerationFlags, 
     top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
     top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
 
-    @property
-    def truncation(self) -> Truncation:
-        """Which tokens may be sampled."""
-        return Truncation(self.top_k, self.top_p)
-
 
 @dataclass(frozen=True)
 class Config(EvaluationFlags, RunConfig):
@@ -81,68 +82,104 @@ class Config(EvaluationFlags, RunConfig):
         return False
 
 
-def _is_checkpoint(model: str) -> bool:
-    """True for a checkpoint of a run."""
-    return os.path.isdir(os.path.join(model, "resume"))
+def find_model(model: str) -> tuple[str, dict[str, Any]]:
+    """The folder of --model, of a run its newest checkpoint, with the run's args.json; {} for a model of no run.
 
-
-def _run_of(model: str) -> Path | None:
-    """The folder of the run with this path or name, or of the run that saved this checkpoint; None: another model."""
-    if _is_checkpoint(model):
-        return Path(model).resolve().parent.parent
-    is_model = os.path.exists(os.path.join(model, "config.json"))
-    with contextlib.suppress(InputError):
-        return None if is_model else find_run(model, "args.json")
-    return None
-
-
-def _newest_checkpoint(model: str) -> str:
-    """The newest checkpoint of a run; any other model unchanged. Raises InputError if the run has none."""
-    run = _run_of(model)
-    if run is None or _is_checkpoint(model):
-        return model
+    Raises InputError if the run has no checkpoint.
+    """
+    if os.path.isdir(os.path.join(model, "resume")):  # a checkpoint
+        return model, read_json_object(Path(model).resolve().parent.parent / "args.json")
+    if os.path.exists(os.path.join(model, "config.json")):
+        return model, {}
+    try:
+        run = find_run(model, "args.json")
+    except InputError:  # a hub id
+        return model, {}
     checkpoints = checkpoints_in(run)
     refuse(not checkpoints, f"--model {model}: the run {run} has no checkpoint")
-    return str(checkpoints[-1])
+    return str(checkpoints[-1]), read_json_object(run / "args.json")
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = early_value("model", arguments)
-    run = _run_of(model) if model else None
-    args = read_json_object(run / "args.json") if run else {}
+    folder, args = find_model(model) if model else (None, {})
     if early_value("data", arguments):
         args["eval_data"] = []
-    values = {name: args[name] for name in OF_RUN if name in args}
-    flags = parse(
-        EvaluationFlags,
-        description=__doc__ or "",
-        defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
-        arguments=arguments,
-    )
-    return Config(**vars(flags))
+    defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in OF_RUN}
+    flags = parse(EvaluationFlags, description=__doc__ or "", defaults=defaults, arguments=arguments)
+    return Config(**vars(flags) | {"model": folder})
 
 
-def evaluate_prompts(setup: Setup) -> list[Record]:
-    """Make and reward this rank's rollouts of all prompts; return their records. Not collective."""
-    engine = setup.make_engine(load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device))
-    collector = setup.make_collector(engine, one_turn).evaluator(setup.held_out)
-    own = range(rank(), setup.held_out.num_prompts, world_size())
-    records: list[Record] = []
-    for rewarded in collector.run(
-        (setup.eval_requests(ordinal, 1) for ordinal in own),
-        num_requests=len(own) * (setup.config.eval_samples or 1),
-        num_open=2 * setup.sizes.max_running_requests,
-    ):
-        records += setup.records(rewarded, setup.score_weights)
-    return records
+@functools.cache
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The probability that one of k samples is correct, drawn without replacement (arXiv:2107.03374 eq. 1)."""
+    # Of integers, which do not overflow: Python rounds their quotient once.
+    num_subsets = math.comb(num_samples, k)
+    return (num_subsets - math.comb(num_samples - num_correct, k)) / num_subsets
+
+
+def majority(answers: Sequence[Any], is_correct: Sequence[bool]) -> float:
+    """The share of correct samples among those with the most frequent answer, or answers; None does not count."""
+    winners = multimode(answer for answer in answers if answer is not None)
+    voted = [right for answer, right in zip(answers, is_correct, strict=True) if answer in winners]
+    return fmean(voted) if voted else 0.0
+
+
+def values_by_prompt(
+    records: Iterable[Record], task: Task, weights: Mapping[str, float]
+) -> dict[str, list[float]]:
+    """For each metric its values, one for each prompt that has one. Not collective.
+
+    records: all ranks' completions. weights: those of the rewards in `reward`; the positive ones are of the judges for
+    `sample_numbers`, if these are all 0 or 1.
+    """
+    values = defaultdict(list)
+    in_order = sorted(records, key=lambda record: record["id"])
+    judges = [name for name, weight in weights.items() if weight > 0]
+    if any(record["rewards"][name] not in (0, 1, None) for record in in_order for name in judges):
+        judges = []
+    for _, group in itertools.groupby(in_order, key=lambda record: record["id"][0]):
+        samples = list(group)
+        numbers = mean_rewards(samples, task) | sample_numbers(samples, task, judges)
+        for name, value in numbers.items():
+            values[name].append(value)
+    return values
+
+
+def sample_numbers(samples: Sequence[Record], task: Task, judges: Sequence[str]) -> dict[str, float]:
+    """The mean length and share cut off of a prompt's samples; with judges also pass@k and the majority vote.
+
+    judges: rewards of 0 and 1. A completion is correct if all that apply are 1.
+    """
+    numbers = {
+        "eval/len_mean": fmean([sample["num_tokens"] for sample in samples]),
+        "eval/truncated": fmean([sample["finish_reason"] in CUT_OFF for sample in samples]),
+    }
+    scored = [sample for sample in samples if judges and sample["reward"] is not None]
+    is_correct = [all(sample["rewards"][name] in (1, None) for name in judges) for sample in scored]
+    for k in range(1, len(scored) + 1):
+        numbers[f"eval/pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
+    if task.answer_of is not None and len(scored) > 1:
+        answers = [task.answer_of(sample["completion"]) for sample in scored]
+        numbers["eval/majority"] = majority(answers, is_correct)
+    return numbers
+
+
+def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
+    """The 95 % interval of the mean of these values: percentiles of the means of resampled values."""
+    generator = random.Random(seed)
+    means = [fmean(generator.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)]
+    low, *_, high = quantiles(means, n=40, method="inclusive")
+    return low, high
 
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
     """The JSON of an evaluation. records: those of all prompts."""
-    config = setup.config
+    config, truncation = setup.config, setup.held_out.truncation
+    weights = dict(zip(setup.reward_functions, setup.score_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
-    for name, of_prompts in setup.eval_values(records).items():
+    for name, of_prompts in values_by_prompt(records, setup.task, weights).items():
         low, high = bootstrap_interval(of_prompts, seed=config.seed)
         scores[name] = {"mean": fmean(of_prompts), "low": low, "high": high, "prompts": len(of_prompts)}
     return {
@@ -151,7 +188,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
-        **(config.truncation._asdict() if config.truncation.top_k else {}),
+        **(truncation._asdict() if truncation.top_k else {}),
         "scores": scores,
     }
 
@@ -159,13 +196,14 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
     process_group.start(hang_timeout=config.hang_timeout)
-    # On rank 0 alone: meanwhile the run may save another one.
-    model = _newest_checkpoint(config.model) if config.model and rank() == 0 else None
-    setup = Setup(dataclasses.replace(config, model=broadcast_object(model)), name="eval")
+    # Meanwhile the run may have saved another one.
+    setup = Setup(dataclasses.replace(config, model=broadcast_object(config.model)), name="eval")
+    setup.held_out.truncation = Truncation(config.top_k, config.top_p)
     setup.print_start()
     folder = setup.folder.path
     logger = Logger(folder, setup.args(), wandb_mode="off")
-    own = evaluate_prompts(setup)
+    policy = load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device)
+    own = setup.evaluate(setup.make_collector(policy, one_turn).evaluator(setup.held_out))
     logger.log_rollouts(0, own)
     records = itertools.chain(*gather_objects(own))
     if rank() != 0:

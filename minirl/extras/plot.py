@@ -7,13 +7,14 @@ pip install -e '.[plot]'.
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minirl.errors import InputError
+from minirl.errors import refuse
 from minirl.files.json_files import read_json_lines
+from minirl.ranks import launch
+from minirl.ranks.process_group import print0
 from minirl.run.run_folder import find_run
 
 METRICS = (
@@ -28,8 +29,7 @@ def read_run(name: str) -> tuple[str, Lines]:
     """A run's name and the numbers of its steps. Raises InputError if it has no steps."""
     folder = find_run(name, "metrics.jsonl")
     lines = read_json_lines(folder / "metrics.jsonl")
-    if not lines:
-        raise InputError(f"{folder}/metrics.jsonl has no steps yet")
+    refuse(not lines, f"{folder}/metrics.jsonl has no steps yet")
     return folder.resolve().name, lines
 
 
@@ -93,8 +93,8 @@ def draw(runs: Runs) -> Any:
     return figure
 
 
-def main() -> int:
-    """The command."""
+def main() -> None:
+    """The command. Raises InputError for a run without steps."""
     parser = argparse.ArgumentParser(
         prog="python -m minirl.extras.plot", description="Draw runs into one picture."
     )
@@ -105,15 +105,10 @@ def main() -> int:
         "--output", type=Path, default=Path("runs.png"), help="the picture (default: runs.png)"
     )
     arguments = parser.parse_args()
-    try:
-        runs = [read_run(name) for name in arguments.runs]
-        draw(runs).savefig(arguments.output, dpi=80)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"drew {', '.join(name for name, _ in runs)} into {arguments.output}")
-    return 0
+    runs = [read_run(name) for name in arguments.runs]
+    draw(runs).savefig(arguments.output, dpi=80)
+    print0(f"drew {', '.join(name for name, _ in runs)} into {arguments.output}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch.run(main)

@@ -4,16 +4,15 @@ RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS; STEP is by default
 """
 
 import argparse
-import io
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minirl.errors import InputError, escaped, refuse
+from minirl.errors import escaped, refuse
 from minirl.files.json_files import read_json_lines
+from minirl.ranks import launch
+from minirl.ranks.process_group import print0
 from minirl.run.run_folder import find_run
 
 Rollout = Mapping[str, Any]
@@ -56,8 +55,8 @@ def shown(number: Any) -> str:
     return "none" if number is None else f"{number:.4g}"
 
 
-def main() -> int:
-    """The command."""
+def main() -> None:
+    """The command. Raises InputError if there is nothing to show."""
     parser = argparse.ArgumentParser(
         prog="python -m minirl.extras.show", description="Show rollouts of a step."
     )
@@ -65,20 +64,10 @@ def main() -> int:
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="its number (default: the last)")
     parser.add_argument("--num", metavar="N", type=int, default=4, help="how many, at most (default: 4)")
     given = parser.parse_args()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not have all characters
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        path = step_file(given.run, given.step)
-        texts = ["\n".join(lines_of(rollout)) for rollout in read_json_lines(path)]
-        print(*texts[: given.num], f"{len(texts)} rollouts in {path}", sep="\n\n", flush=True)
-    except InputError as error:
-        print(f"error: {escaped(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader, for example `head`, has stopped; without this the exit would send the rest, and fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    path = step_file(given.run, given.step)
+    texts = ["\n".join(lines_of(rollout)) for rollout in read_json_lines(path)]
+    print0("\n\n".join([*texts[: given.num], f"{len(texts)} rollouts in {path}"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch.run(main)

@@ -125,7 +125,8 @@ class ModelConfig:
     # Embeddings are multiplied by the square root of the hidden size (Gemma 3).
     scales_embeddings: bool = False
     query_multiplier: float = 1.0  # beside 1 / sqrt(head_dim) (Gemma 3)
-    # In a folder: the prefix of the decoder's tensors, and tensors outside the model that are saved with it.
+    # In a folder: the prefix of the decoder's tensors, and, by regular expressions for their names, tensors outside the
+    # model that are saved with it.
     weight_prefix: str = "model."
     kept_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.

@@ -10,10 +10,9 @@ docs/families.md lists the families, and says how to add one or a feature.
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,20 +23,7 @@ from minirl.model.folders import as_transformers_reads, file_of
 from minirl.model.layers import ACTIVATIONS
 
 
-@dataclass(frozen=True)
-class Family:
-    """The features of a model family, as in transformers' classes."""
-
-    # Fields of `ModelConfig` that all its models have.
-    features: Mapping[str, Any] = field(default_factory=dict)
-    # Each kind of layer has its rope in `rope_parameters`, by the kind.
-    has_rope_of_kind: bool = False
-    # Of "linear_attention" are gated delta nets.
-    layer_types: Set[str] = frozenset({"full_attention", "sliding_attention"})
-
-
-@dataclass(frozen=True)
-class VisionModel:
+class VisionModel(NamedTuple):
     """A model of images and text, of which minirl reads the text model."""
 
     # The model_type of its text_config.
@@ -61,33 +47,28 @@ _DELTA_SIZES = {
     "value_head_dim": "linear_value_head_dim",
     "kernel_size": "linear_conv_kernel_dim",
 }
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family({"qkv_bias": True}),
-    "qwen3": Family({"qk_norm": True}),
-    "gemma3_text": Family(
-        {
-            "norms": _GEMMA,
-            "norm_adds_one": True,
-            "qk_norm": True,
-            "scales_embeddings": True,
-            "kept_weights": ("vision_tower.", "multi_modal_projector."),
-        },
-        has_rope_of_kind=True,
-    ),
-    "olmo2": Family(_OLMO),
-    "olmo3": Family(_OLMO, has_rope_of_kind=True),
-    "qwen3_5_text": Family(
-        {
-            "norm_adds_one": True,
-            "qk_norm": True,
-            "attention_gate": True,
-            "kept_weights": ("model.visual.", "mtp."),
-        },
-        layer_types={"full_attention", "linear_attention"},
-    ),
-    "smollm3": Family(),
+# The fields of `ModelConfig` that all models of a family have, as in transformers' classes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gemma3_text": {
+        "norms": _GEMMA,
+        "norm_adds_one": True,
+        "qk_norm": True,
+        "scales_embeddings": True,
+        "kept_weights": (r"^vision_tower\.", r"^multi_modal_projector\."),
+    },
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "qwen3_5_text": {
+        "norm_adds_one": True,
+        "qk_norm": True,
+        "attention_gate": True,
+        "kept_weights": (r"^model\.visual\.", r"^mtp\."),
+    },
+    "smollm3": {},
 }
 _VISION_MODELS = {
     "qwen3_5": VisionModel("qwen3_5_text", "model.language_model."),
@@ -98,26 +79,31 @@ _UNSEEN_KEYS = "attn_logit_softcapping auto_map final_logit_softcapping quantiza
 # The endings of the only name in `architectures`; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
-# transformers has a default for these sizes too: those of one model.
-_REQUIRED_SIZES = (
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The fields of `ModelConfig` with the names and values of config.json's keys.
+_SAME_NAMES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "tie_word_embeddings",
 )
 # The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
 # comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
-_SIZES = {
-    **dict.fromkeys((*_REQUIRED_SIZES, "num_key_value_heads", "head_dim", *_DELTA_SIZES.values()), 2**20),
+_LARGEST = {
+    "vocab_size": 2**20,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**20,
     "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**20,
+    "num_key_value_heads": 2**20,
+    "head_dim": 2**20,
     "max_position_embeddings": 2**24,
-    "original_max_position_embeddings": 2**24,
-    "sliding_window": 2**24,
-    "query_pre_attn_scalar": 2**20,
+    **dict.fromkeys(_DELTA_SIZES.values(), 2**20),
 }
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_MAX_FP32 = 3.4e38
 
 
 def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig:
@@ -126,15 +112,16 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     scalar_head: True to refuse a language model, False to refuse a sequence classifier.
     Raises InputError, which names the folder and the key that is not supported.
     """
+    raw = read_json_object(file_of(folder, "config.json"))
     try:
-        raw = read_json_object(file_of(folder, "config.json"))
         config = config_from_dict(raw)
         if config.other is None and importlib.util.find_spec("minirl.extras.hf_models"):
             from minirl.extras.hf_models.types import check_own
 
             check_own(_text_part(raw), config_from_dict)
-    except ValueError as error:
-        raise InputError(f"{folder}: {error}") from None
+    except Exception as error:  # anything, if a value has the wrong type
+        reason = error if isinstance(error, InputError) else f"config.json: it cannot be read: {error!r}"
+        raise InputError(f"{folder}: {reason}") from None
     if scalar_head not in (None, config.scalar_head):
         kinds = {True: "a sequence classifier (reward model)", False: "a language model"}
         found = kinds[config.scalar_head]
@@ -148,6 +135,8 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises InputError, which names the key that is not supported.
     """
+    if raw.get("model_type") == "mistral" and "layer_types" in raw:  # as transformers' AutoConfig reads it
+        raw = {**raw, "model_type": "ministral"}
     if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
         from minirl.extras.hf_models.types import read_other
 
@@ -155,15 +144,14 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         return dataclasses.replace(read_other(raw), scalar_head=scalar_head)
     vision = _VISION_MODELS.get(raw["model_type"])
     raw = _text_part(raw)
-    family = FAMILIES[raw["model_type"]]
-    _check_values(raw)
     config = as_transformers_reads(raw)
+    _check_values(raw, config)
     # Keys of other families mean nothing here; the gate sees whether they do in transformers.
-    for key in vars(config).keys() - vars(type(config)()):
+    for key in vars(config).keys() - vars(type(config)()) - {"original_max_position_embeddings"}:
         delattr(config, key)
     head_dim = _head_dim(config)
-    kinds = _kinds_of_layers(config, family.layer_types)
-    fields = _ropes(config, kinds, head_dim, family) | {
+    kinds = _kinds_of_layers(config)
+    fields = _ropes(config, kinds, head_dim) | {
         "head_dim": head_dim,
         "max_position_embeddings": _max_positions(config),
         "layer_windows": tuple(
@@ -178,9 +166,9 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "weight_prefix": vision.prefix if vision else "model.",
         "scalar_head": _is_classifier(raw, config.num_labels),
     }
-    for name in (*_REQUIRED_SIZES, "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+    for name in _SAME_NAMES:
         fields[name] = getattr(config, name)
-    fields |= family.features
+    fields |= FAMILIES[raw["model_type"]]
     refuse(
         fields["activation"] not in ACTIVATIONS,
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",
@@ -191,26 +179,21 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a vision model's config.json; any other is returned unchanged.
 
-    Sizes that it leaves out are the family's defaults, as in Gemma 3's files. Raises InputError for keys beside it
-    that change the text model.
+    Raises InputError for keys beside it that change the text model.
     """
-    from transformers import CONFIG_MAPPING
-
     vision = _VISION_MODELS.get(str(raw.get("model_type")))
     if vision is None:
         return raw
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != vision.text:
         raise InputError(f"config.json: text_config does not have the model_type {vision.text!r}")
-    defaults = CONFIG_MAPPING[vision.text]()
-    tied = text.get("tie_word_embeddings", defaults.tie_word_embeddings)
+    tied = as_transformers_reads(text).tie_word_embeddings
     refuse(
         raw.get("tie_word_embeddings", tied) != tied,
         "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
     )
-    sizes = {key: getattr(defaults, key) for key in _REQUIRED_SIZES}
     unseen = {key: raw[key] for key in _UNSEEN_KEYS if key in raw}
-    return sizes | unseen | {key: value for key, value in text.items() if key != "architectures"}
+    return unseen | {key: value for key, value in text.items() if key != "architectures"}
 
 
 def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,23 +211,14 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_values(raw: Mapping[str, Any]) -> None:
-    """Raise InputError for a key of `_UNSEEN_KEYS`, a missing size, or one out of range, which transformers accepts."""
+def _check_values(raw: Mapping[str, Any], config: Any) -> None:
+    """Raise InputError for a key of `_UNSEEN_KEYS`, and for a size that is too large."""
     for key in _UNSEEN_KEYS:
         value = raw.get(key)
         refuse(value is not None, f"config.json: {key}={value!r} is not supported")
-    for key in _REQUIRED_SIZES:
-        refuse(key not in raw, f"config.json: has no {key}")
-    for key, largest in _SIZES.items():
-        value = raw.get(key)
-        is_size = isinstance(value, int) and 1 <= value <= largest
-        expected = f"expected a positive integer, {largest} at most"
-        refuse(value is not None and not is_size, f"config.json: {key}={value!r}; {expected}")
-
-
-def _is_positive(value: Any) -> bool:
-    """Return whether it is a positive number that fp32 can hold, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MAX_FP32
+    for key, largest in _LARGEST.items():
+        value = getattr(config, key, None)
+        refuse(value is not None and value > largest, f"config.json: {key}={value!r}; {largest} at most")
 
 
 def _head_dim(config: Any) -> int:
@@ -279,41 +253,20 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     return is_classifier
 
 
-def _kinds_of_layers(config: Any, known: Set[str]) -> list[str]:
-    """Return the kind of each layer. Raises InputError for an unknown one."""
+def _kinds_of_layers(config: Any) -> list[str]:
+    """Return the kind of each layer."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # in a family without kinds of layers, all have the window
         return ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    refuse(
-        set(kinds) - known,
-        f"config.json: layer_types={kinds} is not supported; expected {' or '.join(sorted(known))}",
-    )
-    is_unused = window is None or not getattr(config, "use_sliding_window", True)
-    refuse(
-        is_unused and "sliding_attention" in kinds,
-        "config.json: layer_types asks for sliding_attention, but no sliding window is in use",
-    )
     return list(kinds)
 
 
 def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
-    """Return the shape of the layers with a gated delta net. Raises InputError if no layer has attention."""
+    """Return the shape of the layers with a gated delta net, if there are any."""
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
-    if not layers:
-        return None
-    refuse(len(layers) == len(kinds), "config.json: layer_types has no full_attention; that is not supported")
-    act = config.hidden_act  # of the convolution too
-    refuse(
-        act != "silu", f"config.json: hidden_act={act!r} is not supported beside linear_attention (only silu)"
-    )
-    shape = DeltaNet(layers, **{name: getattr(config, key) for name, key in _DELTA_SIZES.items()})
-    refuse(
-        shape.num_value_heads % shape.num_key_heads,
-        f"config.json: linear_num_value_heads={shape.num_value_heads} is not a multiple of "
-        f"linear_num_key_heads={shape.num_key_heads}",
-    )
-    return shape
+    sizes = {name: getattr(config, key) for name, key in _DELTA_SIZES.items()} if layers else {}
+    return DeltaNet(layers, **sizes) if layers else None
 
 
 def _query_multiplier(config: Any, head_dim: int) -> float:
@@ -333,56 +286,42 @@ def _max_positions(config: Any) -> int:
         return num_positions
     # Without a factor, the ratio of the stated positions.
     stretched = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
-    return min(max(num_positions, stretched), _SIZES["max_position_embeddings"])
+    return min(max(num_positions, stretched), _LARGEST["max_position_embeddings"])
 
 
-def _ropes(config: Any, kinds: list[str], head_dim: int, family: Family) -> dict[str, Any]:
+def _ropes(config: Any, kinds: list[str], head_dim: int) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that say which rope each layer has. Raises InputError.
 
     kinds: those of the layers.
     """
-    found = config.rope_parameters
-    if not family.has_rope_of_kind:
-        found = dict.fromkeys(kinds, found)
-    is_known = all(isinstance(found.get(kind), dict) for kind in kinds)
-    refuse(not is_known, f"config.json: rope_parameters={found}; expected one for each kind of layer")
-    ropes = {kind: _rope(config, found[kind], kind, head_dim, family) for kind in set(kinds)}
-    listed = getattr(config, "no_rope_layers", [True] * len(kinds))
-    refuse(
-        len(listed) < len(kinds), f"config.json: no_rope_layers={listed}; expected one number for each layer"
-    )
-    of_layers = [ropes[kind] if has_rope else Rope(()) for kind, has_rope in zip(kinds, listed, strict=False)]
+    ropes = {kind: _rope(config, kind, head_dim) for kind in set(kinds)}
+    has_rope = getattr(config, "no_rope_layers", [True] * len(kinds))
+    of_layers = [ropes[kind] if has else Rope(()) for kind, has in zip(kinds, has_rope, strict=True)]
     distinct = list(dict.fromkeys(of_layers))
     return {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
 
 
-def _rope(config: Any, keys: Mapping[str, Any], kind: str, head_dim: int, family: Family) -> Rope:
-    """Return the rope of a kind of layer, by transformers' functions. keys: its `rope_parameters`.
-
-    Raises InputError if it is not supported.
-    """
+def _rope(config: Any, kind: str, head_dim: int) -> Rope:
+    """Return the rope of a kind of layer, by transformers' functions. Raises InputError if it is not supported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    name = str(keys.get("rope_type"))
+    keys = config.rope_parameters
+    is_of_kinds = "rope_type" not in keys
+    if is_of_kinds:
+        keys = keys[kind]
+    name = keys["rope_type"]
     refuse(
         name not in _ROPE_TYPES,
         f"config.json: the rope {keys} is not supported; expected one of {', '.join(_ROPE_TYPES)}",
     )
-    part = keys.get("partial_rotary_factor", 1.0)
-    size = int(head_dim * part) if _is_positive(part) and part <= 1 else 0
-    refuse(
-        size == 0 or size % 2,
-        f"config.json: partial_rotary_factor={part!r} of {head_dim} channels; expected an even number of them",
-    )
     try:
         if name == "default":
+            size = int(head_dim * keys.get("partial_rotary_factor", 1.0))
             exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
             frequencies, amplitude = 1.0 / keys["rope_theta"] ** exponent, 1.0
         else:
-            of_kind = kind if family.has_rope_of_kind else None
+            of_kind = kind if is_of_kinds else None
             frequencies, amplitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=of_kind)
     except Exception as error:  # which one depends on the version of transformers
         raise InputError(f"config.json: transformers cannot make the rope {keys}: {error!r}") from None
-    is_usable = frequencies.isfinite().all() and _is_positive(amplitude)
-    refuse(not is_usable, f"config.json: the rope {keys} has frequencies that are not finite")
     return Rope(tuple(frequencies.tolist()), amplitude)

@@ -5,8 +5,7 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 """
 
 import json
-import secrets
-import shutil
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -41,11 +40,6 @@ _INDEX = "model.safetensors.index.json"
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by their names in the checkpoint; a tied one once."""
-    return dict(model.named_parameters())
-
-
 def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError, like `load_weights`, if the folder's tensors do not fit such a model.
 
@@ -71,7 +65,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
     config = model.config
     if config.tie_word_embeddings and "lm_head.weight" in files and config.other is None:
         _check_tied_head(files, _stored_name("model.embed_tokens.weight", config.weight_prefix))
-    for name, param in named_parameters(model).items():
+    for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
         stored, *more = stored_tensors(config, {name: torch.empty(param.shape, device="meta")})
         if layer in adapters:  # a module that PEFT saved whole, as a scalar head
@@ -121,10 +115,15 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
         return {}
     kept = {}
     for name, path in _file_of_each_tensor(folder).items():
-        if name.startswith(config.kept_weights):
+        if _is_kept(config, name):
             with open_tensors(path) as file:
                 kept[name] = file.get_tensor(name)
     return kept
+
+
+def _is_kept(config: ModelConfig, name: str) -> bool:
+    """Return whether a folder's tensor of this name is outside of the model, and saved with it."""
+    return any(re.search(pattern, name) for pattern in config.kept_weights)
 
 
 def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
@@ -132,7 +131,7 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
     files = _file_of_each_tensor(folder)
     params = {
         name: torch.empty(param.shape, device="meta")
-        for name, param in named_parameters(model).items()
+        for name, param in model.named_parameters()
         if not is_adapter(name)
     }
     params = stored_tensors(model.config, params)
@@ -207,7 +206,7 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
     unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    unused |= {name for name in files if name.startswith(model.config.kept_weights)}
+    unused |= {name for name in files if _is_kept(model.config, name)}
     if model.config.tie_word_embeddings or model.config.scalar_head:
         unused.add("lm_head.weight")
     return unused
@@ -263,27 +262,6 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
         )
 
 
-def save_folder(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    config: Mapping[str, Any],
-    tokenizer_from: Path | None,
-    kept: Mapping[str, Tensor] = MappingProxyType({}),
-) -> None:
-    """Write a Hugging Face folder that is complete or absent. One rank calls it.
-
-    It is written under a temporary name and then renamed. Raises OSError if a folder of that name exists.
-    """
-    half_made = folder.with_name(f".half-{folder.name}-{secrets.token_hex(4)}")
-    tokenizer_files = None if tokenizer_from is None else read_tokenizer_files(tokenizer_from)
-    try:
-        write_folder(half_made, tensors, config=config, tokenizer_files=tokenizer_files, kept=kept)
-        durable.publish(half_made, folder)
-    finally:
-        shutil.rmtree(half_made, ignore_errors=True)
-
-
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder's tokenizer and generation_config.json: contents by file name."""
     paths = [file_of(folder, "generation_config.json")]
@@ -297,7 +275,7 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     *,
     config: Mapping[str, Any],
-    tokenizer_files: Mapping[str, bytes] | None,
+    tokenizer_files: Mapping[str, bytes] | None = None,
     kept: Mapping[str, Tensor] = MappingProxyType({}),
     peft_config: Mapping[str, Any] | None = None,
 ) -> None:
@@ -329,4 +307,4 @@ def write_folder(
     for name, content in contents.items():
         with durable.new_file(folder / name) as file:
             file.write(content)
-    write_tensors(folder / weights_name, {**stored, **kept})
+    write_tensors(folder / weights_name, {**kept, **stored})

@@ -1,4 +1,4 @@
-"""The process group, with one process per rank: start and stop it, and the collectives on host values.
+"""The process group, with one process per rank: how it starts, and the collectives on host values.
 
 Under torchrun the ranks come from its environment variables; otherwise this process is the only rank. Every
 rank runs the same script.
@@ -7,7 +7,7 @@ rank runs the same script.
 import os
 import sys
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,15 +80,6 @@ def device_type() -> str:
         "needed: leave it out by CUDA_VISIBLE_DEVICES",
     )
     return "cuda"
-
-
-def stop() -> NoReturn:
-    """Wait for all ranks and end the process with exit code 0 (collective).
-
-    For scripts that do not use `launch.run`.
-    """
-    dist.barrier()
-    launch.leave_now(0)
 
 
 @spent_on("wait_ranks")

@@ -1,6 +1,5 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -18,8 +17,6 @@ from minirl.training.batch import Batch
 from minirl.training.kl import kl_penalty
 from minirl.training.losses import is_clipped
 
-KINDS = ("sum", "weight", "maximum", "total")  # of the numbers of `StepMetrics`; a mean has the first two
-
 
 class StepMetrics:
     """The metrics of one step on one rank, by name: weighted means, maxima and totals.
@@ -31,10 +28,10 @@ class StepMetrics:
 
     def __init__(self, step: int = 0) -> None:
         self._step = step
-        # By kind and name.
-        self._numbers: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
-        # Numbers added as tensors, each with its kind and name.
-        self._unread: list[tuple[str, str, Tensor]] = []
+        # By kind ("sum" and "weight" of a mean, "maximum", "total") and name.
+        self._numbers: dict[tuple[str, str], float] = {}
+        # Those that are not merged yet, each with its kind and name.
+        self._unread: list[tuple[str, str, float | Tensor]] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
@@ -60,7 +57,7 @@ class StepMetrics:
         To be called before optimizer step `update`. Not collective.
         """
         self._read()
-        for name, number in itertools.chain(*(numbers.items() for numbers in self._numbers.values())):
+        for (_, name), number in self._numbers.items():
             is_checked = name.startswith(("policy/", "value/loss"))
             if is_checked and not math.isfinite(number):
                 raise GuardError(
@@ -96,38 +93,32 @@ class StepMetrics:
         self._read()
         merged = StepMetrics()
         for own in gather_objects(self._numbers):
-            for kind, numbers in own.items():
-                for name, number in numbers.items():
-                    merged._merge(kind, name, number)
-        sums, weights, maxima, totals = merged._numbers.values()
-        means = {name: total / weights[name] for name, total in sums.items() if weights[name]}
-        return means | maxima | totals
+            for (kind, name), number in own.items():
+                merged._merge(kind, name, number)
+        reduced = {}
+        for (kind, name), number in merged._numbers.items():
+            weight = merged._numbers["weight", name] if kind == "sum" else 1.0
+            if kind != "weight" and weight:
+                reduced[name] = number / weight
+        return reduced
 
     def _keep(self, kind: str, name: str, number: float | Tensor) -> None:
-        """Merge a number, or keep a tensor of one element for `_read`."""
-        if isinstance(number, Tensor):
-            self._unread.append((kind, name, number.detach()))
-        else:
-            self._merge(kind, name, float(number))
+        """Keep a number, which may be a tensor of one element, for `_read`."""
+        self._unread.append((kind, name, number.detach() if isinstance(number, Tensor) else number))
 
     def _read(self) -> None:
-        """Merge the numbers of the tensors, those on one device in their order; one wait for each device."""
-        by_device = defaultdict(list)
-        for unread in self._unread:
-            by_device[unread[-1].device].append(unread)
-        for of_device in by_device.values():
-            stacked = torch.stack([tensor.double().view(()) for *_, tensor in of_device])
-            for (kind, name, _), number in zip(of_device, stacked.tolist(), strict=True):
-                self._merge(kind, name, number)
+        """Merge the numbers in their order; the first tensor of a device waits for it."""
+        for kind, name, number in self._unread:
+            self._merge(kind, name, float(number))
         self._unread = []
 
     def _merge(self, kind: str, name: str, number: float) -> None:
         """Raise a maximum to a number, or add the number. A maximum of NaN stays NaN; -inf (no values) is dropped."""
-        numbers = self._numbers[kind]
+        key = kind, name
         if kind != "maximum":
-            numbers[name] = numbers.get(name, 0.0) + number
-        elif number > numbers.get(name, -math.inf) or math.isnan(number):
-            numbers[name] = number
+            self._numbers[key] = self._numbers.get(key, 0.0) + number
+        elif number > self._numbers.get(key, -math.inf) or math.isnan(number):
+            self._numbers[key] = number
 
 
 def add_rollouts(
@@ -167,12 +158,8 @@ def add_rollouts(
         metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
 
 
-def add_generation(metrics: StepMetrics, num_sampled: int, stats: EngineStats) -> None:
-    """Add how many tokens this rank sampled in a step, the wasted share, and how full batches were.
-
-    Also add how many requests lost their place in the cache, if any.
-    """
-    metrics.add_total("count/sampled_tokens", num_sampled)
+def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
+    """Add the wasted share of this rank's decode steps, how full they were, and how many requests lost their cache."""
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
     metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.most_running)
     if stats.preemptions:
@@ -219,12 +206,12 @@ def add_tokens(
     ratio: Tensor,
     entropy: Tensor,
     *,
-    sampled_version: int | None,
+    weight_version: int,
 ) -> None:
     """Add the results of a microbatch's forward pass: logprobs, importance ratio and entropy, all [T].
 
-    sampled_version: the version of the weights of this pass, if they are those that sampled in this step. Of the tokens
-    that they sampled, the gap between the logprobs of sampling and of training is measured (`add_gap`). Else None.
+    weight_version: that of the weights of this pass. Of the tokens that they sampled, the gap between the logprobs of
+    sampling and of training is measured; after an update these are none.
     """
     index = micro.loss_index
     kl_to_old = kl_penalty(micro.old_logprobs, logprobs, "k3")
@@ -237,8 +224,12 @@ def add_tokens(
     if micro.teacher_logprobs is not None:
         kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")
         metrics.add_values("teacher/kl_k1", kl_to_teacher[index])
-    if sampled_version is not None:
-        add_gap(metrics, micro, logprobs, version=sampled_version)
+    gap = (logprobs - micro.sample_logprobs)[index].abs()
+    chosen = micro.weight_version[index] == weight_version
+    # Not with a mask as an index, for which the host would wait.
+    metrics.add("policy/logp_gap_mean", torch.where(chosen, gap, 0.0).double().sum(), chosen.sum())
+    metrics.add_max("policy/logp_gap_max", torch.where(chosen, gap, -math.inf))
+    metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), chosen.sum())
 
 
 @torch.no_grad()
@@ -260,20 +251,6 @@ def add_clip(
     )
     metrics.add_values("policy/clip_frac_low", low[micro.loss_index])
     metrics.add_values("policy/clip_frac_high", high[micro.loss_index])
-
-
-@torch.no_grad()
-def add_gap(metrics: StepMetrics, micro: Batch, logprobs: Tensor, *, version: int) -> None:
-    """Add the gap between the logprobs [T] of training and those of sampling, under the same weights.
-
-    version: that of these weights; tokens sampled by others are left out.
-    """
-    gap = (logprobs - micro.sample_logprobs)[micro.loss_index].abs()
-    chosen = micro.weight_version[micro.loss_index] == version
-    # Not with a mask as an index, for which the host would wait.
-    metrics.add("policy/logp_gap_mean", torch.where(chosen, gap, 0.0).double().sum(), chosen.sum())
-    metrics.add_max("policy/logp_gap_max", torch.where(chosen, gap, -math.inf))
-    metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), chosen.sum())
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 (`reward_model`).
 """
 
-import inspect
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,31 +26,28 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError, escaped
 from minirl.rewards.values import Answer, validate_rewards
-from minirl.rewards.worker import call_reward
+from minirl.rewards.worker import call_reward, parameters_of
 from minirl.rollouts import Rollout
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
 
 
-class OverlongPenalty:
+def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     """A reward function that penalises long completions.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
-    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13. `limit` is that of a branch: the reward is the sum
+    of a rollout's branches.
     """
 
-    def __init__(self, *, limit: int, buffer: float):
-        self._limit = limit
-        self._buffer = buffer
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the sum of the penalties of each rollout's branches: `limit` is that of a branch."""
-        return [sum(map(self._penalty, rollout.branches)) for rollout in rollouts]
-
-    def _penalty(self, branch: Rollout) -> float:
+    def penalty(branch: Rollout) -> float:
         length = len(branch.tokens) - branch.num_prompt_tokens
-        tokens_before_penalty = self._limit - self._buffer - length
-        return min(0.0, max(-1.0, tokens_before_penalty / self._buffer))
+        return min(0.0, max(-1.0, (limit - buffer - length) / buffer))
+
+    def overlong(rollouts: Sequence[Rollout]) -> list[float]:
+        return [sum(map(penalty, rollout.branches)) for rollout in rollouts]
+
+    return overlong
 
 
 class EpisodeReward:
@@ -89,13 +86,7 @@ def check_columns(
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
-    required = {}
-    for name, function in functions.items():
-        needed = set()
-        for one in inspect.signature(function).parameters.values():
-            if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-                needed.add(one.name)
-        required[name] = needed - given
+    required = {name: {*parameters_of(function).required} - given for name, function in functions.items()}
     if not any(required.values()):
         return
     for row in rows:
@@ -109,34 +100,29 @@ def check_columns(
 
 def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
     """Return those of EPISODE_ARGUMENTS that one of these functions names."""
-    named = {name for function in functions for name in inspect.signature(function).parameters}
+    named = {name for function in functions for name in parameters_of(function).names}
     return named.intersection(EPISODE_ARGUMENTS)
 
 
 def group_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return all arguments for the rollouts of one prompt, by name; of EPISODE_ARGUMENTS those that are asked for.
+    """Return all arguments for the rollouts of one prompt, by name; `episodes` only if they are `asked` for.
 
     texts: the completions.
     """
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
-    arguments: dict[str, list[Any]] = {}
-    if "rollouts" in asked:
-        arguments["rollouts"] = list(rollouts)
-    if "environments" in asked and rollouts[0].episode.environment is not None:
-        arguments["environments"] = [rollout.episode.environment for rollout in rollouts]
-    if "episodes" in asked:
-        arguments["episodes"] = [
-            episode_facts(prompts, rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
-        ]
-    for name, value in row.columns.items():
-        arguments[name] = [value] * len(rollouts)
-    arguments["prompts"] = [row.prompt] * len(rollouts)
+    episodes = map(functools.partial(episode_facts, prompts), rollouts, texts) if "episodes" in asked else ()
     is_text = isinstance(row.prompt, str)
-    arguments["completions"] = list(texts) if is_text else list(map(prompts.answers, rollouts))
-    arguments["completion_ids"] = [list(rollout.completion) for rollout in rollouts]
-    return arguments
+    return {
+        "rollouts": list(rollouts),
+        "environments": [rollout.episode.environment for rollout in rollouts],
+        "episodes": list(episodes),
+        **{name: [value] * len(rollouts) for name, value in row.columns.items()},
+        "prompts": [row.prompt] * len(rollouts),
+        "completions": list(texts) if is_text else list(map(prompts.answers, rollouts)),
+        "completion_ids": [list(rollout.completion) for rollout in rollouts],
+    }
 
 
 def arguments_of(
@@ -146,9 +132,9 @@ def arguments_of(
 
     With `**kwargs` it takes all but those of EPISODE_ARGUMENTS that are not `columns` of the data: it must name these.
     """
-    parameters = inspect.signature(function).parameters
-    taken = set(parameters)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    parameters = parameters_of(function)
+    taken = set(parameters.names)
+    if parameters.takes_all:
         taken |= {*STANDARD_ARGUMENTS, *columns}
     return {name: list(values) for name, values in given.items() if name in taken}
 
@@ -185,14 +171,13 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
 
 
 def judged(
-    function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
+    name: str, function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
 ) -> list[float | None]:
     """Call a function in this process, for the completions of the row at `place`; see `checked_rewards`.
 
     The function's own errors pass through.
     """
-    answer = validate_rewards(call_reward(function, arguments), texts)
-    return checked_rewards(getattr(function, "__name__", str(function)), place, answer)
+    return checked_rewards(name, place, validate_rewards(call_reward(function, arguments), texts))
 
 
 def checked_rewards(name: str, place: str, answer: Answer) -> list[float | None]:

@@ -1,7 +1,6 @@
 """Reward rollouts while others decode: one call of each function per prompt."""
 
 import inspect
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -12,17 +11,10 @@ import torch
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages, RewardFunction, Row
 from minirl.ranks.time_account import spent_on
-from minirl.rewards.functions import (
-    arguments_of,
-    asked_of_episodes,
-    checked_rewards,
-    group_arguments,
-    judged,
-)
+from minirl.rewards.functions import arguments_of, asked_of_episodes, group_arguments, judged
 from minirl.rewards.reward_model import RewardModel
 from minirl.rewards.reward_workers import MAX_TOGETHER, RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rewards.values import validate_rewards
 from minirl.rollouts import Rollout
 
 Rewards = list[float | None]
@@ -80,7 +72,7 @@ class RewardQueue:
             if isinstance(function, RewardWorkers):
                 calls[name] = function.submit(arguments, row.place, texts, seed=seed)
             elif name in self._threads:
-                calls[name] = self._threads[name].submit(judged, function, arguments, row.place, texts)
+                calls[name] = self._threads[name].submit(judged, name, function, arguments, row.place, texts)
         self._under_way += calls.values()
         self.groups[ordinal] = _Group(group, row, texts, given["completions"], calls)
 
@@ -118,33 +110,25 @@ class RewardQueue:
             ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
         for call in ended:
             call.result()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rows = [group.row for group in groups for _ in group.rollouts]
+        texts = [text for group in groups for text in group.texts]
         columns = []
         for name, function in self._functions.items():
-            if isinstance(function, RewardModel):
-                rewards = _of_all_prompts(name, function, groups)
-            else:
+            rewards: Rewards = []
+            if not isinstance(function, RewardModel):
                 rewards = [reward for group in groups for reward in group.calls[name].result()]
+            elif rows:
+                completions = [completion for group in groups for completion in group.completions]
+                asked = {"prompts": [row.prompt for row in rows], "completions": completions}
+                place = f"{rows[0].place} and those that follow"
+                with spent_on("wait_rewards"):
+                    rewards = judged(name, function, asked, place, texts)
             columns.append([math.nan if reward is None else reward for reward in rewards])
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
         return RewardedRollouts(
             rollouts=rollouts,
-            rows=[group.row for group in groups for _ in group.rollouts],
-            texts=[text for group in groups for text in group.texts],
+            rows=rows,
+            texts=texts,
             # The view gives [K, 0] its shape on a rank without rollouts.
             rewards=torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T,
         )
-
-
-@spent_on("wait_rewards")
-def _of_all_prompts(name: str, function: RewardModel, groups: Sequence[_Group]) -> Rewards:
-    """Return the rewards of a model that judges all prompts of a step together."""
-    if not groups:
-        return []
-    prompts = [group.row.prompt for group in groups for _ in group.rollouts]
-    completions = [completion for group in groups for completion in group.completions]
-    scores = iter(function(prompts, completions))
-    rewards: Rewards = []
-    for group in groups:
-        answer = validate_rewards(list(itertools.islice(scores, len(group.texts))), group.texts)
-        rewards += checked_rewards(name, group.row.place, answer)
-    return rewards

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import itertools
 import json
 import os
@@ -34,6 +33,8 @@ class RewardWorkers:
     A process takes one call at a time, or up to MAX_TOGETHER of an `async def`. One thread here waits for all of them.
     What rank 0's calls print goes to its stderr.
     After a process was lost, all later calls fail with the same error. Nothing here is collective.
+
+    reward_parameters: of the function, as `worker.Parameters` has them.
     """
 
     def __init__(self, spec: str, *, timeout_s: float = 60.0, num_workers: int = 1):
@@ -96,7 +97,7 @@ class RewardWorkers:
         for description in descriptions:
             if "error" in description:
                 raise _WorkerError(description["error"])
-        self.__signature__ = _signature(descriptions[0]["parameters"])
+        self.reward_parameters = descriptions[0]["parameters"]
         return descriptions[0]["is_async"]
 
     async def _judge(self, request: Mapping[str, Any], place: str) -> list[float | None]:
@@ -203,14 +204,3 @@ class _Process:
 def _ended_with(code: int) -> str:
     how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
     return f"ended its process, {how}"
-
-
-def _signature(parameters: Sequence[tuple[str, str, bool]]) -> inspect.Signature:
-    """Return the signature of the user's function: for each parameter its name, its kind and whether it is required."""
-    empty = inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, getattr(inspect.Parameter, kind), default=empty if is_required else None)
-            for name, kind, is_required in parameters
-        ]
-    )

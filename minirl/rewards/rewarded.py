@@ -32,7 +32,6 @@ class RewardedRollouts:
 
     def select(self, indices: Sequence[int]) -> "RewardedRollouts":
         """Return the rollouts at these indices, in this order."""
-        indices = list(indices)
         return RewardedRollouts(
             rollouts=[self.rollouts[i] for i in indices],
             rows=[self.rows[i] for i in indices],

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from json import dumps, loads
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from minirl.files.user_code import UnusableError, find_functions, users_traceback
 from minirl.rewards.values import Answer, validate_rewards
@@ -25,6 +25,25 @@ from minirl.rewards.values import Answer, validate_rewards
 LOADING = 0  # the number of the first answer
 
 Send = Callable[[dict[str, Any]], None]
+
+
+class Parameters(NamedTuple):
+    """The names of a function's parameters, of those without a default, and whether it takes `**kwargs`."""
+
+    names: list[str]
+    required: list[str]
+    takes_all: bool
+
+
+def parameters_of(function: Callable[..., Any]) -> Parameters:
+    """Return the parameters of a reward function; `RewardWorkers` have those of theirs."""
+    if hasattr(function, "reward_parameters"):
+        return Parameters(*function.reward_parameters)
+    parameters = inspect.signature(function).parameters.values()
+    variadic = [one.kind for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    required = [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]
+    names = [one.name for one in parameters]
+    return Parameters(names, required, inspect.Parameter.VAR_KEYWORD in variadic)
 
 
 def main() -> None:
@@ -35,14 +54,13 @@ def main() -> None:
     _seed(0)
     try:
         (function,) = find_functions(source, name)
-        parameters = inspect.signature(function).parameters.values()
+        parameters = parameters_of(function)
     except BaseException as error:
         reason = str(error) if isinstance(error, UnusableError) else _raised(error)
         send({"number": LOADING, "error": reason})
         return
-    described = [(one.name, one.kind.name, one.default is one.empty) for one in parameters]
     is_async = inspect.iscoroutinefunction(function)
-    send({"number": LOADING, "parameters": described, "is_async": is_async})
+    send({"number": LOADING, "parameters": parameters, "is_async": is_async})
     if is_async:
         asyncio.run(_answer_together(function, requests, send))
     for line in requests:

@@ -1,5 +1,6 @@
-"""Load the tokenizer and the prompts that the flags name, for a run or a dry run."""
+"""Read the policy's config, the tokenizer and the prompts that the flags name, for a run or a dry run."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
-from minirl.episodes.programs import UserRollout
+from minirl.episodes.running import UserRollout
 from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
+from minirl.model.weights import check_weights
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.planning import enough_tokens
 
@@ -21,15 +23,20 @@ def load_prompts(
     config: RunConfig,
     task: Task,
     model_folder: Path,
-    model_config: ModelConfig,
     *,
     tools: Sequence[Tool],
     user_rollout: UserRollout | None,
-) -> tuple[PromptStream, PromptStream]:
-    """The training prompts and the held-out ones, with their tokenizer.
+    scalar_head: bool = False,
+) -> tuple[ModelConfig, PromptStream, PromptStream]:
+    """The policy's config, and the training prompts and the held-out ones with their tokenizer.
 
-    Raises InputError naming rows and flags.
+    tools, scalar_head: see `Setup`. If the folder has weights, these are checked, too. Raises InputError naming files,
+    rows and flags.
     """
+    model_config = read_config(model_folder, scalar_head=None if scalar_head else False)
+    model_config = dataclasses.replace(model_config, scalar_head=scalar_head, adapters=config.adapters)
+    if any(model_folder.glob("*.safetensors")):
+        check_weights(model_config, model_folder)
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     limits = [model_config.max_position_embeddings]
@@ -48,26 +55,23 @@ def load_prompts(
             max_tokens=min(limits),
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
-            truncation=config.truncation,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
     )
-    return train, held_out_stream
+    return model_config, train, held_out_stream
 
 
 def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
     """The teacher's config. Raises InputError if one of the policy's token ids is another token for the teacher."""
     teacher = read_config(folder, scalar_head=False)
-    own, other = (
-        {i: token for token, i in one.backend.get_vocab().items()} for one in (tokenizer, Tokenizer(folder))
-    )
-    first = min((i for i, _ in own.items() ^ other.items()), default=0)
+    ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
+    different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
     refuse(
-        own != other,
-        f"--teacher {folder}: its tokenizer differs: token {first} is {other.get(first)!r}, and "
-        f"{own.get(first)!r} in {tokenizer.folder}; take a teacher with the same ids",
+        different,
+        f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take a teacher "
+        "with the same ids",
     )
-    known = min(max(own) + 1, model_config.vocab_size)
+    known = min(max(ids.values()) + 1, model_config.vocab_size)
     refuse(
         teacher.vocab_size < known,
         f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",

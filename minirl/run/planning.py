@@ -40,26 +40,15 @@ def this_machine(device: torch.device) -> Machine:
     return Machine(device.type, world_size(), min(gather_objects(free)))
 
 
-def plan(
-    config: RunConfig,
-    policy: ModelConfig,
-    machine: Machine,
-    *,
-    streams: Sequence[PromptStream],
-    dtype: torch.dtype,
-    recorded: Mapping[str, Any],
-    value_folder: Path | None = None,
-) -> tuple[Sizes, Budget]:
+def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> tuple[Sizes, Budget]:
     """The sizes of a run and its budget, with whole weights if these fit.
 
-    streams: training prompts, and held-out ones. recorded: the sizes that a resumed run began with, as sums go on
-    rounding alike; value_folder: its value model's. Of other models it reads config.json only. Raises InputError for
-    models that cannot be used, and for a run that does not fit, unless all sizes are given.
+    recorded: the sizes that a resumed run began with, as sums go on rounding alike. Raises InputError for a run that
+    does not fit, unless all sizes are given.
     """
-    work = _workload(config, policy, machine, streams=streams, dtype=dtype, value_folder=value_folder)
     given = _given_sizes(config, recorded)
     forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
-    if machine.num_ranks == 1 or not config.trains:
+    if work.num_ranks == 1 or not config.trains:
         del forms[1]
     elif "shard_weights" in given:
         forms = [forms[given["shard_weights"]]]
@@ -77,7 +66,7 @@ def plan(
         )
     refuse(
         not needed.fits() and "auto" in (getattr(config, name) for name in OPEN_SIZES),
-        f"a rank with {machine.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take {advice}",
+        f"a rank with {work.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take {advice}",
     )
     return sizes, needed
 
@@ -111,15 +100,19 @@ def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, An
     return given
 
 
-def _workload(
+def workload(
     config: RunConfig,
     policy: ModelConfig,
     machine: Machine,
     *,
     streams: Sequence[PromptStream],
-    dtype: torch.dtype,
-    value_folder: Path | None,
+    value_folder: Path | None = None,
 ) -> Workload:
+    """What a run asks of a rank. Of models besides the policy it reads config.json only.
+
+    streams: training prompts, and held-out ones. value_folder: a resumed run's value model. Raises InputError for
+    models that cannot be used.
+    """
     trained = [policy]
     if config.num_value_models:
         value_folder = value_folder or named_folder(config, "value_model")
@@ -147,7 +140,7 @@ def _workload(
         device_type=machine.device_type,
         free=machine.free,
         num_ranks=machine.num_ranks,
-        dtype=dtype,
+        dtype=config.compute_dtype(machine.device_type),
         trained=trained,
         frozen=frozen,
         longest=longest,

@@ -9,7 +9,6 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,16 +19,19 @@ from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
+from minirl.report.evaluation import mean_rewards
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
+    add_generation,
     add_rewards,
     add_rollouts,
     add_skipped,
     derived,
 )
 from minirl.report.progress_bar import show_progress
-from minirl.run.checkpoint import Checkpoints, Models, check_remembered
+from minirl.report.records import rollout_records
+from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
@@ -196,19 +198,14 @@ class Run:
 
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
-        """The means of `Setup.eval_values` over the held-out prompts (collective)."""
+        """The `mean_rewards` of the held-out prompts (collective)."""
         if self._evaluator is None:
             return {}
-        requests = self._setup.eval_requests(0, self._setup.held_out.num_prompts)
-        own = []
-        for rewarded in self._evaluator.run(
-            [requests], num_requests=len(requests), weight_version=self.progress.update
-        ):
-            own += self._setup.records(rewarded, self._setup.score_weights)
+        own = self._setup.evaluate(self._evaluator, weight_version=self.progress.update)
         self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
-        records = itertools.chain.from_iterable(gather_objects(own))
-        return {name: fmean(values) for name, values in self._setup.eval_values(records).items()}
+        return mean_rewards(itertools.chain(*gather_objects(own)), self._setup.task)
 
+    @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
         """Write the step's rollouts with their mean advantages to the run's folder (collective).
 
@@ -217,13 +214,14 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        rewarded = groups.rewarded
         mean_of = dict(zip(groups.table.by_rollout().ids, means.tolist(), strict=True))
-        ids = [rollout.branches[0].rollout_id for rollout in rewarded.rollouts]
-        records = self._setup.records(
+        rewarded = groups.rewarded
+        records = rollout_records(
             rewarded,
-            groups.reward_weights,
-            advantage=torch.tensor([mean_of[rollout_id] for rollout_id in ids], dtype=torch.float64),
+            self._setup.reward_functions,
+            self._setup.tokenizer,
+            weights=groups.reward_weights,
+            advantage=[mean_of[rollout.branches[0].rollout_id] for rollout in rewarded.rollouts],
         )
         self._logger.log_rollouts(step, records)
 
@@ -237,6 +235,7 @@ class Run:
 
         groups: None for a step that collected none.
         """
+        metrics.begin("report")
         is_last = step == self._config.num_steps
         if self._collector:
             self.progress.num_served = self._collector.num_served
@@ -251,8 +250,6 @@ class Run:
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
-        # Refuse values that cannot be saved now, not after many steps that would be lost.
-        check_remembered(self.progress.extra)
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
             if self._collector:
                 self.progress.in_flight = self._collector.in_flight
@@ -271,16 +268,16 @@ class Run:
         saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})")
-        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
-        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
+        print0(f"checkpoint {saved} (loaded by `from_pretrained`, of adapters PEFT's)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
         """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
-        rewarded = groups.rewarded
-        add_rollouts(metrics, rewarded.rollouts, grouped_rewards=groups.scores)
+        add_generation(metrics, collector.engine.take_stats())
+        add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
         add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        for name in ("tool_results", "tool_errors") if self._setup.tokenizer.tools else ():
+        tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
+        for name in ["sampled_tokens", *tool_counts]:
             metrics.add_total(f"count/{name}", collector.take_count(name))
         metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 

@@ -8,7 +8,7 @@ import functools
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import check_weights, load_replica, resize_vocabulary
+from minirl.model.weights import load_replica, resize_vocabulary
 from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -34,20 +34,16 @@ from minirl.ranks.process_group import (
     print0,
     world_size,
 )
-from minirl.report.evaluation import Record, values_by_prompt
 from minirl.report.records import rollout_records
-from minirl.rewards.functions import OverlongPenalty, functions_and_weights
+from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Request
 from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
-from minirl.run.planning import lines, plan, this_machine
+from minirl.run.planning import lines, plan, this_machine, workload
 from minirl.run.run_folder import open_run_folder, runs_root
-from minirl.training.advantages import weighted_scores
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -73,17 +69,21 @@ class Setup:
 
         scalar_head: the run trains a reward model on the layers of --model, and no policy.
         tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
+        With --dry-run it prints the plan, and the process ends.
         Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
-        refuse(config.dry_run, "--dry-run: this script lacks `if config.dry_run: return dry_run(config)`")
         self.config = config
         task = load_task(config, rewards)
         self._user_rollout = load_rollout(config)
+        if config.dry_run:
+            from minirl.extras.dry_run import print_plan
+
+            print_plan(config, task, tools=tools, user_rollout=self._user_rollout, scalar_head=scalar_head)
+            sys.exit(0)
         self.device = process_group.start(
             shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
         )
-        self.dtype = compute_dtype(config.dtype, self.device.type)
-        self._flags = dataclasses.asdict(config)
+        self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         with self.folder.removed_if_refused():
@@ -95,29 +95,23 @@ class Setup:
         # A checkpoint of adapters has no models: they belong to those that the run began with.
         self._saved = None if config.adapters else self.folder.checkpoint
         self.model_folder = self._saved or self._original_model()
-        model_config = read_config(self.model_folder, scalar_head=None if scalar_head else False)
-        self.model_config = dataclasses.replace(
-            model_config, scalar_head=scalar_head, adapters=config.adapters
-        )
-        check_weights(self.model_config, self.model_folder)
-        self.prompts, self.held_out = load_prompts(
+        self.model_config, self.prompts, self.held_out = load_prompts(
             config,
             task,
             self.model_folder,
-            self.model_config,
             tools=tools,
             user_rollout=self._user_rollout,
+            scalar_head=scalar_head,
         )
         self.tokenizer = self.prompts.tokenizer
-        self.sizes, self._budget = plan(
+        work = workload(
             config,
             self.model_config,
             this_machine(self.device),
             streams=(self.prompts, self.held_out),
-            dtype=self.dtype,
-            recorded=self.folder.args,
             value_folder=self.saved_folder("value"),
         )
+        self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
         # The first weights: the budget counts them against the memory that was free before.
         self.task = task
         self.reward_functions, self.reward_weights = self._load_rewards(task, self.sizes)
@@ -162,20 +156,19 @@ class Setup:
             **options,
         )
 
-    def load_reference(self, policy: ShardedModel) -> FrozenModel:
-        """The model for `ref_logprobs`, which the run began with (collective).
+    def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
+        """The reference and the teacher, those that the flags ask for (collective).
 
-        With adapters this is the policy without them, on the same storage.
+        The reference is the model that the run began with; with adapters the policy without them, on the same storage.
         """
-        if self.config.adapters:
-            return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
-        return self.frozen(self._original_model(), score_batch, ["ref_logprobs"])
-
-    def load_teacher(self) -> FrozenModel:
-        """The model of --teacher, for `teacher_logprobs` (collective if weights are sharded)."""
-        folder = named_folder(self.config, "teacher")
-        assert folder is not None
-        return self.frozen(folder, score_batch, ["teacher_logprobs"])
+        models = []
+        if self.config.has_reference and self.config.adapters:
+            models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
+        elif self.config.has_reference:
+            models.append(self.frozen(self._original_model(), score_batch, ["ref_logprobs"]))
+        if teacher := named_folder(self.config, "teacher"):
+            models.append(self.frozen(teacher, score_batch, ["teacher_logprobs"]))
+        return models
 
     def frozen(
         self,
@@ -204,10 +197,21 @@ class Setup:
             resize_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(model, outputs, names=names, device=self.device)
 
-    def make_engine(self, policy: ShardedModel | Transformer) -> Engine:
-        """The generation engine, which decodes from the policy's own weights. Not collective."""
+    def make_collector(
+        self,
+        policy: ShardedModel | Transformer,
+        rollout: RolloutFunction,
+        *,
+        num_greedy: int = 0,
+        max_refills: int | None = None,
+    ) -> Collector:
+        """The collector, which makes each step's rollouts with their rewards. Not collective.
+
+        policy: its engine decodes from these weights themselves. The other arguments are `Collector`'s; --rollout,
+        --tools or --environment replaces `rollout`.
+        """
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
-        return Engine(
+        engine = Engine(
             model,
             max_running_requests=self.sizes.max_running_requests,
             cache_tokens=self.sizes.cache_tokens,
@@ -218,19 +222,6 @@ class Setup:
             keeps_cache=self._budget.fits(keeps_cache=True),
             make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )
-
-    def make_collector(
-        self,
-        engine: Engine,
-        rollout: RolloutFunction,
-        *,
-        num_greedy: int = 0,
-        max_refills: int | None = None,
-    ) -> Collector:
-        """The collector, which makes each step's rollouts with their rewards. Not collective.
-
-        The arguments are `Collector`'s; --rollout, --tools or --environment replaces `rollout`.
-        """
         return Collector(
             engine,
             self.prompts,
@@ -246,34 +237,24 @@ class Setup:
             call_timeout=self.config.call_timeout,
         )
 
-    def eval_requests(self, first: int, count: int) -> list[Request]:
-        """This rank's requests of an evaluation for `count` held-out prompts, from the ordinal `first` on."""
-        return self.held_out.requests(
-            first,
-            count,
+    def evaluate(self, evaluator: Collector, *, weight_version: int = 0) -> list[dict[str, Any]]:
+        """The records of this rank's rollouts of the held-out prompts (collective if ranks share layers).
+
+        evaluator: of `Collector.evaluator`, for these prompts.
+        """
+        requests = self.held_out.requests(
+            range(self.held_out.num_prompts),
             group_size=self.config.eval_samples,
-            num_greedy=0 if self.config.eval_samples else 1,
+            num_greedy=int(not self.config.eval_samples),
             temperature=self.config.temperature,
         )
-
-    def eval_values(self, records: Iterable[Record]) -> dict[str, list[float]]:
-        """The values of an evaluation's metrics, by prompt: `values_by_prompt` of all ranks' records.
-
-        Training leaves out pass@k and the other numbers of samples, unless a fork evaluates several.
-        """
-        weights = dict(zip(self.reward_functions, self.score_weights.tolist(), strict=True))
-        of_samples = self.config.eval_samples > 0 or not self.config.trains
-        return values_by_prompt(records, self.task, weights, of_samples=of_samples)
-
-    def records(self, rewarded: RewardedRollouts, weights: Tensor, **columns: Tensor) -> list[dict[str, Any]]:
-        """The `rollout_records` of these rollouts, with `reward`, the sum of their rewards with weights fp64 [K]."""
-        scores = weighted_scores(rewarded.rewards, weights)
-        return rollout_records(rewarded, self.reward_functions, self.tokenizer, reward=scores, **columns)
+        rewarded = evaluator.run(requests, weight_version=weight_version)
+        return rollout_records(rewarded, self.reward_functions, self.tokenizer, weights=self.score_weights)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""
         return {
-            **self._flags,
+            **vars(self.config),
             "lr": self.config.peak_lr,
             "correction": self.config.importance_correction,
             "num_minibatches": self.config.minibatches_per_epoch,
@@ -287,7 +268,7 @@ class Setup:
             "world_size": world_size(),
             "command": sys.argv,
             "wandb_id": self.folder.args.get("wandb_id", secrets.token_hex(4)),
-            "flags": self._flags,
+            "flags": vars(self.config),
         }
 
     def print_start(self) -> None:
@@ -300,7 +281,7 @@ class Setup:
         print0(f"task {self.task.name}: {counts}")
         for line in lines(self.sizes, self._budget):
             print0(f"memory {line}")
-        if changed := self.folder.changed_flags(self._flags):
+        if changed := self.folder.changed_flags(vars(self.config)):
             print0(f"note: this run last started with other flags: {', '.join(changed)}")
         trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
         for note in trained + self.held_out.notes():
@@ -328,17 +309,8 @@ class Setup:
             )
         if config.overlong_buffer:
             limit = self.prompts.max_new_tokens
-            rewards["overlong"] = OverlongPenalty(limit=limit, buffer=config.overlong_buffer * limit)
+            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
         return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
-
-
-def compute_dtype(name: str, device_type: str) -> torch.dtype:
-    """The dtype of --dtype."""
-    if name == "auto":
-        name = "bfloat16" if device_type == "cuda" else "float32"
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:

@@ -1,4 +1,4 @@
-"""The KL divergence to the reference model: estimators, and a coefficient that adapts to a target."""
+"""Estimators of the KL divergence to another model."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,3 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     if estimator == "k3":
         return torch.expm1(-d) + d
     raise ValueError(f"KL estimator {estimator!r}: choose one of {', '.join(KL_ESTIMATORS)}")
-
-
-def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, num_rollouts: int, horizon: float) -> float:
-    """Return the next KL coefficient, which moves kl (nats per completion) towards `target`.
-
-    It changes by at most 20 % in `horizon` rollouts (arXiv:1909.08593 section 2.2).
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * min(1.0, num_rollouts / horizon))

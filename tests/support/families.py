@@ -13,7 +13,6 @@ from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import head_logits
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.model.weights import named_parameters
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -183,7 +182,7 @@ def twin(oracle: Any, **options: bool) -> Transformer:
     """The model here with the weights of one of transformers."""
     model = Transformer(config_from_dict(oracle.config.to_dict()), **options)
     parameters = dict(oracle.named_parameters())
-    for name, parameter in named_parameters(model).items():
+    for name, parameter in model.named_parameters():
         assert parameter.shape == parameters[name].shape, name
         parameter.data = parameters[name].data
     return model

@@ -9,7 +9,7 @@ import torch
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer
-from minirl.model.weights import named_parameters, save_folder
+from minirl.model.weights import write_folder
 from minirl.training.sharded_model import ShardedModel
 
 # Odd sizes on purpose: neither the vocabulary nor the MLP divides by two ranks.
@@ -72,7 +72,7 @@ def adamw(model: ShardedModel, weight_decay: float = 0.0) -> torch.optim.AdamW:
 def make_folder(folder: Path, raw: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     model = Transformer(config_from_dict(raw)).double()
-    for param in named_parameters(model).values():
+    for param in model.parameters():
         torch.nn.init.normal_(param, std=0.3)
-    save_folder(folder, named_parameters(model), config=raw, tokenizer_from=None)
+    write_folder(folder, dict(model.named_parameters()), config=raw)
     return folder

@@ -19,7 +19,7 @@ def rewards_of_call(function, row, completions):
     arguments = arguments_of(function, given, row.columns)
     if isinstance(function, RewardWorkers):
         return function.submit(arguments, row.place, completions).result()
-    return judged(function, arguments, row.place, completions)
+    return judged(getattr(function, "__name__", "f"), function, arguments, row.place, completions)
 
 
 def in_two_branches(rollout):

@@ -9,6 +9,7 @@ database, or a browser, may belong to the thread that opened it.
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -20,7 +21,7 @@ from minirl.data.task import Messages, as_messages
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
-from minirl.episodes.programs import UserRollout
+from minirl.episodes.running import UserRollout
 from minirl.files.user_code import UnusableError
 
 # Methods of an environment that the model cannot call.
@@ -29,7 +30,7 @@ OWN_METHODS = ("reset", "get_reward", "close")
 
 def of_tools(tools: Sequence[Callable[..., Any]]) -> UserRollout:
     """Return the rollout of the functions of --tools. Raises InputError for one without a schema."""
-    return UserRollout(rollout_of(lambda: EpisodeTools(tools=tools)), tool_schemas(tools))
+    return UserRollout(rollout_of(tools), tool_schemas(tools))
 
 
 def of_environment(factory: Callable[[], Any]) -> UserRollout:
@@ -41,26 +42,28 @@ def of_environment(factory: Callable[[], Any]) -> UserRollout:
     if not hasattr(environment, "reset"):
         raise UnusableError(f"{factory.__name__} has no method reset(**row)")
     return UserRollout(
-        rollout_of(lambda: EpisodeTools(factory=factory)),
+        rollout_of((), factory),
         tool_schemas(methods_of(environment)),
         gives_reward=hasattr(environment, "get_reward"),
     )
 
 
-def rollout_of(start: Callable[[], "EpisodeTools"]) -> RolloutFunction:
-    """The rollout function of tools. start: makes an episode's tools."""
+def rollout_of(
+    functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None
+) -> RolloutFunction:
+    """The rollout function of tools: functions, or methods of the object that a factory makes for each episode."""
 
     async def rollout(episode: Episode) -> None:
-        tools = start()
+        tools = EpisodeTools(functions, factory)
         try:
             branch = await tools.begin(episode)
             turn = await branch.generate()
             # Without tools the format of calls need not be known.
             while tools.by_name and not turn.message.keys().isdisjoint(("tool_calls", "parse_error")):
-                messages, contents = await tools.results(turn.message)
+                results = await tools.results(turn.message)
                 # Now: if they do not fit, or no further turn is allowed, the episode ends.
                 await tools.give_reward(episode)
-                turn = await branch.generate(after=messages, contents=contents)
+                turn = await branch.generate(after=results)
             if len(branch.turns) == 1:
                 await tools.give_reward(episode)
         finally:
@@ -83,9 +86,9 @@ class EpisodeTools:
     by_name: the functions that the model calls.
     """
 
-    def __init__(self, *, tools: Sequence[Callable[..., Any]] = (), factory: Callable[[], Any] | None = None):
-        """tools: the functions; or factory: makes the object."""
-        self.by_name = {tool.__name__: tool for tool in tools}
+    def __init__(self, functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None):
+        """functions: the tools; or factory: makes the object."""
+        self.by_name = {tool.__name__: tool for tool in functions}
         self._factory = factory
         self._environment: Any = None
         # The reward so far.
@@ -111,16 +114,13 @@ class EpisodeTools:
         *others, last = messages
         return episode.branch([*others, {**last, "content": last["content"] + observation}])
 
-    async def results(self, message: Mapping[str, Any]) -> tuple[Messages, list[list[Any] | None]]:
-        """Call a turn's tools; returns the results in order of the calls. A call that cannot be read is last.
-
-        Each is a message, and the content that reward functions get if that is not its text.
-        """
+    async def results(self, message: Mapping[str, Any]) -> Messages:
+        """Call a turn's tools; returns the results as messages, in order of the calls, one that cannot be read last."""
         calls = [self._result(call["function"]) for call in message.get("tool_calls", ())]
         results = list(await asyncio.gather(*calls))
         if "parse_error" in message:
             results.append(_message("unknown", {"error": message["parse_error"]}))
-        return [message for message, _ in results], [content for _, content in results]
+        return results
 
     async def give_reward(self, episode: Episode) -> None:
         """Give the object's reward: the last result of `get_reward` counts; None adds nothing."""
@@ -150,7 +150,7 @@ class EpisodeTools:
                 raise
             return call()
 
-    async def _result(self, call: Mapping[str, Any]) -> tuple[dict[str, str], list[Any] | None]:
+    async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return `_message` of a call's result; a tool's exception is a result too."""
         name = str(call.get("name"))
         try:
@@ -161,17 +161,18 @@ class EpisodeTools:
             return _message(name, {"error": str(error)})
 
 
-def _message(name: str, result: Any) -> tuple[dict[str, str], list[Any] | None]:
-    """The message of a tool's result, and a list unchanged, for reward functions: TRL does not make text of lists.
+def _message(name: str, result: Any) -> dict[str, Any]:
+    """The message of a tool's result, which is text, or a list: reward functions get it as TRL does.
 
     Half a surrogate pair becomes "?". Values that JSON lacks become text, in the list too.
     """
-    content = str(result).encode("utf-8", "replace").decode()
-    message = {"role": "tool", "name": name, "content": content}
-    if not isinstance(result, list):
-        return message, None
-    try:
-        as_json = json.dumps(result, default=str, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # keys of another type, or a list that is in itself
-        return message, None
-    return message, json.loads(as_json.encode("utf-8", "replace"))
+    content: Any = str(result)
+    if isinstance(result, list):
+        # It may have keys of another type, or be in itself.
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            content = json.loads(
+                json.dumps(result, default=str, ensure_ascii=False).encode("utf-8", "replace")
+            )
+    if isinstance(content, str):
+        content = content.encode("utf-8", "replace").decode()
+    return {"role": "tool", "name": name, "content": content}

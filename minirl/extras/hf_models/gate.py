@@ -6,6 +6,7 @@ layers of the config and its kinds of attention. Windows and the original positi
 short that the compared sequences pass them.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
@@ -145,7 +146,8 @@ def make_oracle(small: Any) -> Any:
     """transformers' model with eager attention and values at which everything matters."""
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+    copied = copy.deepcopy(small)  # a model changes its config's ropes
+    oracle = AutoModelForCausalLM.from_config(copied, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
     scramble(oracle)
@@ -200,8 +202,9 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
     model.config = dataclasses.replace(shape, layer_windows=windows)
     is_exact = _compare(model, oracle)
-    real = tuple(real_windows[window] for window in windows)
-    return model_config(config, real, is_tied=is_tied), is_exact
+    real = model_config(config, tuple(real_windows[window] for window in windows), is_tied=is_tied)
+    ignored = oracle._keys_to_ignore_on_load_unexpected or ()
+    return dataclasses.replace(real, kept_weights=tuple(ignored)), is_exact
 
 
 def _compare(model: Any, oracle: Any) -> bool:

@@ -1,0 +1,71 @@
+"""`--dry-run`: print what a run would read and need, without weights, run folder or process group."""
+
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from minirl.data.task import Task
+from minirl.data.tools import Tool
+from minirl.episodes.running import UserRollout
+from minirl.errors import InputError, refuse
+from minirl.model.folders import resolve_folder
+from minirl.ranks.process_group import device_type, print0, rank
+from minirl.run.budget import num_parameters
+from minirl.run.config import RunConfig
+from minirl.run.embedded_model import write_shape
+from minirl.run.load_prompts import load_prompts
+from minirl.run.planning import Machine, lines, plan, this_machine, workload
+
+SHOWN_CHARACTERS = 400  # of a prompt
+
+
+def print_plan(
+    config: RunConfig,
+    task: Task,
+    *,
+    tools: Sequence[Tool],
+    user_rollout: UserRollout | None,
+    scalar_head: bool,
+) -> None:
+    """Print the data of the run, its first prompt as the model reads it, and its memory. Not collective.
+
+    tools, scalar_head: see `Setup`. It reads data, config.json and tokenizer. Raises InputError, naming the flags to
+    change, for unusable inputs and for a run that does not fit.
+    """
+    with ExitStack() as stack:
+        if config.model is None:
+            folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        else:
+            folder = resolve_folder(config.model, with_weights=False)
+        policy, prompts, held_out = load_prompts(
+            config, task, folder, tools=tools, user_rollout=user_rollout, scalar_head=scalar_head
+        )
+    counts = f"{prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens"
+    print0(f"data     {counts}; {held_out.num_prompts:,} held out")
+    for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
+        print0(f"note     {note}")
+    prompt = prompts.tokenizer.backend.decode(prompts.prompt_ids(0), skip_special_tokens=False)
+    print0(f"prompt   {prompts.row(0).place}: {prompt[:SHOWN_CHARACTERS]!r}")
+    machine = _machine(config)
+    work = workload(config, policy, machine, streams=(prompts, held_out))
+    ranks = f"{machine.num_ranks} x {machine.device_type}"
+    print0(f"model    {num_parameters(policy):,} parameters, {work.dtype} on {ranks}")
+    sizes, needed = plan(config, work, recorded={})
+    for line in lines(sizes, needed):
+        print0(f"memory   {line}")
+    refuse(not needed.fits(), "--dry-run: the run does not fit")
+    print0("fits; nothing was loaded or written")
+
+
+def _machine(config: RunConfig) -> Machine:
+    """The machine of --gpus, or this one. Raises InputError."""
+    if config.gpus is None:
+        return this_machine(torch.device(device_type(), rank()))
+    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", config.gpus, re.ASCII)
+    if not found:
+        raise InputError(f"--gpus {config.gpus}: give the number of ranks and GB of each, as 8x80")
+    return Machine("cuda", int(found[1]), float(found[2]) * 1e9)
