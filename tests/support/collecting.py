@@ -101,14 +101,14 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
     return Prompts(max_new_tokens=max_new_tokens, tokenizer=tokenizer)
 
 
-def unhurried(rollout, *, seconds=0.004):
+def unhurried(rollout):
     """The same function with a random wait before each request."""
 
     async def waiting(episode):
         ask = episode.ask
 
         async def ask_later(asked):
-            await asyncio.sleep(random.SystemRandom().random() * seconds)
+            await asyncio.sleep(random.SystemRandom().random() / 250)
             return await ask(asked)
 
         episode.ask = ask_later
