@@ -247,7 +247,8 @@ def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_grpo(config)
     setup = Setup(config, name="grpo")
-    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
+    policy = setup.load_model(setup.model_config, setup.model_folder)
+    optimizer = policy.make_optimizer()
     frozen = setup.load_frozen(policy)  # the reference and the teacher, if there are any
     collector = setup.make_collector(
         policy,
