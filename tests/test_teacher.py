@@ -92,7 +92,7 @@ def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("tokenizer.json", '"="', '"+"', r"its tokenizer differs: token 12 is '\+', and '='"),
+        ("tokenizer.json", '"="', '"+"', r"its tokenizer differs from that of .*, in \+, =; take"),
         (
             "config.json",
             '"vocab_size": 16',

@@ -3,6 +3,7 @@
 The model writes answers, so any text must parse: `parse_error` describes a call that cannot be made.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor
 from minirl.data.task import check_text
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
-from minirl.files.json_files import parse_json
 
 # The tag and blanks that begin reasoning; the text before an answer may end with them.
 TAIL_TOKENS = 64
@@ -102,7 +102,7 @@ def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
     content, end = match.groups()
     if not end:
         raise ValueError("has no </tool_call>")
-    call = parse_json(content.strip())
+    call = json.loads(content.strip())
     if not isinstance(call, dict) or [type(call.get(key)) for key in ("name", "arguments")] != [str, dict]:
         raise ValueError('expected {"name": text, "arguments": {...}}')
     check_text(call)

@@ -8,7 +8,6 @@ from typing import Any
 
 from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_prompt
 from minirl.errors import InputError, refuse
-from minirl.files.json_files import parse_json
 
 # Blanks, and the byte order mark with which a file may begin.
 BLANK = b" \t\r\n" + codecs.BOM_UTF8
@@ -70,11 +69,11 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
 
 def _parse_object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        fields = parse_json(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        # For example another encoding, a repeated key, a number of thousands of digits, lists nested thousands deep.
+        # For example another encoding, a number of thousands of digits, lists nested thousands deep.
         raise InputError(f"{place}: cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise InputError(f"{place}: expected an object, got {str(fields)[:60]}")

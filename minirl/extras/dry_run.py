@@ -10,7 +10,7 @@ import torch
 
 from minirl.data.task import Task
 from minirl.data.tools import Tool
-from minirl.episodes.programs import UserRollout
+from minirl.episodes.running import UserRollout
 from minirl.errors import InputError, refuse
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import device_type, print0, rank

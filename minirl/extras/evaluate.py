@@ -71,11 +71,6 @@ class EvaluationFlags(MachineFlags, RunNameFlags, RewardFlags, GenerationFlags, 
     top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
     top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
 
-    @property
-    def truncation(self) -> Truncation:
-        """Which tokens may be sampled."""
-        return Truncation(self.top_k, self.top_p)
-
 
 @dataclass(frozen=True)
 class Config(EvaluationFlags, RunConfig):
@@ -111,13 +106,8 @@ def parsed(arguments: Sequence[str] | None = None) -> Config:
     folder, args = find_model(model) if model else (None, {})
     if early_value("data", arguments):
         args["eval_data"] = []
-    values = {name: args[name] for name in OF_RUN if name in args}
-    flags = parse(
-        EvaluationFlags,
-        description=__doc__ or "",
-        defaults={name: tuple(v) if isinstance(v, list) else v for name, v in values.items()},
-        arguments=arguments,
-    )
+    defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in OF_RUN}
+    flags = parse(EvaluationFlags, description=__doc__ or "", defaults=defaults, arguments=arguments)
     return Config(**vars(flags) | {"model": folder})
 
 
@@ -186,7 +176,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 
 def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
     """The JSON of an evaluation. records: those of all prompts."""
-    config = setup.config
+    config, truncation = setup.config, setup.held_out.truncation
     weights = dict(zip(setup.reward_functions, setup.score_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
     for name, of_prompts in values_by_prompt(records, setup.task, weights).items():
@@ -198,7 +188,7 @@ def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
         "prompts": setup.held_out.num_prompts,
         "samples": config.eval_samples or 1,
         "temperature": config.temperature if config.eval_samples else 0.0,
-        **(config.truncation._asdict() if config.truncation.top_k else {}),
+        **(truncation._asdict() if truncation.top_k else {}),
         "scores": scores,
     }
 
@@ -208,6 +198,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     process_group.start(hang_timeout=config.hang_timeout)
     # Meanwhile the run may have saved another one.
     setup = Setup(dataclasses.replace(config, model=broadcast_object(config.model)), name="eval")
+    setup.held_out.truncation = Truncation(config.top_k, config.top_p)
     setup.print_start()
     folder = setup.folder.path
     logger = Logger(folder, setup.args(), wandb_mode="off")

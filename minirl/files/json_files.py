@@ -1,30 +1,11 @@
-"""JSON in files. In others' files a key that an object has twice is refused; json would take the last."""
+"""JSON in files."""
 
 import contextlib
 import json
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError
-
-
-def _object_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"key {repeated!r} is there twice")
-    return values
-
-
-# json.loads would make one for each text, which takes longer than to read a row of data.
-_DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for a key that an object has twice, or RecursionError."""
-    return _DECODER.decode(text)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +20,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError naming the file if it holds something else."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         where = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise InputError(f"{path}: not JSON: {where}; fetch or save it again") from None

@@ -30,8 +30,8 @@ class StepMetrics:
         self._step = step
         # By kind ("sum" and "weight" of a mean, "maximum", "total") and name.
         self._numbers: dict[tuple[str, str], float] = {}
-        # Numbers added as tensors, each with its kind and name.
-        self._unread: list[tuple[str, str, Tensor]] = []
+        # Those that are not merged yet, each with its kind and name.
+        self._unread: list[tuple[str, str, float | Tensor]] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
@@ -103,21 +103,13 @@ class StepMetrics:
         return reduced
 
     def _keep(self, kind: str, name: str, number: float | Tensor) -> None:
-        """Merge a number, or keep a tensor of one element for `_read`."""
-        if isinstance(number, Tensor):
-            self._unread.append((kind, name, number.detach()))
-        else:
-            self._merge(kind, name, float(number))
+        """Keep a number, which may be a tensor of one element, for `_read`."""
+        self._unread.append((kind, name, number.detach() if isinstance(number, Tensor) else number))
 
     def _read(self) -> None:
-        """Merge the numbers of the tensors, those on one device in their order; one wait for each device."""
-        by_device = defaultdict(list)
-        for unread in self._unread:
-            by_device[unread[-1].device].append(unread)
-        for of_device in by_device.values():
-            stacked = torch.stack([tensor.double().view(()) for *_, tensor in of_device])
-            for (kind, name, _), number in zip(of_device, stacked.tolist(), strict=True):
-                self._merge(kind, name, number)
+        """Merge the numbers in their order; the first tensor of a device waits for it."""
+        for kind, name, number in self._unread:
+            self._merge(kind, name, float(number))
         self._unread = []
 
     def _merge(self, kind: str, name: str, number: float) -> None:

@@ -1,7 +1,7 @@
 """The records of rollouts: the lines of rollouts/*.jsonl, from which evaluations make their numbers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,17 +9,24 @@ from torch import Tensor
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import view_of
 from minirl.rewards.rewarded import RewardedRollouts
+from minirl.training.advantages import weighted_scores
 
 
 def rollout_records(
-    rewarded: RewardedRollouts, functions: Iterable[str], tokenizer: Tokenizer, **columns: Tensor
+    rewarded: RewardedRollouts,
+    functions: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    weights: Tensor,
+    **columns: Sequence[float],
 ) -> list[dict[str, Any]]:
     """The records of this rank's N rollouts, JSON values, as in rollouts/*.jsonl. Not collective.
 
-    functions: the names of the K rewards of `rewarded`. columns: further numbers [N] of the rollouts.
+    functions: the names of the K rewards of `rewarded`, whose sum with these weights, fp64 [K], is the `reward`.
+    columns: further numbers [N] of the rollouts.
     """
-    numbers = {name: _json_numbers(column.tolist()) for name, column in columns.items()}
-    rewards = _json_numbers(rewarded.rewards.tolist())
+    columns = {"reward": weighted_scores(rewarded.rewards, weights).tolist(), **columns}
+    rewards = rewarded.rewards.tolist()
     records = []
     for i, rollout in enumerate(rewarded.rollouts):
         row = rewarded.rows[i]
@@ -28,8 +35,8 @@ def rollout_records(
             "row": row.place,
             "prompt": row.prompt,
             "completion": rewarded.texts[i],
-            **{name: values[i] for name, values in numbers.items()},
-            "rewards": dict(zip(functions, rewards[i], strict=True)),
+            **{name: _json_number(column[i]) for name, column in columns.items()},
+            "rewards": dict(zip(functions, map(_json_number, rewards[i]), strict=True)),
             "num_tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
         }
@@ -42,8 +49,6 @@ def rollout_records(
     return records
 
 
-def _json_numbers(values: Any) -> Any:
-    """Return a tensor's `tolist` with None for NaN, which JSON lacks."""
-    if isinstance(values, list):
-        return [_json_numbers(value) for value in values]
-    return None if math.isnan(values) else values
+def _json_number(number: float) -> float | None:
+    """The number, or None for NaN, which JSON lacks."""
+    return None if math.isnan(number) else number

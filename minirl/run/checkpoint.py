@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minirl.errors import InputError, SaveError, refuse
 from minirl.files import durable
@@ -57,6 +56,8 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
+        # The Hugging Face folder of each model within a checkpoint.
+        self._folders = {name: name if i else "" for i, name in enumerate(models)}
         # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
         self._token = broadcast_object(secrets.token_hex(4))
         self._peft_configs: dict[str, Any] = {}
@@ -83,7 +84,7 @@ class Checkpoints:
         )
         for name, (model, optimizer) in self._models.items():
             peft = self._peft_configs[name]
-            path = self._folder_of_model(checkpoint, name) / ADAPTERS_FILE
+            path = checkpoint / self._folders[name] / ADAPTERS_FILE
             refuse(
                 peft and peft != read_json_object(path),
                 f"{path}: is of adapters with another base, rank or alpha; take another --run-name",
@@ -120,16 +121,12 @@ class Checkpoints:
         for name, (model, _) in self._models.items():
             weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:
-                self._write_model[name](self._folder_of_model(folder, name), weights)
+                self._write_model[name](folder / self._folders[name], weights)
         shards = {name: model.state_tensors(optimizer) for name, (model, optimizer) in self._models.items()}
         _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
         if rank() == 0:
             _write(folder / PROGRESS_FILE, {**progress, "world_size": world_size()})
-
-    def _folder_of_model(self, checkpoint: Path, name: str) -> Path:
-        """The Hugging Face folder of a model within a checkpoint."""
-        is_first = name == next(iter(self._models))
-        return checkpoint if is_first else checkpoint / name
+            _check_remembered(folder / PROGRESS_FILE)
 
 
 def _file_of_rank(rank: int, world_size: int) -> str:
@@ -159,22 +156,14 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_remembered(extra: Mapping[str, Any]) -> None:
-    """Raise InputError naming a value of `progress.extra` that a checkpoint cannot hold. Not collective."""
-    for name, value in extra.items():
-        refuse(
-            not _is_plain(value),
-            f"progress.extra[{name!r}]: a checkpoint holds numbers, texts, tensors, and lists and dicts of them",
-        )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `_read` returns an equal value of the same type."""
-    if type(value) is dict:
-        return all(map(_is_plain, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in (type(None), bool, int, float, str, Tensor)
+def _check_remembered(path: Path) -> None:
+    """Raise InputError if the script remembers what a checkpoint cannot hold."""
+    try:
+        _read(path)
+    except InputError as error:
+        raise InputError(
+            f"progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: {error}"
+        ) from None
 
 
 def _model_writer(model: ShardedModel, peft: Mapping[str, Any] | None) -> Callable[..., None]:

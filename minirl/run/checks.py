@@ -38,9 +38,8 @@ def check_grpo(config: Any) -> None:
         config.kl_reward_coef and config.advantage_norm == "group_std",
         "--kl-reward-coef: --advantage-norm group_std would divide it away; take another norm, or --kl-coef",
     )
-    is_token_kl = config.kl_reward_coef and config.has_token_kl
     refuse(
-        is_token_kl and config.ratio_level != "token",
+        config.kl_reward_coef and config.baseline == "none" and config.ratio_level != "token",
         f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --kl-reward-coef a term for each, with "
         "--baseline none",
     )
@@ -53,14 +52,6 @@ def check_grpo(config: Any) -> None:
             getattr(config, name) and not config.is_rewarded,
             f"{flag_of(name)}: --teacher alone does not train on rewards; leave it out, or add --teacher-coef",
         )
-
-
-def check_ppo(config: Any) -> None:
-    """Refuse flags of train_ppo.py that contradict each other. Raises InputError naming the flag."""
-    check_shared(config)
-    for name in ("gamma", "gae_lambda"):
-        value = getattr(config, name)
-        refuse(value > 1, f"{flag_of(name)} {value}: must be at most 1")
 
 
 def check_shared(config: RunConfig) -> None:

@@ -4,6 +4,8 @@ The comment after a field, or the string under it, is its help. A script's `Conf
 adds the flags of its objective; it declares a field again to change the default. Code reads fields flat: `config.lr`.
 """
 
+import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,11 +13,9 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from minirl.errors import InputError, refuse
-from minirl.files.json_files import parse_json
+from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
-from minirl.rollouts import NO_TRUNCATION, Truncation
 from minirl.run.flags import flag_of
 
 # "auto": chosen by the free memory, see docs/memory.md.
@@ -182,14 +182,14 @@ class RunConfig(
         text = self.chat_template_kwargs
         if text is None:
             return {}
-        flag = f"--chat-template-kwargs {text[:80]}"
-        try:
-            arguments = parse_json(text)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{flag}: not JSON: {error}") from None
-        is_object = isinstance(arguments, dict) and arguments
-        refuse(not is_object, f'{flag}: expected an object, as {{"enable_thinking": false}}')
-        return dict(arguments)
+        arguments = None
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(text)
+        if not isinstance(arguments, dict) or not arguments:
+            raise InputError(
+                f'--chat-template-kwargs {text[:80]}: expected a JSON object, as {{"enable_thinking": false}}'
+            )
+        return arguments
 
     @property
     def eval_rows(self) -> int:
@@ -239,11 +239,6 @@ class RunConfig(
         return self.num_epochs * self.minibatches_per_epoch
 
     @property
-    def num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.num_steps * self.updates_per_step
-
-    @property
     def peak_lr(self) -> float:
         """`lr`, or its default for this model."""
         default = 2e-4 if self.is_embedded else 1e-6
@@ -255,7 +250,8 @@ class RunConfig(
         From `first_update` on it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
         reach 0 one step after the last.
         """
-        num_done, num_updates = update - first_update, self.num_updates - first_update
+        num_done = update - first_update
+        num_updates = self.num_steps * self.updates_per_step - first_update
         if num_done < self.warmup_updates:
             return peak * (num_done + 1) / self.warmup_updates
         if self.lr_schedule == "constant":
@@ -272,11 +268,6 @@ class RunConfig(
     def adapters(self) -> Adapters | None:
         """The adapters of the trained models, if --lora-rank asks for them."""
         return Adapters(self.lora_rank) if self.lora_rank else None
-
-    @property
-    def truncation(self) -> Truncation:
-        """Which tokens may be sampled: all, as training's logprobs count all."""
-        return NO_TRUNCATION
 
     @property
     def importance_correction(self) -> str:

@@ -1,7 +1,7 @@
 """The embedded model, which a run without --model trains: a tiny Llama, warm-started on an embedded task.
 
 Its folder has the weights and its tokenizer. Rank 0 makes it once for each task and caches it under a name with the
-hash of all that it depends on: `RECIPE` and the task's name. A rename gives it this name when it is complete.
+hash of this file and the task's name. A rename gives it this name when it is complete.
 """
 
 import hashlib
@@ -26,34 +26,31 @@ from minirl.ranks.process_group import barrier, print0, rank
 from minirl.training.batch import Batch
 from minirl.training.scoring import score_batch
 
-RECIPE: dict[str, Any] = {
-    "config": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 16,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "eos_token_id": 0,
-    },
-    "init_std": 0.05,
-    "warm_start_steps": {"sorting": 54, "calculator": 150},
-    "batch_size": 64,
-    "lr": 1e-3,
-    "warmup_steps": 20,
-    "seed": 0,
-    "version": 3,
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
 }
+INIT_STD = 0.05
+WARM_START_STEPS = {"sorting": 54, "calculator": 150}
+BATCH_SIZE = 64
+LR = 1e-3
+WARMUP_STEPS = 20
+SEED = 0
 
 VOCABULARY = {token: i for i, token in enumerate(("<eos>", "<unk>", *ALPHABET, "*", *CALL_TOKENS))}
 TOKEN_PATTERN = "|".join((*CALL_TOKENS, "."))
@@ -63,12 +60,12 @@ EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calcu
 
 def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
     """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective)."""
-    recipe = json.dumps({**RECIPE, "task": task}, sort_keys=True).encode()
-    digest = hashlib.sha256(recipe).hexdigest()
+    digest = hashlib.sha256(Path(__file__).read_bytes() + task.encode()).hexdigest()
     folder = root / f"toy-{digest[:8]}"
     if rank() == 0 and not folder.exists():
-        num_steps = RECIPE["warm_start_steps"][task]
-        print0(f"making the embedded model: {num_steps} supervised steps on {task}, into {folder}")
+        print0(
+            f"making the embedded model: {WARM_START_STEPS[task]} supervised steps on {task}, into {folder}"
+        )
         _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
     return folder
@@ -77,7 +74,7 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
 def write_shape(folder: Path) -> Path:
     """Write the embedded model's config and tokenizer, without weights, and return the folder. Not collective."""
     save_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(RECIPE["config"]))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
 
@@ -88,7 +85,7 @@ def _make_folder(folder: Path, task: Task) -> None:
     with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
         half_made = Path(temporary) / folder.name
         save_tokenizer(half_made)
-        write_folder(half_made, weights, config=RECIPE["config"], tokenizer_files={})
+        write_folder(half_made, weights, config=CONFIG, tokenizer_files={})
         try:
             durable.publish(half_made, folder)
         except OSError:
@@ -114,18 +111,16 @@ def warm_start(task: Task) -> Transformer:
 
     Reinforcement learning needs some correct answers to start from.
     """
-    generator = torch.Generator().manual_seed(RECIPE["seed"])
-    model = Transformer(config_from_dict(RECIPE["config"]))
-    for name, param in model.named_parameters():
-        if param.ndim == 2:
-            torch.nn.init.normal_(param, std=RECIPE["init_std"], generator=generator)
-        else:
-            assert "norm" in name, f"{name} has no initial value"
+    generator = torch.Generator().manual_seed(SEED)
+    model = Transformer(config_from_dict(CONFIG))
+    for param in model.parameters():
+        if param.ndim == 2:  # the others, of norms, are 1
+            torch.nn.init.normal_(param, std=INIT_STD, generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    rng = random.Random(RECIPE["seed"])
-    for step in range(RECIPE["warm_start_steps"][task.name]):
-        optimizer.param_groups[0]["lr"] = RECIPE["lr"] * min(1.0, (step + 1) / RECIPE["warmup_steps"])
-        loss = _answer_loss(model, rng.sample(task.warm_start_rows, RECIPE["batch_size"]))
+    rng = random.Random(SEED)
+    for step in range(WARM_START_STEPS[task.name]):
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP_STEPS)
+        loss = _answer_loss(model, rng.sample(task.warm_start_rows, BATCH_SIZE))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

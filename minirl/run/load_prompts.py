@@ -55,7 +55,6 @@ def load_prompts(
             max_tokens=min(limits),
             max_new_tokens=max_new_tokens,
             vocab_size=model_config.vocab_size,
-            truncation=config.truncation,
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
     )
@@ -65,16 +64,14 @@ def load_prompts(
 def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
     """The teacher's config. Raises InputError if one of the policy's token ids is another token for the teacher."""
     teacher = read_config(folder, scalar_head=False)
-    own, other = (
-        {i: token for token, i in one.backend.get_vocab().items()} for one in (tokenizer, Tokenizer(folder))
-    )
-    first = min((i for i, _ in own.items() ^ other.items()), default=0)
+    ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
+    different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
     refuse(
-        own != other,
-        f"--teacher {folder}: its tokenizer differs: token {first} is {other.get(first)!r}, and "
-        f"{own.get(first)!r} in {tokenizer.folder}; take a teacher with the same ids",
+        different,
+        f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take a teacher "
+        "with the same ids",
     )
-    known = min(max(own) + 1, model_config.vocab_size)
+    known = min(max(ids.values()) + 1, model_config.vocab_size)
     refuse(
         teacher.vocab_size < known,
         f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",

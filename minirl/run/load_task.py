@@ -2,9 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
@@ -19,7 +18,7 @@ from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.flags import flag_of
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
-RESERVED = {*"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
+RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
@@ -35,29 +34,23 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
     source, name = source_and_name(flag, spec, expected)
     with loading(f"{flag} {spec}"):
-        loaded = _loaded_rollout(kind, find_functions(source, *name.split(",")))
-    given = {EPISODE} if loaded.gives_reward else set()
+        functions = find_functions(source, *name.split(","))
+        if kind == "rollout":
+            check_form(functions[0], "a rollout")
+            loaded = UserRollout(functions[0])
+        else:
+            from minirl.extras.agents import tool_loop
+
+            is_tools = kind == "tools"
+            loaded = tool_loop.of_tools(functions) if is_tools else tool_loop.of_environment(functions[0])
     for reward in config.reward:
+        is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
         refuse(
-            kind != "rollout" and reward.partition(":")[0] == EPISODE and reward not in given,
+            reward.partition(":")[0] == EPISODE and not is_given,
             f"--reward {reward}: --{kind} {spec} gives no such reward; an --environment gives --reward {EPISODE} if it "
             "has `get_reward(self)`. Or write a function of completions or `environments`: --reward FILE.py:FUNCTION",
         )
     return loaded
-
-
-def _loaded_rollout(kind: str, functions: list[Callable[..., Any]]) -> UserRollout:
-    """The rollout of a user's functions. kind: the flag's field. Raises UnusableError or InputError."""
-    if kind == "rollout":
-        (function,) = functions
-        check_form(function, "a rollout")
-        return UserRollout(function)
-    from minirl.extras.agents import tool_loop
-
-    if kind == "tools":
-        return tool_loop.of_tools(functions)
-    (factory,) = functions
-    return tool_loop.of_environment(factory)
 
 
 def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = None) -> Task:
@@ -76,7 +69,6 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
     name: str = config.task
     if name == "auto":
         name = "jsonl" if data else "sorting"
-    functions = _load_functions(config)
     if name in EMBEDDED_TASKS:
         refuse(data or eval_data, f"--task {name} makes its own prompts; leave out --data and --eval-data")
         task = EMBEDDED_TASKS[name]()
@@ -84,37 +76,31 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
         raise InputError(f"--task {name} needs --data FILE.jsonl")
     elif name == "gsm8k":
         task = load_gsm8k(data, eval_data)
-    elif config.is_rewarded and not functions and not config.reward_model and rewards is None:
+    elif config.is_rewarded and not config.reward and not config.reward_model and rewards is None:
         raise InputError(
             "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
             "--reward-model DIR or --task gsm8k"
         )
     else:
         task = load_jsonl_task(data, eval_data)
-    if functions or config.reward_model:
+    if config.reward or config.reward_model:
         only_logged = {**task.rewards, **task.extra_scores}
-        for taken in sorted(functions.keys() & only_logged):
-            raise InputError(
-                f"--reward {' '.join(config.reward)}: task {name} has a score {taken}; rename the function"
-            )
+        functions = _load_functions(config, {*RESERVED, *config.reward_models, *only_logged})
         task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
     check_columns({**task.rewards, **task.extra_scores}, rows, has_environment=bool(config.environment))
     return task if rewards is None else dataclasses.replace(task, rewards=rewards)
 
 
-def _load_functions(config: RunConfig) -> dict[str, RewardFunction]:
-    """The functions of --reward by name. Raises InputError if two have one name or a name is a metric's."""
-    specs = config.reward
-    flag = f"--reward {' '.join(specs)}"
-    names = {spec.rpartition(":")[2] for spec in specs}
-    refuse(len(names) < len(specs), f"{flag}: two functions of one name; rename one, metrics go by name")
-    for taken in sorted(names & (RESERVED | config.reward_models.keys())):
-        raise InputError(f"{flag}: the name {taken} is taken by a metric; rename the function")
-    refuse(f"{EPISODE}:" in specs, f"{flag}: expected {EPISODE}, or {EPISODE}:NAME")
+def _load_functions(config: RunConfig, taken: set[str]) -> dict[str, RewardFunction]:
+    """The functions of --reward by name. Raises InputError if one has a name that is taken, or the name of another."""
     functions: dict[str, RewardFunction] = {}
-    for spec in specs:
+    for spec in config.reward:
         source, _, name = spec.rpartition(":")
+        refuse(
+            name in taken or name in functions,
+            f"--reward {spec}: the name {name!r} is that of another reward or metric; rename the function",
+        )
         if spec == EPISODE:
             functions[spec] = EpisodeReward()
         elif source == EPISODE:

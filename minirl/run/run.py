@@ -30,7 +30,8 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.report.progress_bar import show_progress
-from minirl.run.checkpoint import Checkpoints, Models, check_remembered
+from minirl.report.records import rollout_records
+from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
@@ -213,13 +214,14 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        rewarded = groups.rewarded
         mean_of = dict(zip(groups.table.by_rollout().ids, means.tolist(), strict=True))
-        ids = [rollout.branches[0].rollout_id for rollout in rewarded.rollouts]
-        records = self._setup.records(
+        rewarded = groups.rewarded
+        records = rollout_records(
             rewarded,
-            groups.reward_weights,
-            advantage=torch.tensor([mean_of[rollout_id] for rollout_id in ids], dtype=torch.float64),
+            self._setup.reward_functions,
+            self._setup.tokenizer,
+            weights=groups.reward_weights,
+            advantage=[mean_of[rollout.branches[0].rollout_id] for rollout in rewarded.rollouts],
         )
         self._logger.log_rollouts(step, records)
 
@@ -248,8 +250,6 @@ class Run:
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
-        # Refuse values that cannot be saved now, not after many steps that would be lost.
-        check_remembered(self.progress.extra)
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
             if self._collector:
                 self.progress.in_flight = self._collector.in_flight
@@ -268,8 +268,7 @@ class Run:
         saved = folder / "checkpoints" / f"{self.progress.step:06d}"
         print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})")
         print0(f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})")
-        loaded_by = "PEFT's" if self._config.adapters else "transformers'"
-        print0(f"checkpoint {saved} ({loaded_by} `from_pretrained` loads it)")
+        print0(f"checkpoint {saved} (loaded by `from_pretrained`, of adapters PEFT's)")
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:

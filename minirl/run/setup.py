@@ -37,7 +37,6 @@ from minirl.ranks.process_group import (
 from minirl.report.records import rollout_records
 from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
-from minirl.rewards.rewarded import RewardedRollouts
 from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
@@ -45,7 +44,6 @@ from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine, workload
 from minirl.run.run_folder import open_run_folder, runs_root
-from minirl.training.advantages import weighted_scores
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -158,20 +156,19 @@ class Setup:
             **options,
         )
 
-    def load_reference(self, policy: ShardedModel) -> FrozenModel:
-        """The model for `ref_logprobs`, which the run began with (collective).
+    def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
+        """The reference and the teacher, those that the flags ask for (collective).
 
-        With adapters this is the policy without them, on the same storage.
+        The reference is the model that the run began with; with adapters the policy without them, on the same storage.
         """
-        if self.config.adapters:
-            return self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"])
-        return self.frozen(self._original_model(), score_batch, ["ref_logprobs"])
-
-    def load_teacher(self) -> FrozenModel:
-        """The model of --teacher, for `teacher_logprobs` (collective if weights are sharded)."""
-        folder = named_folder(self.config, "teacher")
-        assert folder is not None
-        return self.frozen(folder, score_batch, ["teacher_logprobs"])
+        models = []
+        if self.config.has_reference and self.config.adapters:
+            models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
+        elif self.config.has_reference:
+            models.append(self.frozen(self._original_model(), score_batch, ["ref_logprobs"]))
+        if teacher := named_folder(self.config, "teacher"):
+            models.append(self.frozen(teacher, score_batch, ["teacher_logprobs"]))
+        return models
 
     def frozen(
         self,
@@ -251,12 +248,8 @@ class Setup:
             num_greedy=int(not self.config.eval_samples),
             temperature=self.config.temperature,
         )
-        return self.records(evaluator.run(requests, weight_version=weight_version), self.score_weights)
-
-    def records(self, rewarded: RewardedRollouts, weights: Tensor, **columns: Tensor) -> list[dict[str, Any]]:
-        """The `rollout_records` of these rollouts, with `reward`, the sum of their rewards with weights fp64 [K]."""
-        scores = weighted_scores(rewarded.rewards, weights)
-        return rollout_records(rewarded, self.reward_functions, self.tokenizer, reward=scores, **columns)
+        rewarded = evaluator.run(requests, weight_version=weight_version)
+        return rollout_records(rewarded, self.reward_functions, self.tokenizer, weights=self.score_weights)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""

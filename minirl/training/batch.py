@@ -184,6 +184,10 @@ class Batch:
         repeated = over_tokens(values.to(self.tokens.device), self.lengths)
         return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
 
+    def spread_rollouts(self, values: Tensor) -> Tensor:
+        """A stream [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
+        return self.spread(values.flatten()[self.rollout])
+
     def _streams(self) -> dict[str, Tensor]:
         """All streams that exist, by name."""
         streams = {}
