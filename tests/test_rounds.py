@@ -81,7 +81,7 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
     gate = []
     options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 0.5}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
-    collector._serve(2, 1.0)
+    collector._serve(2)
     collector._run_round(0)
     gate.append(True)
     time.sleep(1)

@@ -44,6 +44,7 @@ class Collector:
     """Collects the rollouts of one stream of prompts.
 
     engine: samples them. num_served: prompts taken from the stream so far; a script may raise it to skip some.
+    temperature: of the sampled rollouts that begin; a script may change it before a step.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Collector:
         self._reward_weights = weights if reward_weights is None else reward_weights
         self._group_size = group_size
         self._num_greedy = num_greedy
-        self._temperature = temperature
+        self.temperature = temperature
         self._max_refills = max_refills
         self._max_staleness = max_staleness
         # The most tokens that a rollout samples in a round.
@@ -110,19 +111,14 @@ class Collector:
         # The prompts that were in flight at the checkpoint, and have not begun again.
         self._interrupted: list[int] = []
 
-    def collect(
-        self, num_groups: int, *, weight_version: int = 0, temperature: float | None = None
-    ) -> Groups:
+    def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
         """The groups of the next step (collective).
 
-        weight_version: the version of the present weights. temperature: of the sampled rollouts that this step begins;
-        None: the collector's. Raises RewardError or RolloutError naming function and row.
+        weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
         """
-        if temperature is None:
-            temperature = self._temperature
         self._num_steps += 1
         with self._runner.closed_on_error():
-            selection = self._select_step(num_groups, weight_version, temperature)
+            selection = self._select_step(num_groups, weight_version)
         self._runner.leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
@@ -196,7 +192,7 @@ class Collector:
         )
         return set(ordinals[:num_due])
 
-    def _select_step(self, num_groups: int, weight_version: int, temperature: float) -> Selection:
+    def _select_step(self, num_groups: int, weight_version: int) -> Selection:
         """Complete a step's groups, and select them (collective).
 
         Groups without signal are replaced by those of other prompts, `max_refills` times. Then they fill up the step.
@@ -204,16 +200,14 @@ class Collector:
         due = self._prompts_due(num_groups)
         num_equal = 0
         for num_refills in itertools.count():
-            ready = self._complete(num_groups, num_equal, due, weight_version, temperature)
+            ready = self._complete(num_groups, num_equal, due, weight_version)
             selection = self._select(num_groups, ready)
             if selection.num_missing == 0 or num_refills == self._max_refills:
                 break
             num_equal = selection.num_equal
         return selection
 
-    def _complete(
-        self, num_groups: int, num_equal: int, due: set[int], weight_version: int, temperature: float
-    ) -> set[int]:
+    def _complete(self, num_groups: int, num_equal: int, due: set[int], weight_version: int) -> set[int]:
         """Decode round by round until a step's groups, `num_equal` further ones, and those that are due are ready.
 
         Returns the prompts of all ready groups (collective).
@@ -224,7 +218,7 @@ class Collector:
             # than this step and those within `max_staleness` can take.
             num_open = len(self._begun_in) - len(ready)
             num_allowed = num_wanted + num_groups * self._max_staleness - len(self._begun_in)
-            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)), temperature)
+            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)))
             self._run_round(weight_version)
         return ready
 
@@ -251,7 +245,7 @@ class Collector:
             replaces_equal=self._max_refills is not None,
         )
 
-    def _serve(self, num_prompts: int, temperature: float) -> None:
+    def _serve(self, num_prompts: int) -> None:
         """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""
         again, self._interrupted = self._interrupted[:num_prompts], self._interrupted[num_prompts:]
         first_new, self.num_served = self.num_served, self.num_served + num_prompts - len(again)
@@ -261,7 +255,7 @@ class Collector:
             ordinals,
             group_size=self._group_size,
             num_greedy=self._num_greedy,
-            temperature=temperature,
+            temperature=self.temperature,
         )
         self._begin(requests)
 

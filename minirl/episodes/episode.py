@@ -152,7 +152,7 @@ class Turn(TurnFacts):
         return part
 
 
-@dataclass
+@dataclass(eq=False)
 class Branch:
     """A prompt with the turns that follow it.
 
@@ -175,7 +175,7 @@ class Branch:
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
-    request: Request = field(init=False)
+    request: Request = field(init=False, repr=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
     is_held: bool = False
 

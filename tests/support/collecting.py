@@ -154,6 +154,7 @@ def collected(
     steps = []
     for step in range(first_step, first_step + num_steps):
         groups = collector.collect(num_groups, weight_version=step)
+        assert not collector.engine.is_busy, "the engine keeps what has ended"
         rewards = groups.rewarded.rewards.nan_to_num(math.inf).tolist()
         steps.append([(*facts(r), x) for r, x in zip(groups.rewarded.rollouts, rewards, strict=True)])
     return steps
