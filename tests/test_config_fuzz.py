@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from minirl.errors import InputError
 from minirl.model.attention import PackedLayout
+from minirl.model.batch_invariance import head_logits
 from minirl.model.weights import load_replica
 from support.families import CASES, LLAMA3_ROPE, make_checkpoint
 from support.marks import slow
@@ -122,7 +123,7 @@ def outputs_here(folder, scalar_head):
     num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
     layout = PackedLayout((num_tokens,), torch.device("cpu"))
     hidden = model(torch.arange(num_tokens), layout.positions, layout)
-    return model.score(hidden) if scalar_head else model.lm_head(hidden)
+    return model.score(hidden) if scalar_head else head_logits(hidden, model.lm_head.weight)
 
 
 @torch.no_grad()

@@ -61,24 +61,20 @@ def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_
 
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
-    """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group.
+    """Any number of ranks makes the same rollouts; the shares differ by at most one group.
 
     Greedy requests follow their group. Here prompts are begun one at a time.
     """
-    wanted = dict(group_size=3, num_greedy=1)
     prompts = letter_prompts(["a", "bb", "ccc", "dd"])
-    whole = prompts.requests(5, 6, **wanted)
-    assert [r.rollout_id for r in whole] == [RolloutId(5 + o, s) for o in range(6) for s in range(4)]
-    assert [r.temperature for r in whole] == [1.0, 1.0, 1.0, 0.0] * 6
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     found, num_groups = [], Counter()
-    for rank in range(world_size):
+    for rank, ordinal in itertools.product(range(world_size), range(5, 11)):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
-        for ordinal in range(5, 11):
-            share = prompts.requests(ordinal, 1, **wanted)
-            found += share
-            num_groups[rank] += bool(share)
-    assert sorted(found, key=lambda request: request.rollout_id) == whole
+        share = prompts.requests([ordinal], group_size=3, num_greedy=1)
+        found += [(request.rollout_id, request.temperature) for request in share]
+        num_groups[rank] += bool(share)
+    expected = itertools.product(range(5, 11), enumerate([1.0, 1.0, 1.0, 0.0]))
+    assert sorted(found) == [(RolloutId(ordinal, sample), t) for ordinal, (sample, t) in expected]
     assert max(num_groups.values()) - min(num_groups.values()) <= 1
 
 
@@ -88,7 +84,7 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     Pitfalls 25 and 50.
     """
     several = [letter_prompts("aaa", seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
-    keys = [request.key for prompts in several for request in prompts.requests(0, 9, group_size=4)]
+    keys = [request.key for prompts in several for request in prompts.requests(range(9), group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 
@@ -212,8 +208,9 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     backend.decoder = decoders.Sequence(parts)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
     tokenizer, rng = Tokenizer(tmp_path), random.Random(0)
-    stop = StopStrings(tokenizer, ["\n\n", "é\n", "ab a</s>"])
-    units = [b"\n", "é".encode(), *([i] for i in range(256, tokenizer.num_ids + 1))]
+    # Each byte of the first string is a token here, and its first space would be stripped.
+    stop = StopStrings(tokenizer, [" \né\n\né\n", "ab a</s>", "é\né"])
+    units = [[256, *"\né\n\né\n".encode()], *([i] for i in (*b"\n", *range(256, tokenizer.num_ids + 1)))]
     num_late = 0
     for _ in range(300):
         turn = list(itertools.chain(*rng.choices(units, k=40)))
@@ -226,7 +223,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
                 break
     assert num_late > 20
     stray = [0xE3] * 40
-    assert stop([stray, [*stray, *"é\n".encode()]]) == [False, True]
+    assert stop([stray, [*stray, *"é\né".encode()]]) == [False, True]
 
 
 # Faults: named by file, line and field before a model is loaded.
@@ -299,7 +296,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
 @pytest.mark.parametrize("texts", ["aaaaz", "zaaaz"])
 def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts):
     """A larger tokenizer would read outside of it; rows that do not use the rest are fine. Pitfall 6."""
-    said = f"^f:{texts.index('z') + 1}: the prompt has token id 122, the model 122 embeddings"
+    said = f"^f:{texts.index('z') + 1}: token id 122, and the model has 122 embeddings"
     with pytest.raises(InputError, match=said):
         letter_prompts(texts, vocab_size=ord("z"))
     assert letter_prompts("aaaa", vocab_size=ord("z")).num_prompts == 4
@@ -331,7 +328,7 @@ def test_row_21_prompts_that_all_leave_too_little_are_refused():
     said = "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens"
     with pytest.raises(InputError, match=said):
         letter_prompts(["a" * 7, "b" * 11])
-    assert letter_prompts([]).requests(0, 0, group_size=0, num_greedy=1) == []
+    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):

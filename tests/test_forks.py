@@ -87,9 +87,8 @@ def test_a_term_that_skipped_rollouts_would_miss_is_refused_when_it_begins(
     assert {line["perf/skipped_tokens"] for line in lines} == {0.0}
 
 
-COOLING = {
-    "weight_version=progress.update)": "weight_version=progress.update, temperature=1.5 / step)",
-}
+COLLECT = "        groups = collector.collect("
+COOLING = {COLLECT: f"        collector.temperature = 1.5 / step\n{COLLECT}"}
 
 
 @pytest.mark.parametrize("more", ["", slow("--max-staleness 2")], ids=["whole", "partial"])

@@ -3,7 +3,7 @@
 import functools
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from minirl.data.answers import check_readable
@@ -93,15 +93,15 @@ class PromptStream:
         return [f"{self.purpose}: {note}" for note in notes]
 
     def requests(
-        self, first: int, count: int, *, group_size: int, temperature: float = 1.0, num_greedy: int = 0
+        self, ordinals: Iterable[int], *, group_size: int, temperature: float = 1.0, num_greedy: int = 0
     ) -> list[Request]:
-        """Return this rank's share of the requests for `count` prompts, from ordinal `first` on.
+        """Return this rank's share of the requests for these prompts.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
         has whole groups: it prefills a prompt once, and has everything that a reward may compare. The ranks take the
         ordinals in turn, so that they get equally many prompts even if each call is for one.
         """
-        own = range(first + (rank() - first) % world_size(), first + count, world_size())
+        own = [ordinal for ordinal in ordinals if ordinal % world_size() == rank()]
         requests = []
         for prompt_ordinal in own:
             prompt_ids = self.prompt_ids(prompt_ordinal)
@@ -190,9 +190,7 @@ class PromptStream:
                 any(type(i) is not int or i < 0 for i in ids),
                 f"{place}: generate(after=...): expected text, token ids or messages",
             )
-        if ids and max(ids) >= self.vocab_size:
-            what = f"token id {max(ids)}, and the model has {self.vocab_size} embeddings"
-            raise InputError(f"{place}: generate(after=...): {what}")
+        self._check_ids(f"{place}: generate(after=...)", ids)
         return ids
 
     def branch_ids(
@@ -218,7 +216,8 @@ class PromptStream:
         except InputError as error:
             raise InputError(f"{place}: {error}") from None
         ids = list(prompt) if is_ids else tokenizer.encode(row)
-        self._check_ids(row, ids)
+        refuse(not ids, f"{row.place}: the prompt has no tokens")
+        self._check_ids(row.place, ids)
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
@@ -263,16 +262,16 @@ class PromptStream:
         for first in range(0, len(rows), ROWS_PER_CHECK):
             part = rows[first : first + ROWS_PER_CHECK]
             for row, ids in zip(part, self.tokenizer.encode_all(part), strict=True):
-                self._check_ids(row, ids)
+                refuse(not ids, f"{row.place}: the prompt has no tokens")
+                self._check_ids(row.place, ids)
                 lengths.append(len(ids))
         return lengths
 
-    def _check_ids(self, row: Row, prompt_ids: Sequence[int]) -> None:
-        """Raise InputError naming the row if the prompt is empty or has ids that the model does not know."""
-        refuse(not prompt_ids, f"{row.place}: the prompt has no tokens")
-        largest = max(prompt_ids)
+    def _check_ids(self, place: str, ids: Sequence[int]) -> None:
+        """Raise InputError naming the place for an id that the model does not know."""
+        largest = max(ids, default=0)
         refuse(
             largest >= self.vocab_size,
-            f"{row.place}: the prompt has token id {largest}, the model {self.vocab_size} embeddings; the tokenizer is "
-            "another model's",
+            f"{place}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
+            "another model's?",
         )

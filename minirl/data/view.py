@@ -4,7 +4,7 @@ They are made from the tokens on demand: most are needed once or never.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from minirl.data import answers
@@ -31,9 +31,7 @@ def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> d
         return {}
     return {
         "messages": messages_of(rollout, prompt, tokenizer),
-        "segments": [
-            segment for branch in rollout.branches for segment in _segments(rollout, branch, tokenizer)
-        ],
+        "segments": list(_segments(rollout, tokenizer)),
         "turns": [turn.numbers() for turn in turns],
     }
 
@@ -101,21 +99,18 @@ def _answer(
     return message if message.pop("parse_error", None) is None else message | {"content": text}
 
 
-def _segments(rollout: Rollout, branch: Rollout, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return a branch's tokens turn by turn, with the tokens appended before each, and its prompt if not the row's."""
-    number = branch.rollout_id.branch
-
-    def segment(kind: str, first: int, last: int) -> dict[str, Any]:
-        text = tokenizer.decode(branch.tokens[first:last], skip_special_tokens=False)
-        return {"kind": kind, "text": text, "num_tokens": last - first, "branch": number}
-
-    num_prompt_tokens = last = branch.num_prompt_tokens
-    segments = [segment("prompt", 0, last)] if number > 0 else []
-    for turn in rollout.episode.turns:
-        if turn.branch == number:
-            first = num_prompt_tokens + turn.start
-            if first > last:
-                segments.append(segment("environment", last, first))
-            last = num_prompt_tokens + turn.end
-            segments.append(segment("sampled", first, last))
-    return segments
+def _segments(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """Yield the branches' tokens turn by turn, with those appended before each, and the prompts, if not the row's."""
+    for branch in rollout.branches:
+        number = branch.rollout_id.branch
+        last = branch.num_prompt_tokens
+        parts = [("prompt", 0, last)] if number > 0 else []
+        for turn in rollout.episode.turns:
+            if turn.branch == number:
+                first = branch.num_prompt_tokens + turn.start
+                parts += [("environment", last, first), ("sampled", first, first + turn.num_tokens)]
+                last = first + turn.num_tokens
+        for kind, first, last in parts:
+            if last > first:
+                text = tokenizer.decode(branch.tokens[first:last], skip_special_tokens=False)
+                yield {"kind": kind, "text": text, "num_tokens": last - first, "branch": number}

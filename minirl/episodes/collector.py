@@ -11,10 +11,10 @@ checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,13 @@ from minirl.rollouts import Request, Rollout
 # take the places of finished ones sooner; with more, the ranks exchange less often.
 ROUND_FRAC = 1 / 8
 ROUND_LIMITS = (4, 512)
-# Prompts of an evaluation that are judged in one call of a reward model, which may have to come from the host's memory.
-JUDGED_TOGETHER = 64
 
 
 class Collector:
     """Collects the rollouts of one stream of prompts.
 
     engine: samples them. num_served: prompts taken from the stream so far; a script may raise it to skip some.
+    temperature: of the sampled rollouts that begin; a script may change it before a step.
     """
 
     def __init__(
@@ -76,17 +75,14 @@ class Collector:
         """
         self.num_served = 0
         self.engine = engine
-        self._rollout = rollout
-        self._max_turns = max_turns
         self._prompts = prompts
         self._functions = functions
         weights = torch.ones(len(functions), dtype=torch.float64)
         self._reward_weights = weights if reward_weights is None else reward_weights
         self._group_size = group_size
         self._num_greedy = num_greedy
-        self._temperature = temperature
+        self.temperature = temperature
         self._max_refills = max_refills
-        self._call_timeout = call_timeout
         self._max_staleness = max_staleness
         # The most tokens that a rollout samples in a round.
         self._round_tokens = NO_BUDGET
@@ -97,14 +93,12 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        self._runner = EpisodeRunner(
-            engine,
-            rollout,
-            prompts,
-            max_turns=max_turns,
-            reward_names=reward_names,
-            call_timeout=call_timeout,
-        )
+        self._of_episodes: dict[str, Any] = {
+            "rollout": rollout,
+            "max_turns": max_turns,
+            "call_timeout": call_timeout,
+        }
+        self._runner = EpisodeRunner(engine, prompts=prompts, reward_names=reward_names, **self._of_episodes)
         self._queue = RewardQueue(functions, prompts)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
         # them. The queue has whole groups until a step asks for their rewards.
@@ -117,57 +111,30 @@ class Collector:
         # The prompts that were in flight at the checkpoint, and have not begun again.
         self._interrupted: list[int] = []
 
-    def collect(
-        self, num_groups: int, *, weight_version: int = 0, temperature: float | None = None
-    ) -> Groups:
+    def collect(self, num_groups: int, *, weight_version: int = 0) -> Groups:
         """The groups of the next step (collective).
 
-        weight_version: the version of the present weights. temperature: of the sampled rollouts that this step begins;
-        None: the collector's. Raises RewardError or RolloutError naming function and row.
+        weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
         """
-        if temperature is None:
-            temperature = self._temperature
         self._num_steps += 1
         with self._runner.closed_on_error():
-            selection = self._select_step(num_groups, weight_version, temperature)
+            selection = self._select_step(num_groups, weight_version)
         self._runner.leave_engine()
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
         return selection.groups
 
-    def run(
-        self,
-        groups: Iterable[Sequence[Request]],
-        *,
-        num_requests: int,
-        num_open: float = math.inf,
-        weight_version: int = 0,
-    ) -> Iterator[RewardedRollouts]:
-        """The rollouts of these requests with their rewards: parts of JUDGED_TOGETHER prompts or more, then the rest.
+    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
+        """The rollouts of these requests, of whole prompts, with their rewards.
 
         Collective if ranks share the model's layers.
-
-        groups: the requests of one or more whole prompts each, `num_requests` in all. num_open: the number of open
-        rollouts above which no group begins.
         """
-        waiting = iter(groups)
-        self._runner.begin_round(weight_version=weight_version)
-        bar = progress_bar("generate", total=num_requests, unit="completions")
-        with self._runner.closed_on_error(), bar:
-            while True:
-                while self._num_running.total() < num_open and (group := next(waiting, None)) is not None:
-                    self._begin(group)
-                bar.update(self._step())
-                self._queue.poll(0.0 if self._num_running or self.engine.is_waited_for else 0.5)
-                ready = self._queue.ready()
-                is_end = not self._num_running and len(ready) == len(self._queue.groups)
-                if ready and (is_end or len(ready) >= JUDGED_TOGETHER):
-                    yield self._queue.finish(sorted(ready))
-                if is_end:
-                    break
+        with self._runner.closed_on_error():
+            self._begin(requests)
+            self._run_round(weight_version)
         self._runner.leave_engine()
-        self.engine.sync()
+        return self._queue.finish(sorted(self._queue.groups))
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
         """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
@@ -175,11 +142,9 @@ class Collector:
             self.engine,
             prompts,
             self._functions,
-            rollout=self._rollout,
-            max_turns=self._max_turns,
             group_size=0,
             num_greedy=1,
-            call_timeout=self._call_timeout,
+            **self._of_episodes,
         )
 
     def take_count(self, counted: str) -> int:
@@ -227,7 +192,7 @@ class Collector:
         )
         return set(ordinals[:num_due])
 
-    def _select_step(self, num_groups: int, weight_version: int, temperature: float) -> Selection:
+    def _select_step(self, num_groups: int, weight_version: int) -> Selection:
         """Complete a step's groups, and select them (collective).
 
         Groups without signal are replaced by those of other prompts, `max_refills` times. Then they fill up the step.
@@ -235,16 +200,14 @@ class Collector:
         due = self._prompts_due(num_groups)
         num_equal = 0
         for num_refills in itertools.count():
-            ready = self._complete(num_groups, num_equal, due, weight_version, temperature)
+            ready = self._complete(num_groups, num_equal, due, weight_version)
             selection = self._select(num_groups, ready)
             if selection.num_missing == 0 or num_refills == self._max_refills:
                 break
             num_equal = selection.num_equal
         return selection
 
-    def _complete(
-        self, num_groups: int, num_equal: int, due: set[int], weight_version: int, temperature: float
-    ) -> set[int]:
+    def _complete(self, num_groups: int, num_equal: int, due: set[int], weight_version: int) -> set[int]:
         """Decode round by round until a step's groups, `num_equal` further ones, and those that are due are ready.
 
         Returns the prompts of all ready groups (collective).
@@ -255,7 +218,7 @@ class Collector:
             # than this step and those within `max_staleness` can take.
             num_open = len(self._begun_in) - len(ready)
             num_allowed = num_wanted + num_groups * self._max_staleness - len(self._begun_in)
-            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)), temperature)
+            self._serve(max(0, min(2 * num_groups - num_open, num_allowed)))
             self._run_round(weight_version)
         return ready
 
@@ -282,20 +245,18 @@ class Collector:
             replaces_equal=self._max_refills is not None,
         )
 
-    def _serve(self, num_prompts: int, temperature: float) -> None:
+    def _serve(self, num_prompts: int) -> None:
         """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""
         again, self._interrupted = self._interrupted[:num_prompts], self._interrupted[num_prompts:]
         first_new, self.num_served = self.num_served, self.num_served + num_prompts - len(again)
-        requests: list[Request] = []
-        for ordinals in (*(range(one, one + 1) for one in again), range(first_new, self.num_served)):
-            requests += self._prompts.requests(
-                ordinals.start,
-                len(ordinals),
-                group_size=self._group_size,
-                num_greedy=self._num_greedy,
-                temperature=temperature,
-            )
-            self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
+        ordinals = [*again, *range(first_new, self.num_served)]
+        self._begun_in |= dict.fromkeys(ordinals, self._num_steps)
+        requests = self._prompts.requests(
+            ordinals,
+            group_size=self._group_size,
+            num_greedy=self._num_greedy,
+            temperature=self.temperature,
+        )
         self._begin(requests)
 
     def _begin(self, requests: Sequence[Request]) -> None:

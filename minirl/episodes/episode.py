@@ -11,10 +11,14 @@ messages, which the chat template writes.
 """
 
 import copy
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import Tensor
+
+from minirl.data import answers
 from minirl.data.task import (
     After,
     Messages,
@@ -23,12 +27,12 @@ from minirl.data.task import (
     is_stop_string,
     is_token_ids,
 )
+from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import conversation
-from minirl.episodes.turn import BranchTokens, Turn
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import shown
 from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.rollouts import Request
+from minirl.rollouts import Request, Rollout, TurnFacts
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -70,19 +74,85 @@ class Generate:
         """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
         is_after = isinstance(self.after, str | list | tuple)
         is_limit = self.max_tokens is None or (type(self.max_tokens) is int and self.max_tokens >= 1)
-        expected = {
-            "after": (is_after, "expected text, a list of token ids, or messages"),
-            "stop": (
-                all(map(is_stop_string, self.stop)),
-                "expected texts; '' is in every text, U+FFFD and surrogates in none",
-            ),
-            "max_tokens": (is_limit, "must be at least 1"),
-        }
-        for name, (is_right, what) in expected.items():
-            refuse(not is_right, f"generate({name}={getattr(self, name)!r:.80}): {what}")
+        refuse(
+            not is_after,
+            f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
+        )
+        refuse(
+            not all(map(is_stop_string, self.stop)),
+            f"generate(stop={self.stop!r:.80}): expected texts; '' is in every text, U+FFFD and surrogates in none",
+        )
+        refuse(not is_limit, f"generate(max_tokens={self.max_tokens!r:.80}): must be at least 1")
 
 
-@dataclass
+@dataclass(slots=True)
+class BranchTokens:
+    """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
+
+    The branch and its turns share it, so that memory holds a branch once and not once per turn.
+    """
+
+    rollout: Rollout | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Turn(TurnFacts):
+    """A turn that a function asked for: appended tokens, then sampled ones.
+
+    appended: the token ids that were appended before it. tokens: the branch's.
+    """
+
+    appended: list[int]
+    tokenizer: Tokenizer
+    tokens: BranchTokens
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """The sampled token ids, including the stop token."""
+        return self._listed(self._rollout.tokens)
+
+    @functools.cached_property
+    def logprobs(self) -> list[float]:
+        """The sampled tokens' logprobs, when they were sampled."""
+        return self._listed(self._rollout.sample_logprobs)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The text of the sampled ids, without special tokens."""
+        return self.text_from(self.start)
+
+    @functools.cached_property
+    def message(self) -> dict[str, Any]:
+        """The content, and reasoning and calls of tools, if any; see `data.answers`.
+
+        Raises InputError if the form of the model's calls is unknown.
+        """
+        before = self._rollout.tokens[: self._place(self.start)]
+        message = answers.parsed_answer(self.tokenizer, self.ids, before)
+        self.parse_error = message.get("parse_error")
+        return message
+
+    def text_from(self, start: int) -> str:
+        """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
+        return self.tokenizer.decode(self._rollout.tokens[self._place(start) : self._place(self.end)])
+
+    @property
+    def _rollout(self) -> Rollout:
+        """The branch, up to this turn or a later one."""
+        assert self.tokens.rollout is not None, "the turn has not ended"
+        return self.tokens.rollout
+
+    def _place(self, index: int) -> int:
+        """The place in the branch, prompt included, of one of its tokens after the prompt."""
+        return self._rollout.num_prompt_tokens + index
+
+    def _listed(self, stream: Tensor) -> list[Any]:
+        """The turn's part of a stream of the branch."""
+        part: list[Any] = stream[self._place(self.start) : self._place(self.end)].tolist()
+        return part
+
+
+@dataclass(eq=False)
 class Branch:
     """A prompt with the turns that follow it.
 
@@ -93,7 +163,7 @@ class Branch:
     rollout. No turn follows it.
 
     For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
-    tokens; None before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
+    tokens; missing before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
     engine for its next turn.
     """
 
@@ -105,7 +175,7 @@ class Branch:
     tools: list[dict[str, Any]] | None = None
     drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
-    request: Request | None = None
+    request: Request = field(init=False, repr=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
     is_held: bool = False
 

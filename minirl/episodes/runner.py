@@ -17,7 +17,7 @@ from minirl.data.task import is_messages
 from minirl.episodes.episode import REWARD, Episode, Generate, RolloutFunction
 from minirl.episodes.event_loop import event_loop
 from minirl.episodes.running import NO_BUDGET, Programs, Reply, RunningEpisode
-from minirl.episodes.turn_maker import TurnMaker
+from minirl.episodes.turn_maker import make_turn
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.rollouts import Request, Rollout, RolloutId
@@ -56,11 +56,9 @@ class EpisodeRunner:
         """
         self._engine = engine
         self._programs = Programs(rollout, timeout_s=call_timeout)
-        self._name = self._programs.name
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._turn_maker = TurnMaker(self._name, prompts)
         self._counts: Counter[str] = Counter()
         # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
         self._running: dict[RunningEpisode, None] = {}
@@ -155,36 +153,37 @@ class EpisodeRunner:
         """Continue the episodes whose functions have replied. Return whether there are any."""
         replies = self._programs.replies(timeout_s)
         for running, reply in replies:
-            self._go_on(running, reply)
+            try:
+                self._go_on(running, reply)
+            except InputError as error:
+                num_turns = len(running.episode.all_turns)
+                when = f"after turn {num_turns}" if num_turns else "before its first turn"
+                place = f"rollout {self._programs.name} for the row at {running.episode.row.place}"
+                raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
         return bool(replies)
 
     def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
-        """Begin the turn of an episode that its function asks for, or end the episode."""
+        """Begin the turn of an episode that its function asks for, or end the episode. Raises InputError."""
         if isinstance(reply, Generate):
             self._begin_turn(running, reply)
         elif isinstance(reply, InputError):
-            raise self._failure(running, str(reply))
+            raise reply
         else:
             self._end(running, running.episode.end_reason, reply)
 
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
         limit = "length"  # the turn has no room
-        try:
-            if self._turn_maker.make(running, asked) is not None:
-                self._count_results(asked)
-                limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
-        except InputError as error:
-            raise self._failure(running, str(error)) from None
+        if make_turn(self._prompts, running, asked) is not None:
+            self._count_results(asked)
+            limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         if limit:
             self._programs.close(running)
-            running.episode.is_closed = True
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
-            assert running.episode.request is not None, "it has one from the start"
             ordinal = running.episode.request.rollout_id.prompt_ordinal
-            if all(one.turn is not None for one in self._unbegun[ordinal]):
+            if all(one.branch is not None for one in self._unbegun[ordinal]):
                 self._start(self._unbegun.pop(ordinal))
         elif running.budget == 0:
             self._paused.append(running)
@@ -203,7 +202,6 @@ class EpisodeRunner:
         requests = []
         for running in episodes:
             branch, _ = running.present
-            assert branch.request is not None, "the turn has one"
             tokens = running.tokens_before()
             branch.is_held = False
             running.part_start = len(tokens)
@@ -216,7 +214,6 @@ class EpisodeRunner:
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
         branch, turn = running.present
-        assert branch.request is not None, "the turn has one"
         branch.engine_tokens.rollout = rollout
         branch.is_held = True
         end = len(rollout.tokens) - rollout.num_prompt_tokens
@@ -237,19 +234,14 @@ class EpisodeRunner:
     ) -> None:
         """End an episode after its last turn. returned: the rewards from its function, if that has ended.
 
-        finish_reason: None for that of the last turn. Raises RolloutError for an episode without a turn, or with other
+        finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
         rewards than the run's.
         """
         episode = running.episode
         episode.drop_unseen()
-        try:
-            refuse(not episode.all_turns, "ended without a turn; it must await one")
-            if returned is not None:
-                check_rewards(
-                    {*returned, *episode.given}, self._reward_names, self._turn_maker.place(episode)
-                )
-        except InputError as error:
-            raise self._failure(running, str(error)) from None
+        refuse(not episode.all_turns, "ended without a turn; it must await one")
+        if returned is not None:
+            check_rewards({*returned, *episode.given}, self._reward_names, running.place)
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
         # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
         ends = _branch_ends(episode)
@@ -264,18 +256,10 @@ class EpisodeRunner:
     def _leave(self, running: RunningEpisode) -> None:
         """Take the branches of an episode out of the engine."""
         for branch in running.episode.branches.values():
-            if branch.request is not None:
-                self._running_of.pop(branch.request.rollout_id, None)
-                if branch.is_held:
-                    branch.is_held = False
-                    self._engine.release(branch.request.rollout_id)
-
-    def _failure(self, running: RunningEpisode, why: str) -> RolloutError:
-        """Return the error that stops the run."""
-        num_turns = len(running.episode.all_turns)
-        when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        row = running.episode.row
-        return RolloutError(escaped(f"rollout {self._name} for the row at {row.place}, {when}: {why}"))
+            if branch.is_held:
+                branch.is_held = False
+                del self._running_of[branch.request.rollout_id]
+                self._engine.release(branch.request.rollout_id)
 
 
 def _branch_ends(episode: Episode) -> dict[int, str]:
@@ -293,8 +277,6 @@ def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -
 
     given: the names of the rewards that an episode gave or returned. wanted: the names of the run's rewards.
     """
-    if not given and not wanted:
-        return
     listed = ", ".join(map(repr, sorted(given))) or "none"
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given))
     refuse(

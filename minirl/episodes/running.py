@@ -10,9 +10,8 @@ from typing import Any
 
 from minirl.data.task import is_messages
 from minirl.data.view import as_plain
-from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, checked_reward
+from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.turn import Turn
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import users_traceback
 from minirl.ranks.time_account import spent_on
@@ -64,22 +63,26 @@ class RunningEpisode:
 
     def __init__(self, episode: Episode, function: RolloutFunction, take_reply: "TakeReply"):
         self.episode = episode
-        self.turn: Turn | None = None
+        self.turn: Turn
         self.branch: Branch | None = None
         self.part_start = 0
         self.budget = NO_BUDGET
+        self._function = function
         self._take_reply = take_reply
-        self._is_over = False
         # While the function waits for its turn.
         self._asked: asyncio.Future[Turn] | None = None
         episode.ask = self._ask
-        self.task = event_loop().create_task(self._run(function))
+        self.task = event_loop().create_task(self._run())
+
+    @property
+    def place(self) -> str:
+        """How messages name it."""
+        return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
     @property
     def present(self) -> tuple[Branch, Turn]:
         """The turn that the function asks for, and its branch."""
         assert self.branch is not None, "there is no room for it"
-        assert self.turn is not None, "there is no room for it"
         return self.branch, self.turn
 
     def tokens_before(self) -> Completion:
@@ -98,8 +101,8 @@ class RunningEpisode:
 
     def cancel(self) -> None:
         """End the function where it waits, unless it cleans up already. It does not reply."""
-        if not self._is_over:
-            self._is_over = True
+        if not self.episode.is_closed:
+            self.episode.is_closed = True
             self.task.cancel()
 
     def rollout(
@@ -114,29 +117,25 @@ class RunningEpisode:
             (branch, _seen(branch)) for branch in episode.branches.values() if branch.turns
         ]
         turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
-        record = EpisodeRecord(turns, rewards, episode.environment)
-        if last.number > 0:  # others begin with the row's prompt and the run's tools
-            prompt = as_plain(last.prompt) if is_messages(last.prompt) else last.prompt
-            record = replace(record, prompt=prompt, tools=last.tools)
+        prompt = as_plain(last.prompt) if is_messages(last.prompt) else last.prompt
         return replace(
             seen,
             finish_reason=finish_reason,
             branch_end=ends[last.number],
-            episode=record,
+            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools),
             earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 
-    async def _run(self, function: RolloutFunction) -> None:
+    async def _run(self) -> None:
         reply: Reply
         try:
-            returned = await function(self.episode)
+            returned = await self._function(self.episode)
             refuse(self._asked is not None, "ended while one of its turns was sampled; await all")
             reply = returned_rewards(returned)
         except InputError as error:
             reply = error
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             reply = InputError(f"raised\n{users_traceback(error)}")
-        self.episode.is_closed = True
         self._reply(reply)
         for branch in self.episode.branches.values():
             # Only a garbage collection would free an episode that leads to itself.
@@ -144,7 +143,7 @@ class RunningEpisode:
 
     async def _ask(self, asked: Generate) -> Turn:
         """Return the turn that the function asks for."""
-        refuse(self._is_over, "generate(): the episode ended")
+        refuse(self.episode.is_closed, "generate(): the episode ended")
         refuse(self._asked is not None, "generate(): asks for two turns at a time; await one after the other")
         self._asked = event_loop().create_future()
         self._reply(asked)
@@ -157,8 +156,8 @@ class RunningEpisode:
             raise
 
     def _reply(self, reply: Reply) -> None:
-        if not self._is_over:
-            self._is_over = not isinstance(reply, Generate)
+        if not self.episode.is_closed:
+            self.episode.is_closed = not isinstance(reply, Generate)
             self._take_reply(self, reply)
 
 

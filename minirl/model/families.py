@@ -147,7 +147,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     config = as_transformers_reads(raw)
     _check_values(raw, config)
     # Keys of other families mean nothing here; the gate sees whether they do in transformers.
-    for key in vars(config).keys() - vars(type(config)()):
+    for key in vars(config).keys() - vars(type(config)()) - {"original_max_position_embeddings"}:
         delattr(config, key)
     head_dim = _head_dim(config)
     kinds = _kinds_of_layers(config)

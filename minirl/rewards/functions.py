@@ -15,6 +15,7 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 (`reward_model`).
 """
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,25 +32,22 @@ from minirl.rollouts import Rollout
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
 
 
-class OverlongPenalty:
+def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     """A reward function that penalises long completions.
 
     The reward is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens and stays
-    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13.
+    there. DAPO's soft overlong punishment, arXiv:2503.14476 eq. 13. `limit` is that of a branch: the reward is the sum
+    of a rollout's branches.
     """
 
-    def __init__(self, *, limit: int, buffer: float):
-        self._limit = limit
-        self._buffer = buffer
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Return the sum of the penalties of each rollout's branches: `limit` is that of a branch."""
-        return [sum(map(self._penalty, rollout.branches)) for rollout in rollouts]
-
-    def _penalty(self, branch: Rollout) -> float:
+    def penalty(branch: Rollout) -> float:
         length = len(branch.tokens) - branch.num_prompt_tokens
-        tokens_before_penalty = self._limit - self._buffer - length
-        return min(0.0, max(-1.0, tokens_before_penalty / self._buffer))
+        return min(0.0, max(-1.0, (limit - buffer - length) / buffer))
+
+    def overlong(rollouts: Sequence[Rollout]) -> list[float]:
+        return [sum(map(penalty, rollout.branches)) for rollout in rollouts]
+
+    return overlong
 
 
 class EpisodeReward:
@@ -109,27 +107,22 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
 def group_arguments(
     prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return all arguments for the rollouts of one prompt, by name; of EPISODE_ARGUMENTS those that are asked for.
+    """Return all arguments for the rollouts of one prompt, by name; `episodes` only if they are `asked` for.
 
     texts: the completions.
     """
     row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
-    arguments: dict[str, list[Any]] = {}
-    if "rollouts" in asked:
-        arguments["rollouts"] = list(rollouts)
-    if "environments" in asked and rollouts[0].episode.environment is not None:
-        arguments["environments"] = [rollout.episode.environment for rollout in rollouts]
-    if "episodes" in asked:
-        arguments["episodes"] = [
-            episode_facts(prompts, rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
-        ]
-    for name, value in row.columns.items():
-        arguments[name] = [value] * len(rollouts)
-    arguments["prompts"] = [row.prompt] * len(rollouts)
+    episodes = map(functools.partial(episode_facts, prompts), rollouts, texts) if "episodes" in asked else ()
     is_text = isinstance(row.prompt, str)
-    arguments["completions"] = list(texts) if is_text else list(map(prompts.answers, rollouts))
-    arguments["completion_ids"] = [list(rollout.completion) for rollout in rollouts]
-    return arguments
+    return {
+        "rollouts": list(rollouts),
+        "environments": [rollout.episode.environment for rollout in rollouts],
+        "episodes": list(episodes),
+        **{name: [value] * len(rollouts) for name, value in row.columns.items()},
+        "prompts": [row.prompt] * len(rollouts),
+        "completions": list(texts) if is_text else list(map(prompts.answers, rollouts)),
+        "completion_ids": [list(rollout.completion) for rollout in rollouts],
+    }
 
 
 def arguments_of(

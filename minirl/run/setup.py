@@ -33,11 +33,10 @@ from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
     print0,
-    rank,
     world_size,
 )
 from minirl.report.records import rollout_records
-from minirl.rewards.functions import OverlongPenalty, functions_and_weights
+from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
@@ -241,29 +240,14 @@ class Setup:
 
         evaluator: of `Collector.evaluator`, for these prompts.
         """
-        samples = self.config.eval_samples
-        own = range(rank(), self.held_out.num_prompts, world_size())
-        requests = (
-            self.held_out.requests(
-                ordinal,
-                1,
-                group_size=samples,
-                num_greedy=int(not samples),
-                temperature=self.config.temperature,
-            )
-            for ordinal in own
+        requests = self.held_out.requests(
+            range(self.held_out.num_prompts),
+            group_size=self.config.eval_samples,
+            num_greedy=int(not self.config.eval_samples),
+            temperature=self.config.temperature,
         )
-        records = []
-        for rewarded in evaluator.run(
-            requests,
-            num_requests=len(own) * (samples or 1),
-            num_open=2 * self.sizes.max_running_requests,
-            weight_version=weight_version,
-        ):
-            records += rollout_records(
-                rewarded, self.reward_functions, self.tokenizer, weights=self.score_weights
-            )
-        return records
+        rewarded = evaluator.run(requests, weight_version=weight_version)
+        return rollout_records(rewarded, self.reward_functions, self.tokenizer, weights=self.score_weights)
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""
@@ -329,7 +313,7 @@ class Setup:
             )
         if config.overlong_buffer:
             limit = self.prompts.max_new_tokens
-            rewards["overlong"] = OverlongPenalty(limit=limit, buffer=config.overlong_buffer * limit)
+            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
         return functions_and_weights(rewards, config.reward_weights, logged=self.task.extra_scores)
 
 

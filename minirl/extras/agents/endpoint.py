@@ -107,56 +107,52 @@ class Endpoint:
         prompt = [read_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
         self._chats = [Chat(episode, prompt)]
-        # In order of arrival; None at the end.
-        self._requests: asyncio.Queue[tuple[ChatRequest, asyncio.Future[Completion]] | None] = asyncio.Queue()
-        self._pending: set[asyncio.Future[Completion]] = set()
+        # Requests wait for each other, in order of arrival. A turn goes on without its client.
+        self._is_free = asyncio.Lock()
+        self._answering: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> str:
         self._url = await SERVER.open(self._handle)
-        self._answering = asyncio.create_task(self._answer_all())
         return self._url
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         SERVER.close(self._url)
-        for answered in self._pending:
+        for answered, answering in self._answering.items():
             if not answered.done():
                 answered.set_exception(web.HTTPGone(text="the episode ended"))
-        self._requests.put_nowait(None)
-        if kind is asyncio.CancelledError:
-            # The episode reached a limit: the present turn is not sampled.
-            self._answering.cancel()
-        await asyncio.wait({self._answering})
+            if kind is asyncio.CancelledError:
+                # The episode reached a limit: the present turn is not sampled.
+                answering.cancel()
+        await asyncio.gather(*self._answering.values(), return_exceptions=True)
 
     async def _handle(self, fields: Any) -> web.Response:
         """Answer a request of the agent. Raises InputError and HTTPException."""
         request = read_request(fields, self._episode)
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._answering) >= MAX_PENDING:
             raise web.HTTPTooManyRequests(text=f"{MAX_PENDING} requests of the episode are waiting already")
         answered: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending.add(answered)
-        self._requests.put_nowait((request, answered))
-        try:
-            completion = await answered
-        finally:
-            self._pending.discard(answered)
+        answering = asyncio.create_task(self._answer(request, answered))
+        self._answering[answered] = answering
+        answering.add_done_callback(lambda _: self._answering.pop(answered))
+        completion = await answered
         # As JSON: a name may be anything.
         headers = {"x-minirl-ignored": json.dumps(request.ignored)}
         if request.fields.get("stream"):
             return web.Response(text=streamed(completion), content_type="text/event-stream", headers=headers)
         return web.json_response(completion, headers=headers)
 
-    async def _answer_all(self) -> None:
-        while (next_one := await self._requests.get()) is not None:
-            request, answered = next_one
-            if answered.done():  # its client hung up
-                continue
+    async def _answer(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
+        """Answer a request in its turn, unless its client has hung up."""
+        async with self._is_free:
+            if answered.done():
+                return
             try:
-                await self._answer(request, answered)
+                await self._sample(request, answered)
             except Exception as error:
                 if not answered.done():
                     answered.set_exception(error)
 
-    async def _answer(self, request: ChatRequest, answered: asyncio.Future[Completion]) -> None:
+    async def _sample(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
         """Sample the turn that a request asks for. Raises InputError and HTTPException."""
         chat = self._find(request)
         branch = chat.branch

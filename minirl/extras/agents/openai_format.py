@@ -8,8 +8,7 @@ from typing import Any
 
 from minirl.data.task import Messages, check_text, is_message
 from minirl.data.tools import tool_schemas
-from minirl.episodes.episode import Branch, Episode
-from minirl.episodes.turn import Turn
+from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
@@ -139,22 +138,24 @@ def _message(turn: Turn, request: ChatRequest, number: int) -> dict[str, Any]:
 
 def completion_of(turn: Turn, branch: Branch, request: ChatRequest, number: int) -> dict[str, Any]:
     """Return the answer to a request, without `stream`. number: the turn's place in its episode."""
-    fields = request.fields
     message = _message(turn, request, number)
     is_call = "tool_calls" in message and turn.finish_reason == "stop"
     finish_reason = "tool_calls" if is_call else turn.finish_reason
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason}
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason}
     num_before = len(branch.prompt_ids) + turn.start
-    usage = {"prompt_tokens": num_before, "completion_tokens": turn.num_tokens}
-    usage["total_tokens"] = sum(usage.values())
-    completion: dict[str, Any] = {
+    completion = {
         "id": f"turn-{number}",
         "object": "chat.completion",
         "created": 0,
         "model": "policy",
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": num_before,
+            "completion_tokens": turn.num_tokens,
+            "total_tokens": num_before + turn.num_tokens,
+        },
     }
-    completion |= {"choices": [choice], "usage": usage}
-    if fields.get("return_token_ids"):
+    if request.fields.get("return_token_ids"):
         choice["token_ids"] = turn.ids
         completion["prompt_token_ids"] = [*branch.prompt_ids, *branch.tokens][:num_before]
     return completion

@@ -30,7 +30,7 @@ OWN_METHODS = ("reset", "get_reward", "close")
 
 def of_tools(tools: Sequence[Callable[..., Any]]) -> UserRollout:
     """Return the rollout of the functions of --tools. Raises InputError for one without a schema."""
-    return UserRollout(rollout_of(lambda: EpisodeTools(tools=tools)), tool_schemas(tools))
+    return UserRollout(rollout_of(tools), tool_schemas(tools))
 
 
 def of_environment(factory: Callable[[], Any]) -> UserRollout:
@@ -42,17 +42,19 @@ def of_environment(factory: Callable[[], Any]) -> UserRollout:
     if not hasattr(environment, "reset"):
         raise UnusableError(f"{factory.__name__} has no method reset(**row)")
     return UserRollout(
-        rollout_of(lambda: EpisodeTools(factory=factory)),
+        rollout_of((), factory),
         tool_schemas(methods_of(environment)),
         gives_reward=hasattr(environment, "get_reward"),
     )
 
 
-def rollout_of(start: Callable[[], "EpisodeTools"]) -> RolloutFunction:
-    """The rollout function of tools. start: makes an episode's tools."""
+def rollout_of(
+    functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None
+) -> RolloutFunction:
+    """The rollout function of tools: functions, or methods of the object that a factory makes for each episode."""
 
     async def rollout(episode: Episode) -> None:
-        tools = start()
+        tools = EpisodeTools(functions, factory)
         try:
             branch = await tools.begin(episode)
             turn = await branch.generate()
@@ -84,9 +86,9 @@ class EpisodeTools:
     by_name: the functions that the model calls.
     """
 
-    def __init__(self, *, tools: Sequence[Callable[..., Any]] = (), factory: Callable[[], Any] | None = None):
-        """tools: the functions; or factory: makes the object."""
-        self.by_name = {tool.__name__: tool for tool in tools}
+    def __init__(self, functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None):
+        """functions: the tools; or factory: makes the object."""
+        self.by_name = {tool.__name__: tool for tool in functions}
         self._factory = factory
         self._environment: Any = None
         # The reward so far.
