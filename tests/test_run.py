@@ -99,6 +99,8 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
         assert {rollout["advantage"] for rollout in without} == {0}
         rewards = [rollout["reward"] for rollout in rollouts if rollout["reward"] is not None]
         assert line["reward/mean"] == pytest.approx(fmean(rewards))
+        assert line["count/sampled_tokens"] == sum(rollout["num_tokens"] for rollout in rollouts)
+        assert 0 < line["perf/decode_occupancy"] <= 1, "in this step, not in the evaluation before it"
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout["id"][0]):
             total = sum(rollout["advantage"] for rollout in group)
             assert script == "train_ppo.py" or total == pytest.approx(0, abs=1e-5)
