@@ -157,6 +157,8 @@ def test_a_run_of_adapters_has_no_gap_and_resumes_with_the_same_bits(two_ranks, 
     assert not list(checkpoint.rglob("model.safetensors"))
     if script == "train_ppo.py":
         assert "base_model.model.score.weight" in load_file(checkpoint / "value" / WEIGHTS_FILE)
+        kl = [line["policy/kl_ref_completion"] for line in read_metrics(folder)]
+        assert kl[0] == 0 != kl[1], "the reference does not move with the policy"
 
 
 @pytest.fixture(scope="module")
