@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.stop_strings import StopStrings
-from minirl.data.task import RewardFunction, Task
+from minirl.data.task import RewardFunction
 from minirl.data.tools import Tool
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
@@ -38,7 +38,6 @@ from minirl.ranks.process_group import (
 from minirl.report.records import rollout_records
 from minirl.rewards.functions import functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import load_reward_model
-from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
@@ -75,12 +74,14 @@ class Setup:
         Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
         self.config = config
-        task = load_task(config, rewards)
+        self.task = load_task(config, rewards)
         self._user_rollout = load_rollout(config)
         if config.dry_run:
             from minirl.extras.dry_run import print_plan
 
-            print_plan(config, task, tools=tools, user_rollout=self._user_rollout, scalar_head=scalar_head)
+            print_plan(
+                config, self.task, tools=tools, user_rollout=self._user_rollout, scalar_head=scalar_head
+            )
             sys.exit(0)
         self.device = process_group.start(
             shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
@@ -89,9 +90,9 @@ class Setup:
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         with self.folder.removed_if_refused():
-            self._read_files(task, tools=tools, scalar_head=scalar_head)
+            self._read_files(tools, scalar_head)
 
-    def _read_files(self, task: Task, *, tools: Sequence[Tool], scalar_head: bool) -> None:
+    def _read_files(self, tools: Sequence[Tool], scalar_head: bool) -> None:
         """Read and check what the flags name, and choose the sizes (collective). Raises InputError."""
         config = self.config
         # A checkpoint of adapters has no models: they belong to those that the run began with.
@@ -99,7 +100,7 @@ class Setup:
         self.model_folder = self._saved or self._original_model()
         self.model_config, self.prompts, self.held_out = load_prompts(
             config,
-            task,
+            self.task,
             self.model_folder,
             tools=tools,
             user_rollout=self._user_rollout,
@@ -115,8 +116,7 @@ class Setup:
         )
         self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
         # The first weights: the budget counts them against the memory that was free before.
-        self.task = task
-        self.reward_functions, self.reward_weights = self._load_rewards(task, self.sizes)
+        self.reward_functions, self.reward_weights = self._load_rewards()
         is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
         self.score_weights = self.reward_weights * is_score
         num_parts = world_size() if self.sizes.shard_weights else 1
@@ -272,11 +272,12 @@ class Setup:
     def print_start(self) -> None:
         """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
         folder = self.folder.path
-        print0(f"run {folder}; the same command with --run-name {folder.name} resumes it")
-        ranks = f"{world_size()} x {self.device.type} {self.dtype}"
-        print0(f"model {self.model_folder}, {ranks}, sampled == training logprobs bitwise: {self._is_exact}")
-        counts = f"{self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
-        print0(f"task {self.task.name}: {counts}")
+        print0(
+            f"run {folder}; the same command with --run-name {folder.name} resumes it\n"
+            f"model {self.model_folder}, {world_size()} x {self.device.type} {self.dtype}, "
+            f"sampled == training logprobs bitwise: {self._is_exact}\n"
+            f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
+        )
         for line in lines(self.sizes, self._budget):
             print0(f"memory {line}")
         old = self.folder.args.get("flags", {})
@@ -297,10 +298,10 @@ class Setup:
             return embedded_model_folder(runs_root(), warm_start_task)
         return resolve_folder(self.config.model)
 
-    def _load_rewards(self, task: Task, sizes: Sizes) -> tuple[dict[str, RewardFunction], Tensor]:
+    def _load_rewards(self) -> tuple[dict[str, RewardFunction], Tensor]:
         """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
         config = self.config
-        rewards = dict(task.rewards)
+        rewards = dict(self.task.rewards)
         for name, model in config.reward_models.items():
             rewards[name] = load_reward_model(
                 resolve_folder(model, flag="--reward-model"),
@@ -308,12 +309,12 @@ class Setup:
                 device=self.device,
                 chat=config.chat,
                 template_arguments=config.template_arguments,
-                max_tokens=max(sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
+                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
             )
         if config.overlong_buffer:
             limit = self.prompts.max_new_tokens
             rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
-        return functions_and_weights(rewards, config.reward_weights, logged=task.extra_scores)
+        return functions_and_weights(rewards, config.reward_weights, logged=self.task.extra_scores)
 
 
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
