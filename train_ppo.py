@@ -176,9 +176,11 @@ def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_shared(config)
     setup = Setup(config, name="ppo")
-    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
+    policy = setup.load_model(setup.model_config, setup.model_folder)
+    optimizer = policy.make_optimizer()
     value_config, value_folder = value_model_source(config, setup)
-    value, value_optimizer = setup.load_trainable(value_config, value_folder, base=policy)
+    value = setup.load_model(value_config, value_folder, base=policy)
+    value_optimizer = value.make_optimizer()
     frozen = [setup.frozen(value, value_batch, ["values", "end_values"]), *setup.load_frozen(policy)]
     collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}

@@ -13,7 +13,7 @@ class InputError(ValueError):
 
 
 class GuardError(FloatingPointError):
-    """Training met a number that is not finite, and stopped before the update."""
+    """Training met a number that is not finite, and stopped before it was saved."""
 
     exit_code = 3
 
@@ -25,7 +25,7 @@ class RewardError(RuntimeError):
 
 
 class RolloutError(RuntimeError):
-    """A rollout function made an impossible request or gave an invalid reward; or its process raised, hung or died."""
+    """A rollout function raised, hung, made an impossible request or gave an invalid reward."""
 
     exit_code = 4
 

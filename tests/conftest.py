@@ -6,7 +6,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 
 import support.interpreter  # noqa: F401  before any test imports triton
 from minirl.episodes.event_loop import event_loop
+from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.embedded_model import embedded_model_folder
 from support.rank_pool import RankPool, wait_for_replies
 
@@ -60,6 +61,22 @@ def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def load_reward(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., RewardWorkers]]:
+    """`load_reward(name, ...)`: a function of the test file's SOURCE in its processes, which are killed at the end."""
+    (tmp_path / "mine.py").write_text(request.module.SOURCE)
+    loaded = []
+
+    def load(name: str, *, timeout_s: float = 20.0, num_workers: int = 1) -> RewardWorkers:
+        spec = f"{tmp_path}/mine.py:{name}"
+        loaded.append(RewardWorkers(spec, timeout_s=timeout_s, num_workers=num_workers))
+        return loaded[-1]
+
+    yield load
+    for workers in loaded:
+        workers.stop()
 
 
 def _make_embedded_model(rank: int, runs: str) -> str:

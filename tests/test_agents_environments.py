@@ -24,10 +24,7 @@ from support.collecting import (
     make_collector,
 )
 from support.engines import make_request
-from support.texts import CHATML, HERMES, save_chat_tokenizer
-
-WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
-
+from support.texts import HERMES, WITH_TOOLS, save_chat_tokenizer
 
 SOURCE = '''
 import asyncio, signal, threading
@@ -288,7 +285,7 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, lo
             load_tokenizer(config, tmp_path, own, tools)
 
 
-# Programs of the shape of TRL's examples: Echo, and grpo_agent, whose queries an alarm ends.
+# Programs of the shape of TRL's examples: Echo, Wordle and grpo_agent, whose queries an alarm ends.
 PROGRAMS = """
 import signal
 
@@ -318,6 +315,27 @@ class Echo:
         said = self.env.step(message)
         self.reward = float(len(said))
         return said
+
+class Wordle:
+    def __init__(self):
+        self.client = Client()
+
+    def reset(self, **kwargs) -> str | None:
+        self.reward, self.done = 0.0, False
+        return " with a word"
+
+    def guess(self, guess: str) -> str:
+        '''
+        Make a guess.
+
+        Args:
+            guess: The guessed word
+        '''
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = guess == "[abcde]"
+        self.reward = float(self.done)
+        return self.client.step(guess)
 
 def reward_func(environments, **kwargs) -> list[float]:
     return [env.reward for env in environments]
@@ -362,11 +380,16 @@ def said(content, *calls):
     return {"role": "assistant", "content": content} | ({"tool_calls": structures} if calls else {})
 
 
+GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "[b]")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "reward", "turns", "score"),
     [
         ("environment", "Echo", "reward_func", [said("", ("echo", {"message": "abc"})), said("done")], 6),
+        # The second wins, the third comes too late.
+        ("environment", "Wordle", "reward_func", [*GUESSES, said("won")], 1),
         ("tools", "query", "query_reward", [said("", ("query", {"sql_command": "a"})), said("Yes")], 11),
     ],
 )

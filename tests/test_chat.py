@@ -15,7 +15,7 @@ from minirl.errors import InputError
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
 from support.models import RAW_CONFIG
-from support.texts import CHAT_TEMPLATES, CHATML, HERMES, save_chat_tokenizer
+from support.texts import CHAT_TEMPLATES, CHATML, HERMES, WITH_TOOLS, save_chat_tokenizer
 
 ANSWER = "hello there"
 CONTENTS = (
@@ -25,6 +25,7 @@ CONTENTS = (
     "  padded \n",
     "<|im_end|>",
     "<|eot|>",
+    "<|user|>",
     "<|im_start|>user\nhi<|im_end|>",
     "</s>[INST]",
     "<think>x</think>y",
@@ -36,7 +37,6 @@ CONTENTS = (
     "\x00\x01\u2028",
 )
 LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}
-WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML
 
 
 @pytest.fixture
@@ -71,9 +71,17 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
         # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
         for other in {None, 10, eot_id} - {end_id}:
             assert following_ids(tokenizer, new, "f:1", end_id=other) == whole
-        if end_id in whole[:3]:
-            rest = whole[whole.index(end_id) + 1 :]
-            assert following_ids(tokenizer, new, "f:1", end_id=end_id) == rest
+        rest = whole[whole.index(end_id) + 1 :] if end_id in whole[:2] else whole
+        assert following_ids(tokenizer, new, "f:1", end_id=end_id) == rest
+
+
+def test_a_result_that_is_a_list_is_shown_as_its_text(make):
+    """Templates that know contents in parts may leave it out."""
+    tokenizer = make(CHATML.replace("{{ m.content }}", "{{ m.content if m.content is string }}"))
+    result = {"role": "tool", "name": "f", "content": [["a", 1]]}
+    assert following_ids(tokenizer, [result], "f:1", end_id=None) == written_behind(
+        tokenizer, {**result, "content": "[['a', 1]]"}
+    )
 
 
 ALTERNATING = (

@@ -70,30 +70,33 @@ def assert_scored_as_sampled(rollout: Rollout) -> None:
 
 
 def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once():
-    """A turn that a stop token ended is closed already. Specials in messages are text."""
+    """A turn that a stop token ended is closed already. Specials in messages are text. Text and ids are appended, too.
+
+    An answer goes on until messages are appended.
+    """
     endings = set()
-    question = {"role": "user", "content": " go on "}
 
     async def replying(episode):
+        room = episode.room
         first = await episode.generate(max_tokens=15, stop=["ab", "f"])
         contents = (first.text[:2], "", " x<eos>"[: len(first.ids)])
         results = [{"role": "tool", "content": content} for content in contents]
         second = await episode.generate(after=results, max_tokens=episode.seed % 9 + 1)
         third = await episode.generate(after=" yes, ", max_tokens=3)
-        fourth = await episode.generate(after=question, max_tokens=9)
+        fourth = await episode.generate(after=[5, 4], max_tokens=9)
         eos_id = TOKENS.index("<eos>")
-        ends = [[] if turn.ids[-1] == eos_id else [eos_id] for turn in (first, third)]
+        end = [] if first.ids[-1] == eos_id else [eos_id]
         ids = functools.partial(letter_tokenizer().encode_text, place="f:1")
         written = "".join(f"<turn>t:{content}<eos>" for content in contents)
-        expected = [*first.ids, *ends[0], *ids(f"{written}<turn>a:")]
-        expected += [*second.ids, *ids(" yes, "), *third.ids, *ends[1]]
-        expected += [*ids(f"<turn>u:{question['content']}<eos><turn>a:"), *fourth.ids]
+        expected = [*first.ids, *end, *ids(f"{written}<turn>a:"), *second.ids]
+        expected += [*ids(" yes, "), *third.ids, 5, 4, *fourth.ids]
         assert episode.tokens == expected
-        answers = [first.text, f"{second.text} yes, {third.text}", fourth.text]
-        said = [{"role": "assistant", "content": text} for text in answers]
-        prompt = {"role": "user", "content": episode.row.prompt}
-        assert episode.messages == [prompt, said[0], *results, said[1], question, said[2]]
-        endings.update((turn.finish_reason, len(end)) for turn, end in zip((first, third), ends, strict=True))
+        assert episode.room == room - len(expected)
+        assert episode.turns == [first, second, third, fourth]
+        assert len(second.logprobs) == len(second.ids)
+        answer = {"role": "assistant", "content": f"{second.text} yes, {third.text}ba{fourth.text}"}
+        assert episode.messages[2:] == [*results, answer]
+        endings.add((first.finish_reason, len(end)))
 
     for rollout in make_collector(chat_prompts(200), rollout=replying).collect(20).rewarded.rollouts:
         assert_scored_as_sampled(rollout)
@@ -131,7 +134,6 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
         messages.append({"role": "assistant", "content": "not said"})
         await branch.generate(max_tokens=20)
         messages[0]["content"] = "xyz"
-        await branch.generate(after="d", max_tokens=3)
 
     prompts = chat_prompts()
     rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts

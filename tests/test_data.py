@@ -61,24 +61,20 @@ def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_
 
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_shares_of_the_ranks_are_every_group_once(monkeypatch, world_size):
-    """Any number of ranks makes the same rollouts with the same noise; the shares differ by at most one group.
+    """Any number of ranks makes the same rollouts; the shares differ by at most one group.
 
     Greedy requests follow their group. Here prompts are begun one at a time.
     """
-    wanted = dict(group_size=3, num_greedy=1)
     prompts = letter_prompts(["a", "bb", "ccc", "dd"])
-    whole = prompts.requests(range(5, 11), **wanted)
-    assert [r.rollout_id for r in whole] == [RolloutId(5 + o, s) for o in range(6) for s in range(4)]
-    assert [r.temperature for r in whole] == [1.0, 1.0, 1.0, 0.0] * 6
     monkeypatch.setattr("minirl.data.prompts.world_size", lambda: world_size)
     found, num_groups = [], Counter()
-    for rank in range(world_size):
+    for rank, ordinal in itertools.product(range(world_size), range(5, 11)):
         monkeypatch.setattr("minirl.data.prompts.rank", lambda rank=rank: rank)
-        for ordinal in range(5, 11):
-            share = prompts.requests([ordinal], **wanted)
-            found += share
-            num_groups[rank] += bool(share)
-    assert sorted(found, key=lambda request: request.rollout_id) == whole
+        share = prompts.requests([ordinal], group_size=3, num_greedy=1)
+        found += [(request.rollout_id, request.temperature) for request in share]
+        num_groups[rank] += bool(share)
+    expected = itertools.product(range(5, 11), enumerate([1.0, 1.0, 1.0, 0.0]))
+    assert sorted(found) == [(RolloutId(ordinal, sample), t) for ordinal, (sample, t) in expected]
     assert max(num_groups.values()) - min(num_groups.values()) <= 1
 
 
@@ -212,8 +208,9 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     backend.decoder = decoders.Sequence(parts)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
     tokenizer, rng = Tokenizer(tmp_path), random.Random(0)
-    stop = StopStrings(tokenizer, ["\n\n", "é\n", "ab a</s>"])
-    units = [b"\n", "é".encode(), *([i] for i in range(256, tokenizer.num_ids + 1))]
+    # Each byte of the first string is a token here, and its first space would be stripped.
+    stop = StopStrings(tokenizer, [" \né\n\né\n", "ab a</s>", "é\né"])
+    units = [[256, *"\né\n\né\n".encode()], *([i] for i in (*b"\n", *range(256, tokenizer.num_ids + 1)))]
     num_late = 0
     for _ in range(300):
         turn = list(itertools.chain(*rng.choices(units, k=40)))
@@ -226,7 +223,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
                 break
     assert num_late > 20
     stray = [0xE3] * 40
-    assert stop([stray, [*stray, *"é\n".encode()]]) == [False, True]
+    assert stop([stray, [*stray, *"é\né".encode()]]) == [False, True]
 
 
 # Faults: named by file, line and field before a model is loaded.

@@ -17,8 +17,6 @@ from minirl.training.losses import sequence_sums
 from support.collecting import (
     Prompts,
     chat_prompts,
-    evaluated,
-    in_workers,
     make_collector,
 )
 from support.scripts import ROOT, load_script, patched_fork
@@ -49,10 +47,6 @@ async def rewriting(episode):
     return episode.seed % 5
 
 
-def collector_of(functions, rollout, *, prompts=None, **options):
-    return make_collector(prompts, functions=functions, rollout=rollout, **options)
-
-
 def by_hand(rollout):
     """The rewards of `giving` from the tokens."""
     first, _, last = rollout.episode.turns
@@ -61,7 +55,7 @@ def by_hand(rollout):
 
 
 def test_what_is_returned_and_given_are_columns_of_the_rewards():
-    collector = collector_of(OF_EPISODE, giving)
+    collector = make_collector(functions=OF_EPISODE, rollout=giving)
     groups = collector.collect(4)
     expected = [by_hand(rollout) for rollout in groups.rewarded.rollouts]
     assert groups.rewards.view(-1, 2).tolist() == expected
@@ -81,7 +75,7 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
                 episode.reward(1.0, "total")
             refused.append(True)
 
-    groups = collector_of(OF_EPISODE, mine, max_turns=4).collect(2)
+    groups = make_collector(functions=OF_EPISODE, rollout=mine, max_turns=4).collect(2)
     assert groups.rewards.view(-1, 2).tolist() == [[0.0, 4.0]] * 6
     assert {r.finish_reason for r in groups.rewarded.rollouts} == {"max_turns"}
     assert len(refused) == 6
@@ -90,7 +84,7 @@ def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_giv
 def branches_of_a_step(rank):
     """Of two groups: the mean advantage that GRPO gives each branch, PPO's returns, and the groups."""
     prompts = Prompts(lambda rollout_id: 5)
-    groups = collector_of({"reward": EpisodeReward()}, rewriting, prompts=prompts).collect(2)
+    groups = make_collector(prompts, functions={"reward": EpisodeReward()}, rollout=rewriting).collect(2)
     batch = exchange(groups.rewarded.rollouts, groups.table, [0] * 12)
     stream = train_grpo.token_advantages(train_grpo.Config(), groups, batch)
     means = sequence_sums(stream, batch.lengths) / batch.num_loss_tokens
@@ -144,7 +138,7 @@ def test_a_fork_pays_each_turn_the_reward_that_its_function_noted(tmp_path):
 # Groups
 
 
-GROUPS = """
+SOURCE = """
 def size(episodes):
     return [float(len(episodes))] * len(episodes)
 
@@ -153,20 +147,13 @@ def total(episodes):
 """
 
 
-def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(tmp_path):
-    """The greedy one is judged with the others; an evaluation judges each alone."""
-    (tmp_path / "mine.py").write_text(GROUPS)
-    with in_workers(tmp_path) as load:
-        functions = {"size": load("size"), "last": load("total"), **OF_EPISODE}
-        collector = collector_of(functions, giving, num_greedy=1)
-        groups = collector.collect(5)
-        evaluator = collector.evaluator(Prompts(num_rows=4))
-        requests = Prompts(num_rows=4).requests(range(4), group_size=0, num_greedy=1)
-        alone = evaluated(evaluator, requests).rewards
+def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(load_reward):
+    """The greedy one is judged with the others."""
+    functions = {"size": load_reward("size"), "last": load_reward("total"), **OF_EPISODE}
+    groups = make_collector(functions=functions, rollout=giving, num_greedy=1).collect(5)
     for rewards in (groups.rewards, groups.greedy_rewards):
         assert rewards[..., 0].unique().tolist() == [4.0]
         assert torch.equal(rewards[..., 1], rewards[..., 2])
-    assert alone[:, 0].tolist() == [1.0] * 4
 
 
 # The arguments of functions.
@@ -184,7 +171,6 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
         episode.reward(episode.seed % 7, "early")
         if episode.seed % 2:
             await episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
-            await episode.generate(after=" and", max_tokens=3)
         conversations[tuple(episode.tokens)] = episode.messages, {"early": episode.seed % 7}
 
     def mine(prompts, completions, episodes, environments, **others):
@@ -200,7 +186,8 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
         columns = {**row.columns, "environments": "of the file"}
         asked = [{"role": "user", "content": row.prompt}]
         prompts._rows[i] = replace(row, prompt=asked, columns=columns)
-    collector_of({"mine": mine, "early": EpisodeReward("early")}, chatting, prompts=prompts).collect(6)
+    functions = {"mine": mine, "early": EpisodeReward("early")}
+    make_collector(prompts, functions=functions, rollout=chatting).collect(6)
     assert seen == conversations
 
 

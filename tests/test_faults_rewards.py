@@ -15,7 +15,6 @@ from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.values import validate_rewards
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
-from support.collecting import in_workers
 from support.forked import fork, make_pipe
 from support.jobs import wait_for
 from support.processes import is_alive
@@ -24,6 +23,12 @@ from support.scripts import write_rows
 
 SOURCE = """
 import asyncio, os, re, subprocess, sys, time
+
+def note(*pids):
+    with open(__file__ + ".pids", "a") as file:
+        print(*pids, file=file)
+
+note(os.getpid())
 
 def acts(completions):
     for action in completions:
@@ -50,6 +55,10 @@ def closes_everything():
     os.closerange(0, 5000)
     time.sleep(100)
 
+def starts_and_hangs():
+    starts()
+    hangs_in_c()
+
 def hangs_in_c():
     re.match("(a+)+$", "a" * 50 + "b")
 
@@ -65,12 +74,10 @@ def prints():
     os.system("echo of a program")
 
 def starts():
-    with open(__file__ + ".pids", "a") as file:
-        child = os.fork()
-        if child == 0:
-            time.sleep(1000)
-        program = subprocess.Popen(["sleep", "1000"]).pid
-        file.write(f"{os.getpid()} {child} {program} ")
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    note(child, subprocess.Popen(["sleep", "1000"]).pid)
 
 async def one_is_late(completions):
     await asyncio.sleep(1000 if completions == ["late"] else 0)
@@ -84,17 +91,9 @@ RAISED = {
 LOST = {
     "dies": "ended its process, exit code 3",
     "closes_everything": r"ended its process, signal 9 \(Killed\)",
-    "hangs_in_c": "took more than 1 s and was killed",
+    "starts_and_hangs": "took more than 1 s and was killed",
     "floods": "its process sent something other than an answer",
 }
-
-
-@pytest.fixture
-def load(tmp_path):
-    """`load(name, ...)`: the function of that name in its processes, killed at the end."""
-    (tmp_path / "mine.py").write_text(SOURCE)
-    with in_workers(tmp_path, timeout_s=20.0) as load_function:
-        yield load_function
 
 
 def rewards_of(function, completions):
@@ -103,6 +102,11 @@ def rewards_of(function, completions):
 
 def submit(function, number, completion):
     return function.submit({"completions": [completion]}, f"f.jsonl:{number}", [completion])
+
+
+def noted_pids(folder):
+    """Of workers, and of what their code started."""
+    return list(map(int, (folder / "mine.py.pids").read_text().split()))
 
 
 def assert_gone(pids):
@@ -124,9 +128,9 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", RAISED, ids=lambda action: f"row-23-{action}")
-def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(load, name, action):
+def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(load_reward, name, action):
     """With the user's lines of the traceback and none of ours; also what would end the process. Pitfall 21."""
-    function = load(name)
+    function = load_reward(name)
     said = rf"^reward {name} for the row at f\.jsonl:1: {RAISED[action]}"
     with pytest.raises(RewardError, match=said) as error:
         rewards_of(function, [action])
@@ -137,27 +141,29 @@ def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(lo
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", LOST, ids=lambda action: f"row-25-{action}")
-def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(load, name, action):
+def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(
+    load_reward, tmp_path, name, action
+):
     """The calls that wait for it fail with the same error, and so do all later ones. Fault 26: it floods the pipes."""
-    function = load(name, timeout_s=1.0 if "killed" in LOST[action] else 20.0)
+    function = load_reward(name, timeout_s=1.0 if "killed" in LOST[action] else 20.0)
     calls = [submit(function, number, action) for number in range(2)]
     error = calls[0].exception()
     assert re.match(rf"reward {name} for the row at f\.jsonl:[01].*: {LOST[action]}", str(error))
     assert calls[1].exception() is error
-    assert_gone([function._processes[0]._process.pid])
+    assert_gone(noted_pids(tmp_path))
     assert submit(function, 2, "fine").exception() is error
 
 
-def test_row_25_the_late_one_of_several_async_calls_is_named(load):
+def test_row_25_the_late_one_of_several_async_calls_is_named(load_reward):
     """Not one of those that are lost with the process."""
-    function = load("one_is_late", timeout_s=0.5)
+    function = load_reward("one_is_late", timeout_s=0.5)
     calls = [submit(function, i, "late" if i == 4 else "early") for i in range(9)]
     assert [call.exception() is None for call in calls] == [i != 4 for i in range(9)]
     assert "for the row at f.jsonl:4: took more than 0.5 s" in str(calls[4].exception())
 
 
-def test_row_25_a_process_that_was_killed_while_idle_is_an_error_of_the_next_call(load):
-    function = load("acts")
+def test_row_25_a_process_that_was_killed_while_idle_is_an_error_of_the_next_call(load_reward):
+    function = load_reward("acts")
     os.kill(function._processes[0]._process.pid, signal.SIGKILL)
     with pytest.raises(RewardError, match=r"row at f\.jsonl:1: ended its process, signal 9 \(Killed\)"):
         rewards_of(function, ["fine"])
@@ -205,9 +211,9 @@ def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
     assert len(str(caught.value)) < 400
 
 
-def test_row_26_what_user_code_prints_goes_to_stderr(load, capfd):
+def test_row_26_what_user_code_prints_goes_to_stderr(load_reward, capfd):
     """And does not end up among the answers. Rank 0 alone shows it."""
-    assert rewards_of(load("acts"), ["prints"]) == [1.0]
+    assert rewards_of(load_reward("acts"), ["prints"]) == [1.0]
     out, err = capfd.readouterr()
     assert out == ""
     assert err == "hello\nof a program\n"
@@ -229,10 +235,10 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
 
 
 def hang_in_workers(pipe, folder, waits):
-    """Start processes in one worker, send the workers' ids, and call one that holds the interpreter's lock."""
+    """Start processes in one worker, say so, and call one that holds the interpreter's lock."""
     idle, hanging = (RewardWorkers(f"{folder}/mine.py:acts") for _ in range(2))
     assert rewards_of(idle, ["starts"]) == [1.0]
-    pipe.send([function._processes[0]._process.pid for function in (idle, hanging)])
+    pipe.send(True)
     call = submit(hanging, 1, "hangs_in_c")
     if waits:
         call.result()
@@ -244,9 +250,9 @@ def test_no_process_is_left_after_the_trainer_was_killed_or_ended(tmp_path, is_k
     (tmp_path / "mine.py").write_text(SOURCE)
     ours, theirs = make_pipe()
     trainer = fork(hang_in_workers, theirs, tmp_path, is_killed)
-    pids = ours.recv()
-    pids += [*map(int, (tmp_path / "mine.py.pids").read_text().split())]
-    assert len(pids) == 2 + 3
+    assert ours.recv()
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 2 + 2
     if is_killed:
         time.sleep(0.2)
         assert all(map(is_alive, pids))

@@ -107,9 +107,12 @@ def test_a_temperature_by_step_is_that_of_sampling_and_of_scoring(two_ranks, one
     resume(two_ranks, fork, folder, FLAGS, more, last_step=2)
 
 
-LOAD = "    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)\n"
+LOAD = """\
+    policy = setup.load_model(setup.model_config, setup.model_folder)
+    optimizer = policy.make_optimizer()
+"""
 OPTIMIZERS = re.findall(
-    r"```python\n(policy, _ = .*?)```", (ROOT / "docs" / "bring_your_own.md").read_text(), re.DOTALL
+    r"```python\n(policy = .*?)```", (ROOT / "docs" / "bring_your_own.md").read_text(), re.DOTALL
 )
 SGD = OPTIMIZERS[0].replace("AdamW(groups", "SGD(groups, momentum=0.9")
 

@@ -138,20 +138,6 @@ def test_a_notebook_with_its_own_event_loop_can_collect():
     assert asyncio.run(cell()) == rollouts_of(calculator)
 
 
-def test_an_episode_shows_its_tokens_turns_and_room():
-    async def shows_all(episode):
-        room = episode.room
-        assert (episode.tokens, episode.turns) == ([], [])
-        first = await episode.generate(max_tokens=4)
-        second = await episode.generate(after=[1, 2], max_tokens=5)
-        assert episode.room == room - 11
-        assert episode.tokens == [*first.ids, 1, 2, *second.ids]
-        assert episode.turns == [first, second]
-        assert len(second.logprobs) == 5
-
-    make_collector(Prompts(lambda _: 60), rollout=shows_all, group_size=1).collect(1)
-
-
 ONE_FILE = """
 import helper_beside
 

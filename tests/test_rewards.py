@@ -15,12 +15,12 @@ from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import EpisodeRecord, RolloutId, appended, rollout_of, token_tensor
-from support.collecting import in_workers, letter_tokenizer
+from support.collecting import letter_tokenizer
 from support.jobs import wait_for
 from support.rollouts import rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, letter_prompts, save_tokenizer
 
-ROW = Row("one?", {"answer": 1, "level": "easy", "messages": "of the file"}, "f.jsonl:1")
+ROW = Row("one?", {"answer": 1, "messages": "of the file"}, "f.jsonl:1")
 CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
 CPU = torch.device("cpu")
 REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
@@ -45,7 +45,6 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
         "completions": ["1", "2"],
         "completion_ids": [[7], [7]],
         "answer": [1, 1],
-        "level": ["easy"] * 2,
         "messages": ["of the file"] * 2,
     }
     assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]
@@ -58,12 +57,12 @@ def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tm
     """Modules are found in the working directory. A colon in its name does no harm."""
     folder = tmp_path / "a:b"
     folder.mkdir()
-    (folder / "bonus.py").write_text("BONUS = 2\n")
-    (folder / "mine.py").write_text(
-        "from bonus import BONUS\ndef score(completions):\n    return [BONUS, 3]\n"
+    (folder / "found_beside.py").write_text("BONUS = 2\n")
+    (folder / "found_here.py").write_text(
+        "from found_beside import BONUS\ndef score(completions):\n    return [BONUS, 3]\n"
     )
     monkeypatch.chdir(folder)
-    for spec in (f"{folder}/mine.py:score", "mine:score"):
+    for spec in (f"{folder}/found_here.py:score", "found_here:score"):
         assert rewards_of(RewardWorkers(spec)) == [2.0, 3.0]
 
 
@@ -208,14 +207,6 @@ def naps(completions):
 """
 
 
-@pytest.fixture
-def load_workers(tmp_path):
-    """`load_workers(name, ...)`: the function of that name in its processes, killed at the end."""
-    (tmp_path / "mine.py").write_text(SOURCE)
-    with in_workers(tmp_path, timeout_s=20.0) as load_function:
-        yield load_function
-
-
 def made_groups(*groups):
     """The prompts of a row for each group, and the groups' rollouts, whose completions are these texts."""
     prompts = letter_prompts("abcdefghijkl"[: len(groups)], tokenizer=letter_tokenizer())
@@ -241,20 +232,20 @@ def add_all(functions, prompts, groups):
     return queue
 
 
-def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_workers, tmp_path):
+def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_reward, tmp_path):
     """Eight groups, four workers: four calls run side by side, and no fifth begins."""
     prompts, groups = made_groups(*[("a", "b")] * 8)
-    queue = add_all({"waits": load_workers("waits", num_workers=4)}, prompts, groups)
+    queue = add_all({"waits": load_reward("waits", num_workers=4)}, prompts, groups)
     wait_for(lambda: len(list(tmp_path.glob("begun_*"))) == 4, "four calls did not begin")
     time.sleep(0.2)
-    assert {path.name[-1] for path in tmp_path.glob("begun_*")} == {prompts.row(i).prompt for i in range(4)}
+    assert len(list(tmp_path.glob("begun_*"))) == 4
     assert queue.is_busy
     (tmp_path / "open").touch()
     assert queue.finish(range(8)).rewards.tolist() == [[1.0]] * 16
     assert not queue.is_busy
 
 
-def test_an_async_function_judges_all_prompts_together(load_workers):
+def test_an_async_function_judges_all_prompts_together(load_reward):
     """In one process and here: eight calls, none of which ends before all have begun."""
     begun = threading.Barrier(8)
 
@@ -262,24 +253,24 @@ def test_an_async_function_judges_all_prompts_together(load_workers):
         begun.wait(20)
         return [1.0] * len(completions)
 
-    functions = {"process": load_workers("meets_all"), "script": meets_all}
+    functions = {"process": load_reward("meets_all"), "script": meets_all}
     queue = add_all(functions, *made_groups(*[("a", "b")] * 8))
     assert queue.finish(range(8)).rewards.tolist() == [[1.0, 1.0]] * 16
 
 
-def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_workers):
+def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_reward):
     """Random ones too, and those of a function that looks at the whole call; they come in order of the samples.
 
     Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. An empty completion is judged, and a rank
     without rollouts has rewards of none: fault 29.
     """
     prompts, groups = made_groups(*[("a", "", "ab")] * 6)
-    functions = {"draws": load_workers("draws")}
+    functions = {"draws": load_reward("draws")}
     expected = add_all(functions, prompts, groups).finish(range(6)).rewards.view(6, 3)
     assert expected.unique().numel() == 18
     mixed = [group[::-1] for group in groups[::-1]]
     picked = [3, 0, 5, 1, 4, 2]
-    queue = add_all({"draws": load_workers("draws", num_workers=3)}, prompts, mixed)
+    queue = add_all({"draws": load_reward("draws", num_workers=3)}, prompts, mixed)
     assert queue.finish([]).rewards.shape == (0, 1)
     found = queue.finish(picked)
     assert torch.equal(found.rewards.view(6, 3), expected[picked])
@@ -320,16 +311,17 @@ def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for():
 
     functions = {"length": RewardModel(length), "f": lambda completions: [None, 1.0]}
     queue = add_all(functions, prompts, groups[::-1])
+    assert queue.finish([]).rewards.shape == (0, 2)
     assert calls == []
     rewards = queue.finish(range(2)).rewards
     assert torch.equal(rewards.nan_to_num(-9), torch.tensor([[1.0, -9], [2, 1], [3, -9], [4, 1]]).double())
     assert calls == [["a", "bb", "ccc", "dddd"]]
 
 
-def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_workers):
+def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_reward):
     """Once it is there, without waiting for the others; it does not become a reward."""
     prompts, groups = made_groups(("ok",), ("bad",))
-    queue = add_all({"f": load_workers("raises_beside_a_hang", num_workers=2)}, prompts, groups)
+    queue = add_all({"f": load_reward("raises_beside_a_hang", num_workers=2)}, prompts, groups)
     for wait in (lambda: wait_for(queue.poll, "no call failed"), lambda: queue.finish(range(2))):
         with pytest.raises(RewardError, match=r"row at f:\d: raised(.|\n)*KeyError: 'bad'"):
             wait()
@@ -337,8 +329,8 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_workers
 
 
 @pytest.mark.slow
-def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_workers):
+def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_reward):
     """Four calls that wait for one worker take longer than one may."""
     prompts, groups = made_groups(*[("a",)] * 4)
-    queue = add_all({"naps": load_workers("naps", timeout_s=0.9)}, prompts, groups)
+    queue = add_all({"naps": load_reward("naps", timeout_s=0.9)}, prompts, groups)
     assert queue.finish(range(4)).rewards.isnan().all()

@@ -10,20 +10,16 @@ from minirl.episodes.runner import EpisodeRunner
 from support.collecting import (
     Prompts,
     collected,
-    evaluated,
-    in_workers,
     make_collector,
     resumed,
 )
 
-# The rewards of the second prompt wait until a file exists.
+# The rewards of a prompt wait while there is a file of its name.
 SOURCE = """
 import pathlib, time
 
-GATE = pathlib.Path(__file__).parent / "open"
-
 def reward(completion_ids, prompts):
-    while prompts[0] == "PROMPT" and not GATE.exists():
+    while pathlib.Path(__file__).with_name(prompts[0]).exists():
         time.sleep(0.01)
     return [float(len(ids)) for ids in completion_ids]
 
@@ -39,14 +35,6 @@ def make_prompts():
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch):
     monkeypatch.setattr(EpisodeRunner, "patience_s", 0.02)
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Reward functions of the file above in workers."""
-    (tmp_path / "mine.py").write_text(SOURCE.replace("PROMPT", make_prompts().row(1).prompt))
-    with in_workers(tmp_path, timeout_s=60.0) as load_function:
-        yield load_function
 
 
 def waiting_for(gate):
@@ -74,7 +62,7 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     assert all(1 not in step for step in ordinals(steps))
     assert 1 in collector.in_flight
     requests = make_prompts().requests([0], group_size=0, num_greedy=1)
-    assert len(evaluated(collector.evaluator(make_prompts()), requests).rollouts) == 1
+    assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
     gate.append(True)
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS))
@@ -102,14 +90,18 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(load, tmp_path, is_killed):
-    function = load("reward", num_workers=2)
+def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(
+    load_reward, tmp_path, is_killed
+):
+    gate = tmp_path / make_prompts().row(1).prompt
+    gate.touch()
+    function = load_reward("reward", num_workers=2)
     options = {"functions": {"reward": function}, "rollout": waiting_for([True]), **OPTIONS}
     collector = make_collector(make_prompts(), **options)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert len(collector._queue.groups[1].rollouts) == 3
-    (tmp_path / "open").touch()
+    gate.unlink()
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), **options))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)

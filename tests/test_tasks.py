@@ -21,22 +21,9 @@ from minirl.data.task import Row
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_task
 from support.rollouts import rewards_of_call
-from support.scripts import ROOT, read_metrics, trained
+from support.scripts import ROOT, read_metrics, trained, write_rows
 
 CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
-GOOD = '{"prompt": "hello", "answer": 3}'
-
-
-@pytest.fixture
-def write(tmp_path):
-    """A file of these lines, by path."""
-
-    def write_file(content, name="rows.jsonl"):
-        path = tmp_path / name
-        path.write_text("\n".join(content))
-        return str(path)
-
-    return write_file
 
 
 # Numbers that both read, that only the flexible one reads, and that neither does.
@@ -83,17 +70,17 @@ def test_scores_are_of_the_completion_alone(is_chat):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("row", "said"),
     [
-        ('{"answer": "#### 3"}', "field 'question' is None"),
-        ('{"question": "q", "answer": 3}', "field 'answer' is 3"),
-        ('{"question": "q", "answer": "three"}', "field 'answer' has no number after '####'"),
+        ({"answer": "#### 3"}, "field 'question' is None"),
+        ({"question": "q", "answer": 3}, "field 'answer' is 3"),
+        ({"question": "q", "answer": "three"}, "field 'answer' has no number after '####'"),
     ],
 )
-def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(write, line, said):
+def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(tmp_path, row, said):
     """Also a reference answer that could never be matched."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {said}"):
-        read_gsm8k(write(['{"question": "q", "answer": "#### 3"}', line]))
+        read_gsm8k(write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": "#### 3"}, row]))
 
 
 def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
@@ -122,7 +109,6 @@ def test_embedded_tasks_hold_out_what_they_do_not_train_on(load):
     answers = [row.columns["answer"] for row in task.train_rows]
     (exact,) = task.rewards.values()
     assert exact(answers, answers) == [1.0] * 2000
-    assert sum(exact(answers[1:], answers[:-1])) < 20
 
 
 def test_the_sorted_string_alone_is_rewarded():
@@ -150,11 +136,13 @@ def test_a_run_learns_to_call_the_calculator(two_ranks, tmp_path):
     assert last["reward/exact"] > 0.5
 
 
-def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(write):
+def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_still_logged(tmp_path):
     """A run trains on the user's functions, in order; the caller adds a reward model, which is enough for --data."""
     assert load_task(RunConfig()).name == "sorting"
-    mine = write(["def three(completions): pass", "def four(completions): pass"], "mine.py")
-    data = write(['{"question": "q", "prompt": "q", "answer": "#### 3"}'])
+    mine = tmp_path / "mine.py"
+    mine.write_text("def three(completions): pass\ndef four(completions): pass")
+    row = {"question": "q", "prompt": "q", "answer": "#### 3"}
+    data = str(write_rows(tmp_path / "rows.jsonl", [row]))
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
     for flags, rewards, logged in (
         (

@@ -96,9 +96,10 @@ def main(config: Config) -> int:
     max_tokens = setup.sizes.max_tokens_per_microbatch
     frozen = tuple(f"model.layers.{i}." for i in range(config.frozen_layers))
     frozen += ("model.embed_tokens.",) if frozen else ()
-    model, optimizer = setup.load_trainable(
+    model = setup.load_model(
         setup.model_config, setup.model_folder, is_frozen=lambda name: name.startswith(frozen)
     )
+    optimizer = model.make_optimizer()
     run = Run(setup, {"reward_model": (model, optimizer)})
     held_out = [pair_of(setup.held_out, i) for i in range(setup.held_out.num_prompts)]
     progress = run.progress

@@ -59,7 +59,8 @@ def main(config: Config) -> int:
     has_scores = config.reward or config.reward_model or not config.data
     setup = Setup(config, name="sft", rewards=None if has_scores else {})
     refuse(setup.tokenizer.backend.eos_token_id is None, "the tokenizer has no end-of-sequence token")
-    policy, optimizer = setup.load_trainable(setup.model_config, setup.model_folder)
+    policy = setup.load_model(setup.model_config, setup.model_folder)
+    optimizer = policy.make_optimizer()
     collector = setup.make_collector(policy, one_turn)  # for evaluations
     run = Run(setup, {"policy": (policy, optimizer)}, collector)
 

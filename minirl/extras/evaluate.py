@@ -33,8 +33,8 @@ from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank
-from minirl.report.evaluation import Record, mean_rewards
 from minirl.report.logger import Logger
+from minirl.report.records import Record, mean_rewards
 from minirl.rollouts import CUT_OFF, MAX_TOP_K, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
@@ -222,11 +222,10 @@ def main(config: Config) -> int:
     refuse(
         not 0 <= config.top_k <= MAX_TOP_K, f"--top-k {config.top_k}: must be a number from 0 to {MAX_TOP_K}"
     )
-    refuse(not 0 < config.top_p <= 1, f"--top-p {config.top_p}: must be greater than 0 and at most 1")
     refuse(
-        config.top_p < 1 and not config.top_k,
-        f"--top-p {config.top_p}: needs --top-k, which bounds the tokens that are sorted; add --top-k {MAX_TOP_K}, "
-        "the most",
+        not (0 < config.top_p < 1 and config.top_k) and config.top_p != 1,
+        f"--top-p {config.top_p}: must be greater than 0 and at most 1; below 1 it needs --top-k, which bounds the "
+        f"tokens that are sorted; add --top-k {MAX_TOP_K}, the most",
     )
     with contextlib.redirect_stdout(sys.stderr):
         result = evaluate(config)

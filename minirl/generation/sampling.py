@@ -1,6 +1,6 @@
 """Sample the next token, with its exact logprob. The noise is a function of the request and the position.
 
-A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample). The uniform number that
+A request's key is 64 bits derived from (seed, purpose, prompt ordinal, sample, branch). The uniform number that
 chooses a token is a hash of the key and the token's position, so a request draws the same noise in any batch,
 on any rank, in any order. The token is found by inverting the cumulative distribution in fp64: in fp32,
 rounding of the cumulative sum makes most tokens of a large vocabulary unreachable. Logprobs are natural logs

@@ -38,7 +38,7 @@ class Shards:
 
     @spent_on("wait_ranks")
     def join(self, num_rows: int, *, has_tokens: bool) -> bool:
-        """Begin a pass; returns whether any rank has tokens, as otherwise there is none (collective).
+        """Begin a pass; returns whether any rank has tokens; if not, the layers are not run (collective).
 
         num_rows: of this rank's activations.
         """

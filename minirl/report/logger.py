@@ -35,6 +35,7 @@ COLUMNS = (
     ("cut", "len/truncated", "4.0%"),
     ("gnorm", "optim/grad_norm", "5.2f"),
     ("tok/s", "perf/tok_s_gen", "7,.0f"),
+    ("eval", "eval/reward", ".3f"),
 )
 
 
@@ -141,8 +142,6 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, lef
     for title, metric, spec in COLUMNS:
         if metric in metrics:
             columns.append(f"{title} {format(metrics[metric], spec)}")
-    if "eval/reward" in metrics:
-        columns.append(f"eval {metrics['eval/reward']:.3f}")
     for cause in ("rewards", "replies"):
         share = metrics.get(f"time/wait_{cause}", 0.0) / metrics.get("time/step", math.inf)
         if share > 0.1:

@@ -1,15 +1,21 @@
-"""The records of rollouts: the lines of rollouts/*.jsonl, from which evaluations make their numbers."""
+"""The records of rollouts: the lines of rollouts/*.jsonl, and the metrics of an evaluation, which are means of them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
+from minirl.data.task import Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import view_of
 from minirl.rewards.rewarded import RewardedRollouts
 from minirl.training.advantages import weighted_scores
+
+Record = Mapping[str, Any]  # of a rollout, with `reward`, see `rollout_records`
 
 
 def rollout_records(
@@ -47,6 +53,25 @@ def rollout_records(
             ]
         records.append(record | view_of(rollout, tokenizer))
     return records
+
+
+def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
+    """The metrics of evaluated rollouts: their mean reward, also by file, and that of each of several functions.
+
+    Rewards that do not apply are left out. Not collective.
+    """
+    given: dict[str, list[float]] = defaultdict(list)
+    for sample in records:
+        rewards = {"reward": sample["reward"]}
+        if len(sample["rewards"]) > 1:
+            rewards |= sample["rewards"]
+        if len(task.eval_sets) > 1:
+            file = Path(sample["row"].rpartition(":")[0])
+            rewards[f"{file.stem}/reward"] = sample["reward"]
+        for name, reward in rewards.items():
+            if reward is not None:
+                given[name].append(reward)
+    return {f"eval/{name}": fmean(of_samples) for name, of_samples in given.items()}
 
 
 def _json_number(number: float) -> float | None:

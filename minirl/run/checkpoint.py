@@ -66,8 +66,16 @@ class Checkpoints:
             adapters = model.module.config.adapters
             peft = peft_config(adapters, model.masters, str(model.folder.resolve())) if adapters else None
             self._peft_configs[name] = peft
-            if rank() == 0:
-                self._write_model[name] = _model_writer(model, peft)
+            if rank() != 0:
+                continue
+            config = read_json_object(file_of(model.folder, "config.json"))
+            self._write_model[name] = functools.partial(
+                write_folder,
+                config=scalar_config(config) if model.module.config.scalar_head else config,
+                tokenizer_files=read_tokenizer_files(model.folder),
+                kept=kept_tensors(model.module.config, model.folder),
+                peft_config=peft,
+            )
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
@@ -164,21 +172,6 @@ def _check_remembered(path: Path) -> None:
         raise InputError(
             f"progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: {error}"
         ) from None
-
-
-def _model_writer(model: ShardedModel, peft: Mapping[str, Any] | None) -> Callable[..., None]:
-    """What writes `tensors` into a folder: a Hugging Face model, or adapters beside the config of their base.
-
-    It reads config, tokenizer and the tensors that no model uses in the model's folder, once.
-    """
-    config = read_json_object(file_of(model.folder, "config.json"))
-    return functools.partial(
-        write_folder,
-        config=scalar_config(config) if model.module.config.scalar_head else config,
-        tokenizer_files=read_tokenizer_files(model.folder),
-        kept=kept_tensors(model.module.config, model.folder),
-        peft_config=peft,
-    )
 
 
 def prune(run_folder: Path, *, keep: int) -> None:

@@ -58,15 +58,12 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> t
         needed = budget(work, sizes)
         if needed.fits():
             break
-    advice = "a smaller --model, or lower --max-new-tokens or --cache-tokens"
-    if config.trains:
-        advice += (
-            "; more ranks (--nproc-per-node), --offload-optimizer on GPUs, --shard-weights on, a lower "
-            "--max-tokens-per-microbatch; with all sizes given it starts anyway"
-        )
     refuse(
         not needed.fits() and "auto" in (getattr(config, name) for name in OPEN_SIZES),
-        f"a rank with {work.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take {advice}",
+        f"a rank with {work.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take a "
+        "smaller --model, or lower --max-new-tokens or --cache-tokens; to train, more ranks (--nproc-per-node), "
+        "--offload-optimizer on GPUs, --shard-weights on, a lower --max-tokens-per-microbatch; with all sizes given it "
+        "starts anyway",
     )
     return sizes, needed
 

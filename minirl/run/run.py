@@ -7,8 +7,11 @@ Nothing here calls back into the script: a fork that needs something else writes
 import gc
 import itertools
 import random
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +22,6 @@ from minirl.episodes.step_groups import Groups
 from minirl.ranks import time_account
 from minirl.ranks.process_group import gather_objects, print0, rank, stop_requested, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.report.evaluation import mean_rewards
 from minirl.report.logger import Logger
 from minirl.report.metrics import (
     StepMetrics,
@@ -30,7 +32,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.report.progress_bar import show_progress
-from minirl.report.records import rollout_records
+from minirl.report.records import mean_rewards, rollout_records
 from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.setup import Setup
 from minirl.training.assignment import UpdatePlan, plan_updates
@@ -110,8 +112,9 @@ class Run:
             wandb_mode=config.wandb,
             after_step=self.progress.step,
         )
-        if rank() == 0:
-            setup.folder.keep_script()
+        script = Path(sys.argv[0])
+        if rank() == 0 and script.suffix == ".py" and script.is_file():
+            shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
@@ -265,10 +268,11 @@ class Run:
             if before is not None:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
         folder = self._folder
-        saved = folder / "checkpoints" / f"{self.progress.step:06d}"
-        print0(f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})")
-        print0(f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})")
-        print0(f"checkpoint {saved} (loaded by `from_pretrained`, of adapters PEFT's)")
+        print0(
+            f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})\n"
+            f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})\n"
+            f"checkpoint {folder}/checkpoints/{self.progress.step:06d} (for `from_pretrained`, of adapters PEFT's)"
+        )
         return 128 + self._stop_signal if self._stop_signal else 0
 
     def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:

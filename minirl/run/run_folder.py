@@ -7,11 +7,9 @@ runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.ch
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.ranks.process_group import broadcast_object, rank
 from minirl.run.checkpoint import checkpoints_in
-from minirl.run.flags import flag_of
 
 PRIVATE = 0o700  # mode of a run's folder: only its owner reads the files in it
 
@@ -35,14 +32,6 @@ class RunFolder:
     checkpoint: Path | None  # to resume from; None: start from the first step
     lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
 
-    def changed_flags(self, flags: Mapping[str, Any]) -> list[str]:
-        """The flags that differ from those of the last start, with both values."""
-        old = self.args.get("flags", {})
-        # Through JSON, like the old flags: tuples become lists.
-        new = json.loads(json.dumps(flags))
-        changed = [name for name in new if name in old and old[name] != new[name]]
-        return [f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed]
-
     @contextlib.contextmanager
     def removed_if_refused(self) -> Iterator[None]:
         """Remove the folder if the block raises InputError and nothing is in it yet. Not collective."""
@@ -54,12 +43,6 @@ class RunFolder:
                 with contextlib.suppress(OSError):  # other runs are there
                     self.path.parent.rmdir()
             raise
-
-    def keep_script(self) -> None:
-        """Keep a copy of the script that runs. Not collective."""
-        script = Path(sys.argv[0])
-        if script.suffix == ".py" and script.is_file():
-            (self.path / script.name).write_bytes(script.read_bytes())
 
 
 def open_run_folder(name: str) -> RunFolder:

@@ -5,6 +5,7 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 
 import dataclasses
 import functools
+import json
 import secrets
 import sys
 import time
@@ -40,6 +41,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.run.budget import Sizes
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
+from minirl.run.flags import flag_of
 from minirl.run.load_prompts import load_prompts
 from minirl.run.load_task import load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine, workload
@@ -127,23 +129,18 @@ class Setup:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
         return self._saved and self._saved / name
 
-    def load_trainable(
+    def load_model(
         self,
         model_config: ModelConfig,
         folder: Path,
         *,
         is_frozen: Callable[[str], bool] | None = None,
         base: ShardedModel | None = None,
-    ) -> tuple[ShardedModel, torch.optim.Optimizer]:
-        """A folder's model, sharded over the ranks, and its optimizer (collective).
+    ) -> ShardedModel:
+        """A folder's model, sharded over the ranks as the flags and sizes say (collective).
 
         is_frozen, base: see `ShardedModel`.
         """
-        model = self._sharded(model_config, folder, is_frozen=is_frozen, base=base)
-        return model, model.make_optimizer()
-
-    def _sharded(self, model_config: ModelConfig, folder: Path, **options: Any) -> ShardedModel:
-        """A folder's model, sharded as the flags and sizes say (collective). options: see `ShardedModel`."""
         return ShardedModel(
             model_config,
             folder,
@@ -153,7 +150,8 @@ class Setup:
             shard_gradients=self.sizes.shard_gradients,
             shard_weights=self.sizes.shard_weights,
             offload_optimizer=self.config.offload_optimizer,
-            **options,
+            is_frozen=is_frozen,
+            base=base,
         )
 
     def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
@@ -191,7 +189,7 @@ class Setup:
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
                 "only --shard-weights off cuts or pads vocabularies",
             )
-            model = self._sharded(config, source, is_frozen=lambda name: True)
+            model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
             model = load_replica(source, dtype=self.dtype)
             resize_vocabulary(model, self.model_config.vocab_size)
@@ -281,8 +279,13 @@ class Setup:
         print0(f"task {self.task.name}: {counts}")
         for line in lines(self.sizes, self._budget):
             print0(f"memory {line}")
-        if changed := self.folder.changed_flags(vars(self.config)):
-            print0(f"note: this run last started with other flags: {', '.join(changed)}")
+        old = self.folder.args.get("flags", {})
+        # Through JSON, like the old ones: tuples become lists.
+        new = json.loads(json.dumps(vars(self.config)))
+        changed = [name for name in new if name in old and old[name] != new[name]]
+        if changed:
+            listed = ", ".join(f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed)
+            print0(f"note: this run last started with other flags: {listed}")
         trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
         for note in trained + self.held_out.notes():
             print0(f"note: {note}")

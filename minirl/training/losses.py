@@ -1,4 +1,4 @@
-"""Losses of tokens and of pairs of scores, to be minimised. Pure functions of aligned fp32 streams [T].
+"""Losses of tokens, to be minimised. Pure functions of aligned fp32 streams [T].
 
 No loss is divided by a count: the caller computes objective = sum(loss_weights * loss), see
 `loss_weights.loss_weights`. A policy loss takes the ratio of `importance_ratio`; sequence-level ratios are

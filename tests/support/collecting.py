@@ -5,7 +5,6 @@ import functools
 import math
 import random
 import tempfile
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
-from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import Rollout
 from support.engines import VOCAB, cached_model, make_engine
 from support.texts import TOKENS, save_tokenizer
@@ -72,11 +70,6 @@ def sums(completion_ids):
     return [float(sum(i * n for n, i in enumerate(ids, 1))) for ids in completion_ids]
 
 
-def evaluated(collector, requests):
-    """The rollouts of these requests with their rewards, all rewarded together."""
-    return collector.run(requests)
-
-
 def make_collector(
     prompts=None, *, functions=None, engine_options=None, round_tokens=None, **options
 ) -> Collector:
@@ -108,30 +101,14 @@ def chat_prompts(max_new_tokens=MAX_NEW_TOKENS, template=CHAT) -> Prompts:
     return Prompts(max_new_tokens=max_new_tokens, tokenizer=tokenizer)
 
 
-@contextmanager
-def in_workers(folder: Path, **defaults):
-    """`load(name, **options)` for reward functions of a folder's mine.py; their workers are killed at the end."""
-    loaded = []
-
-    def load(name, **options):
-        loaded.append(RewardWorkers(f"{folder}/mine.py:{name}", **{**defaults, **options}))
-        return loaded[-1]
-
-    try:
-        yield load
-    finally:
-        for workers in loaded:
-            workers.stop()
-
-
-def unhurried(rollout, *, seconds=0.004):
+def unhurried(rollout):
     """The same function with a random wait before each request."""
 
     async def waiting(episode):
         ask = episode.ask
 
         async def ask_later(asked):
-            await asyncio.sleep(random.SystemRandom().random() * seconds)
+            await asyncio.sleep(random.SystemRandom().random() / 250)
             return await ask(asked)
 
         episode.ask = ask_later

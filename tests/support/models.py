@@ -47,9 +47,7 @@ def qwen2_config(
 QWEN_05B = qwen2_config(896, 4864, 24, 14, 2)
 QWEN_1_5B = qwen2_config(1536, 8960, 28, 12, 2)
 QWEN_7B = qwen2_config(3584, 18944, 28, 28, 4, vocab=152064, tied=False)
-QWEN_14B = qwen2_config(5120, 13824, 48, 40, 8, vocab=152064, tied=False)
 QWEN_32B = qwen2_config(5120, 27648, 64, 40, 8, vocab=152064, tied=False)
-LLAMA_70B = qwen2_config(8192, 28672, 80, 64, 8, vocab=128256, tied=False) | {"model_type": "llama"}
 
 
 def sharded(

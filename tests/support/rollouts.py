@@ -11,12 +11,11 @@ def rewards_of_call(function, row, completions):
     """The rewards that a function gives to completions of a row in one call."""
     is_text = isinstance(row.prompt, str)
     count = len(completions)
-    given = {name: [value] * count for name, value in row.columns.items()}
-    given["prompts"] = [row.prompt] * count
+    same = {**row.columns, "prompts": row.prompt, "completion_ids": [7]}
+    given = {name: [value] * count for name, value in same.items()}
     given["completions"] = [
         text if is_text else [{"role": "assistant", "content": text}] for text in completions
     ]
-    given["completion_ids"] = [[7]] * count
     arguments = arguments_of(function, given, row.columns)
     if isinstance(function, RewardWorkers):
         return function.submit(arguments, row.place, completions).result()

@@ -26,9 +26,7 @@ from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
 
 MAX_ERROR = 1e-4  # relative; right models have 5e-7, with sharp attention 3e-5
-# The width of feed-forwards is no multiple of a vector, so that functions of it have a scalar tail.
-# The least window.
-FIRST_WINDOW = 16
+FIRST_WINDOW = 16  # the least window
 PROMPTS = (5, 30, 82)
 NUM_NEW = 8
 # So high that the tokens are about equally likely.
@@ -36,7 +34,8 @@ TEMPERATURE = 16.0
 CPU = torch.device("cpu")
 HEADS = 4
 HEAD_DIM = 16
-# The sizes of the small model, by patterns of the whole key; the first that fits.
+# The sizes of the small model, by patterns of the whole key; the first that fits. The feed-forward's width is not a
+# multiple of a vector's, so that functions of it have a scalar tail.
 _SIZES = (
     (r"vocab_size.*", 128),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 192),
