@@ -95,7 +95,7 @@ class Config(RunConfig):
     """Objective"""
 
     algorithm: Algorithm = "default"  # a preset of the flags below, see ALGORITHMS; flags given with it win
-    dynamic_sampling: bool = False  # replace groups of equal rewards by groups of new prompts
+    dynamic_sampling: bool = False  # replace groups of equal first rewards by groups of new prompts
     baseline: Baseline = "mean"  # of a group; greedy: the reward of one more rollout
     advantage_norm: AdvantageNorm = "group_std"
     """the std that divides advantages; whiten: shift and scale them to mean 0 and variance 1 over the step's tokens"""
@@ -199,11 +199,11 @@ def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tens
 
 
 def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
-    """Return bool [P, G]: the rollouts that teach this script's loss nothing; no rank computes them.
+    """Return bool [P, G]: the rollouts that teach this script's loss nothing; no rank computes them, but for one.
 
     They have no weight in the loss (weights [P, G], from `rollout_weights`), or an advantage of 0 and no term that
-    teaches without one. If you add such a term, return False for its rollouts, or for all. Each step computes one of
-    the rollouts all the same, and refuses a gradient there.
+    teaches without one. If you add such a term, return False for its rollouts, or for all. Each step computes a
+    sequence of one of them all the same, and refuses a gradient there.
     """
     # These are of all tokens of the step.
     if config.advantage_norm == "whiten" or config.kl_reward_coef:
@@ -269,7 +269,7 @@ def main(config: Config) -> int:
         is_skipped = can_skip(config, groups, weights)
         # This rank's share of the others, and which of it each minibatch has, in which microbatch.
         batch, minibatches = run.distribute(groups, metrics, is_skipped)
-        # Adds logprobs under the old policy, the reference and the teacher.
+        # Adds the logprobs that the loss needs: of the old policy, the reference, the teacher.
         batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
             advantages=token_advantages(config, groups, batch).float(),
@@ -280,7 +280,7 @@ def main(config: Config) -> int:
         batch = batch.to(run.device)
 
         metrics.begin("update")
-        sampled_version = progress.update
+        weight_version = progress.update
         for minibatch in shuffled_minibatches(minibatches, config.num_epochs, seed=f"{config.seed} {step}"):
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
@@ -292,7 +292,7 @@ def main(config: Config) -> int:
                 refuse_gradient(objective, new, entropy, micro, is_skipped)
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
                 metrics.add_total("policy/loss", objective / config.updates_per_step)
-                add_tokens(metrics, micro, new, ratio, entropy, weight_version=sampled_version)
+                add_tokens(metrics, micro, new, ratio, entropy, weight_version=weight_version)
                 add_clip(
                     metrics,
                     micro,
@@ -308,7 +308,7 @@ def main(config: Config) -> int:
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
             if grad_norm != 0:  # without a gradient, the weights are the same
-                sampled_version = progress.update
+                weight_version = progress.update
 
         run.finish_step(step, metrics, groups)
 

@@ -27,7 +27,6 @@ from workload import (
 )
 
 import train_grpo  # found by workload
-from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.step_groups import select_step
 from minirl.model.families import read_config
@@ -92,8 +91,7 @@ class GrpoLoop:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
         column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
-        count = len(rollouts)
-        rewarded = RewardedRollouts(list(rollouts), [Row("", {}, "")] * count, [""] * count, column)
+        rewarded = RewardedRollouts(list(rollouts), [""] * len(rollouts), column)
         weight = torch.ones(1, dtype=torch.float64)
         groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
         table = groups.table

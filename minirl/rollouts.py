@@ -156,8 +156,8 @@ class EpisodeRecord:
 
     turns: branch by branch. rewards: by name, the sum given and returned; None for one that does not apply.
     environment: `Episode.environment`, for reward functions that ask for it.
-    prompt: the prompt of the last branch, text, messages or token ids; None for the row's prompt. tools: JSON
-    schemas of the tools that it shows; None for the run's.
+    prompt: the prompt of the last branch, text, messages or token ids. tools: JSON schemas of the tools that it shows;
+    None for the run's. row: the `data.task.Row` that the episode began with.
     """
 
     turns: Sequence[TurnFacts] = field(default_factory=list)
@@ -165,6 +165,7 @@ class EpisodeRecord:
     environment: Any = None
     prompt: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    row: Any = None
 
 
 @dataclass(frozen=True)

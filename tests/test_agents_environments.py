@@ -10,6 +10,7 @@ import torch
 from minirl.data.answers import parsed_answer
 from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
+from minirl.data.view import messages_of
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
@@ -432,7 +433,7 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
 
     prompts = chat_prompts(200, HERMES + WITH_NAMES)
     for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
-        assert prompts.messages(rollout)[-1] == asks
+        assert messages_of(rollout, prompts.tokenizer)[-1] == asks
         text = prompts.tokenizer.decode(rollout.tokens, skip_special_tokens=False)
         assert text.startswith("look <turn>u:")
         assert text.count("<turn>may call:") == 2

@@ -75,6 +75,15 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
         assert following_ids(tokenizer, new, "f:1", end_id=end_id) == rest
 
 
+def test_a_result_that_is_a_list_is_shown_as_its_text(make):
+    """Templates that know contents in parts may leave it out."""
+    tokenizer = make(CHATML.replace("{{ m.content }}", "{{ m.content if m.content is string }}"))
+    result = {"role": "tool", "name": "f", "content": [["a", 1]]}
+    assert following_ids(tokenizer, [result], "f:1", end_id=None) == written_behind(
+        tokenizer, {**result, "content": "[['a', 1]]"}
+    )
+
+
 ALTERNATING = (
     "{% if messages[-1].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}" + CHATML
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minirl.data.task import Row
+from minirl.data.view import messages_of
 from minirl.rollouts import Rollout
 from support.collecting import (
     CHAT,
@@ -137,7 +138,7 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
     prompts = chat_prompts()
     rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts
     for rollout in rollouts:
-        question, answer = prompts.messages(rollout)
+        question, answer = messages_of(rollout, prompts.tokenizer)
         assert (question["content"], answer["role"]) == ("abc", "assistant")
         assert answer["content"] != "not said"
     begun = [[branch.completion[:3] for branch in rollout.branches] for rollout in rollouts]

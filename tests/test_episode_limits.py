@@ -104,8 +104,7 @@ def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(
     """
     prompts = chat_prompts(200)
     for rollout in collected(function, prompts=prompts).rewarded.rollouts:
-        prompt = prompts.row(rollout.rollout_id.prompt_ordinal).prompt
-        view = view_of(rollout, prompt, prompts.tokenizer)
+        view = view_of(rollout, prompts.tokenizer)
         for branch in rollout.branches:
             own = [segment for segment in view["segments"] if segment["branch"] == branch.rollout_id.branch]
             start = 0 if branch.rollout_id.branch else branch.num_prompt_tokens
@@ -139,7 +138,7 @@ def test_metrics_tell_sampled_tokens_from_those_of_the_environment():
     found = metrics_of(plain)
     assert (found["env/turns_mean"], found["env/tokens"]) == (1, 0)
     assert "count/parse_errors" not in found, "nobody asked for messages"
-    assert view_of(plain[0], "", letter_tokenizer()) == {}
+    assert view_of(plain[0], letter_tokenizer()) == {}
 
 
 def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(monkeypatch):

@@ -160,7 +160,10 @@ def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(load_re
 
 
 def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have_completions_as_in_trl():
-    """In a chat the completion is the episode's own messages after the prompt, with tool results between."""
+    """In a chat the completion is the episode's own messages after the prompt, with tool results between.
+
+    A field of the data is given before what episodes have by its name.
+    """
     conversations, seen = {}, {}
 
     async def chatting(episode):
@@ -170,15 +173,19 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
             await episode.generate(after={"role": "tool", "content": "four"}, max_tokens=4)
         conversations[tuple(episode.tokens)] = episode.messages, {"early": episode.seed % 7}
 
-    def mine(prompts, completions, episodes, **others):
+    def mine(prompts, completions, episodes, environments, **others):
         assert sorted(others) == ["answer", "completion_ids"]
+        assert set(environments) == {"of the file"}
         for asked, said, episode in zip(prompts, completions, episodes, strict=True):
             assert [*asked, *said] == episode["messages"]
             seen[tuple(episode["tokens"])] = episode["messages"], episode["rewards"]
         return [0.0] * len(episodes)
 
     prompts = chat_prompts(200)
-    prompts._rows = [replace(row, prompt=[{"role": "user", "content": row.prompt}]) for row in prompts._rows]
+    for i, row in enumerate(prompts._rows):
+        columns = {**row.columns, "environments": "of the file"}
+        asked = [{"role": "user", "content": row.prompt}]
+        prompts._rows[i] = replace(row, prompt=asked, columns=columns)
     functions = {"mine": mine, "early": EpisodeReward("early")}
     make_collector(prompts, functions=functions, rollout=chatting).collect(6)
     assert seen == conversations

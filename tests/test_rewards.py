@@ -14,7 +14,7 @@ from minirl.rewards.functions import arguments_of, functions_and_weights, overlo
 from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import RolloutId, appended, rollout_of, token_tensor
+from minirl.rollouts import EpisodeRecord, RolloutId, appended, rollout_of, token_tensor
 from support.collecting import letter_tokenizer
 from support.jobs import wait_for
 from support.rollouts import rewards_of_call
@@ -210,12 +210,17 @@ def naps(completions):
 def made_groups(*groups):
     """The prompts of a row for each group, and the groups' rollouts, whose completions are these texts."""
     prompts = letter_prompts("abcdefghijkl"[: len(groups)], tokenizer=letter_tokenizer())
-    return prompts, [
+    groups = [
         [
             rollout_of(RolloutId(ordinal, sample), token_tensor([5]), appended(ids(f"{text}<eos>")), "stop")
             for sample, text in enumerate(texts)
         ]
         for ordinal, texts in enumerate(groups)
+    ]
+    records = [EpisodeRecord(row=prompts.row(ordinal)) for ordinal in range(len(groups))]
+    return prompts, [
+        [replace(rollout, episode=record) for rollout in group]
+        for group, record in zip(groups, records, strict=True)
     ]
 
 
@@ -256,7 +261,7 @@ def test_an_async_function_judges_all_prompts_together(load_reward):
 def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_reward):
     """Random ones too, and those of a function that looks at the whole call; they come in order of the samples.
 
-    Rollouts stay as sampled, with their rows and texts. Pitfalls 15 and 16. An empty completion is judged, and a rank
+    Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. An empty completion is judged, and a rank
     without rollouts has rewards of none: fault 29.
     """
     prompts, groups = made_groups(*[("a", "", "ab")] * 6)
@@ -271,7 +276,6 @@ def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers
     assert torch.equal(found.rewards.view(6, 3), expected[picked])
     assert found.rollouts == [rollout for i in picked for rollout in groups[i]]
     assert found.texts == ["a", "", "ab"] * 6
-    assert [row.place for row in found.rows] == [prompts.row(i).place for i in picked for _ in range(3)]
 
 
 def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_prompt_at_a_time():
@@ -307,6 +311,7 @@ def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for():
 
     functions = {"length": RewardModel(length), "f": lambda completions: [None, 1.0]}
     queue = add_all(functions, prompts, groups[::-1])
+    assert queue.finish([]).rewards.shape == (0, 2)
     assert calls == []
     rewards = queue.finish(range(2)).rewards
     assert torch.equal(rewards.nan_to_num(-9), torch.tensor([[1.0, -9], [2, 1], [3, -9], [4, 1]]).double())

@@ -10,19 +10,15 @@ from minirl.data.answers import check_readable
 from minirl.data.appended_messages import following_ids
 from minirl.data.task import (
     After,
-    Messages,
     Row,
-    add_answer,
-    as_messages,
     is_messages,
     is_prompt,
 )
 from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import messages_of
 from minirl.errors import InputError, refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import rank, world_size
-from minirl.rollouts import NO_TRUNCATION, Request, Rollout, RolloutId, Truncation
+from minirl.rollouts import NO_TRUNCATION, Request, RolloutId, Truncation
 
 # Rows that are tokenized together when they are checked.
 ROWS_PER_CHECK = 64
@@ -132,36 +128,6 @@ class PromptStream:
             sample=rollout_id.sample,
             branch=rollout_id.branch,
         )
-
-    def messages(self, rollout: Rollout) -> Messages:
-        """Return a rollout's conversation, without special tokens; that of its last branch, if it has several."""
-        row = self.row(rollout.rollout_id.prompt_ordinal)
-        messages = messages_of(rollout, row.prompt, self.tokenizer)
-        if rollout.episode.turns and messages:
-            return messages
-        messages = list(as_messages(row.prompt))
-        add_answer(messages, self.tokenizer.decode(rollout.completion))
-        return messages
-
-    def answers(self, rollout: Rollout) -> Messages:
-        """Return the `messages` after the row's prompt, as far as they begin with it.
-
-        A prompt's last message may continue with the text that an environment's `reset` returned, or with the answer.
-        """
-        row = self.row(rollout.rollout_id.prompt_ordinal)
-        messages = self.messages(rollout)
-        for asked in as_messages(row.prompt):
-            said = messages[0]
-            if said == asked:
-                del messages[0]
-                continue
-            goes_on = said["role"] == asked["role"] and said["content"].startswith(asked["content"])
-            if goes_on and said["role"] == "assistant":
-                said["content"] = said["content"].removeprefix(asked["content"])
-            elif goes_on:
-                del messages[0]
-            break
-        return messages
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt."""

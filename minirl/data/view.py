@@ -16,8 +16,8 @@ from minirl.rollouts import Rollout, TurnFacts
 Turn = TypeVar("Turn", bound=TurnFacts)
 
 
-def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the messages, segments and turns of a rollout, as JSON values. prompt: the row's.
+def view_of(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the messages, segments and turns of a rollout, as JSON values.
 
     messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
     row's prompt, branch by branch, with special tokens spelt out; the sampled ones are the turns. {} for an episode
@@ -30,19 +30,41 @@ def view_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> d
     if is_one_answer and not (turns and tokenizer.tools):
         return {}
     return {
-        "messages": messages_of(rollout, prompt, tokenizer),
+        "messages": messages_of(rollout, tokenizer),
         "segments": list(_segments(rollout, tokenizer)),
         "turns": [turn.numbers() for turn in turns],
     }
 
 
-def messages_of(rollout: Rollout, prompt: str | Messages, tokenizer: Tokenizer) -> Messages:
+def answers_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
+    """Return the `messages_of` a rollout after the row's prompt, as far as they begin with it.
+
+    A prompt's last message may continue with the text that an environment's `reset` returned, or with the answer.
+    """
+    messages = messages_of(rollout, tokenizer)
+    if not messages:
+        return [{"role": "assistant", "content": tokenizer.decode(rollout.completion)}]
+    for asked in as_messages(rollout.episode.row.prompt):
+        said = messages[0]
+        if said == asked:
+            del messages[0]
+            continue
+        goes_on = said["role"] == asked["role"] and said["content"].startswith(asked["content"])
+        if goes_on and said["role"] == "assistant":
+            said["content"] = said["content"].removeprefix(asked["content"])
+        elif goes_on:
+            del messages[0]
+        break
+    return messages
+
+
+def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
 
-    prompt: the row's. Answers have no special tokens; if the model may call tools, they have its calls.
+    Answers have no special tokens; if the model may call tools, they have its calls.
     """
-    begun = prompt if rollout.episode.prompt is None else rollout.episode.prompt
-    if is_token_ids(begun):
+    begun = rollout.episode.prompt
+    if begun is None or is_token_ids(begun):
         return []
     tools = tokenizer.tools if rollout.episode.tools is None else rollout.episode.tools
     tokenizer = tokenizer.with_tools(tools)

@@ -1,7 +1,7 @@
 """The collector, between the engine and the update: prompts in, whole groups of rewarded rollouts out.
 
-The groups of a step depend on the prompts, the rollouts' lengths and their rewards, never on the clock: they are the
-same on another number of ranks, or in a second run.
+The groups of a step depend on the prompts, the rollouts' lengths and their rewards, not on the clock: they are the same
+on another number of ranks, or in a second run.
 
 With `max_staleness` a rollout may go on in a later step, under new weights. All rollouts in flight then decode in
 rounds of a few tokens each, and the step ends with the first round after which enough groups are complete: it takes

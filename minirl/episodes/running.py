@@ -122,7 +122,7 @@ class RunningEpisode:
             seen,
             finish_reason=finish_reason,
             branch_end=ends[last.number],
-            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools),
+            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools, episode.row),
             earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 

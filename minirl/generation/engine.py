@@ -503,10 +503,10 @@ class Engine:
     def _extend_or_preempt(self, rows: Tensor) -> Tensor:
         """Add cache space for one more token to each of these requests; returns the rows of those that still run.
 
-        If a block is missing and `_free_one` finds none, the youngest request is preempted: it goes back to the front of the queue with
-        the tokens sampled so far, and will be prefilled again with them. The youngest usually has the least to
-        recompute. The oldest is preempted last and so always advances: the engine makes progress, since `submit`
-        refused any request that exceeds the cache on its own.
+        If a block is missing, and `_free_one` frees none, the youngest request is preempted: it goes back to the front
+        of the queue with the tokens sampled so far, and will be prefilled again with them. The youngest usually has the
+        least to recompute. The oldest is preempted last and so always advances: the engine makes progress, since
+        `submit` refused any request that exceeds the cache on its own.
         """
         cache = self._live_cache
         needs_blocks = cache.needs_blocks(rows)

@@ -35,7 +35,7 @@ def rollout_records(
     rewards = rewarded.rewards.tolist()
     records = []
     for i, rollout in enumerate(rewarded.rollouts):
-        row = rewarded.rows[i]
+        row = rollout.episode.row
         record: dict[str, Any] = {
             "id": (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample),
             "row": row.place,
@@ -51,7 +51,7 @@ def rollout_records(
                 {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
                 for branch in rollout.branches
             ]
-        records.append(record | view_of(rollout, row.prompt, tokenizer))
+        records.append(record | view_of(rollout, tokenizer))
     return records
 
 

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.data.prompts import PromptStream
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
+from minirl.data.tokenizer import Tokenizer
+from minirl.data.view import answers_of, messages_of
 from minirl.errors import InputError, RewardError, escaped
 from minirl.rewards.values import Answer, validate_rewards
 from minirl.rewards.worker import call_reward, parameters_of
@@ -105,14 +106,16 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
 
 
 def group_arguments(
-    prompts: PromptStream, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
+    tokenizer: Tokenizer, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
     """Return all arguments for the rollouts of one prompt, by name; `episodes` only if they are `asked` for.
 
     texts: the completions.
     """
-    row = prompts.row(rollouts[0].rollout_id.prompt_ordinal)
-    episodes = map(functools.partial(episode_facts, prompts), rollouts, texts) if "episodes" in asked else ()
+    row = rollouts[0].episode.row
+    episodes = (
+        map(functools.partial(episode_facts, tokenizer), rollouts, texts) if "episodes" in asked else ()
+    )
     is_text = isinstance(row.prompt, str)
     return {
         "rollouts": list(rollouts),
@@ -120,7 +123,7 @@ def group_arguments(
         "episodes": list(episodes),
         **{name: [value] * len(rollouts) for name, value in row.columns.items()},
         "prompts": [row.prompt] * len(rollouts),
-        "completions": list(texts) if is_text else list(map(prompts.answers, rollouts)),
+        "completions": list(texts) if is_text else [answers_of(rollout, tokenizer) for rollout in rollouts],
         "completion_ids": [list(rollout.completion) for rollout in rollouts],
     }
 
@@ -139,14 +142,14 @@ def arguments_of(
     return {name: list(values) for name, values in given.items() if name in taken}
 
 
-def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[str, Any]:
+def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str, Any]:
     """Return a rollout's entry of `episodes`, as JSON.
 
     row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
     finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
     rewards: by name, all that the episode gave, None for one that does not apply.
     """
-    row = prompts.row(rollout.rollout_id.prompt_ordinal)
+    row = rollout.episode.row
     turns = []
     branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
     for turn in rollout.episode.turns:
@@ -154,14 +157,14 @@ def episode_facts(prompts: PromptStream, rollout: Rollout, text: str) -> dict[st
         start = branch.num_prompt_tokens + turn.start
         turns.append(
             {
-                "text": prompts.tokenizer.decode(branch.tokens[start : start + turn.num_tokens]),
+                "text": tokenizer.decode(branch.tokens[start : start + turn.num_tokens]),
                 "num_tokens": turn.num_tokens,
                 "finish_reason": turn.finish_reason,
             }
         )
     return {
         "row": {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place},
-        "messages": prompts.messages(rollout),
+        "messages": messages_of(rollout, tokenizer),
         "text": text,
         "tokens": rollout.completion,
         "finish_reason": rollout.finish_reason,

@@ -62,9 +62,9 @@ class RewardQueue:
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
         # Raises ValueError if they are of several prompts.
         (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
-        row = self._prompts.row(ordinal)
-        texts = [self._prompts.tokenizer.decode(rollout.completion) for rollout in group]
-        given = group_arguments(self._prompts, group, texts, self._asked)
+        row, tokenizer = group[0].episode.row, self._prompts.tokenizer
+        texts = [tokenizer.decode(rollout.completion) for rollout in group]
+        given = group_arguments(tokenizer, group, texts, self._asked)
         seed = self._prompts.key(group[0].branches[0].rollout_id)
         calls = {}
         for name, function in self._functions.items():
@@ -127,7 +127,6 @@ class RewardQueue:
             columns.append([math.nan if reward is None else reward for reward in rewards])
         return RewardedRollouts(
             rollouts=rollouts,
-            rows=rows,
             texts=texts,
             # The view gives [K, 0] its shape on a rank without rollouts.
             rewards=torch.tensor(columns, dtype=torch.float64).view(len(columns), len(rollouts)).T,

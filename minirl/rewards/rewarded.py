@@ -1,4 +1,4 @@
-"""Rollouts with their rewards, texts and rows of the data."""
+"""Rollouts with their rewards and texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minirl.data.task import Row
 from minirl.rollouts import Rollout
 
 
@@ -15,8 +14,6 @@ class RewardedRollouts:
     """N rollouts of this rank, with their rewards of K functions. All fields have one entry per rollout."""
 
     rollouts: list[Rollout]  # with all branches of each
-    # The row of the data for each prompt.
-    rows: list[Row]
     # The completions without special tokens.
     texts: list[str]
     # fp64 [N, K]; NaN where a reward does not apply to the completion
@@ -25,7 +22,6 @@ class RewardedRollouts:
     def __add__(self, other: "RewardedRollouts") -> "RewardedRollouts":
         return RewardedRollouts(
             rollouts=self.rollouts + other.rollouts,
-            rows=self.rows + other.rows,
             texts=self.texts + other.texts,
             rewards=torch.cat([self.rewards, other.rewards]),
         )
@@ -34,7 +30,6 @@ class RewardedRollouts:
         """Return the rollouts at these indices, in this order."""
         return RewardedRollouts(
             rollouts=[self.rollouts[i] for i in indices],
-            rows=[self.rows[i] for i in indices],
             texts=[self.texts[i] for i in indices],
             rewards=self.rewards[indices],
         )

@@ -248,7 +248,7 @@ class RunConfig(
         """The learning rate of optimizer step `update`, counted from 0.
 
         From `first_update` on it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
-        reach 0 one step after the last.
+        reach 0 one update after the last.
         """
         num_done = update - first_update
         num_updates = self.num_steps * self.updates_per_step - first_update
