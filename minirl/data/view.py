@@ -23,11 +23,9 @@ def view_of(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
     row's prompt, branch by branch, with special tokens spelt out; the sampled ones are the turns. {} for an episode
     that was one answer to the prompt, and could not call tools.
     """
-    turns = rollout.episode.turns
-    is_one_answer = len(turns) <= 1 and all(
-        turn.start == turn.branch == 0 and turn.parse_error is None for turn in turns
-    )
-    if is_one_answer and not (turns and tokenizer.tools):
+    first, *further = turns = rollout.episode.turns
+    is_one_answer = not further and first.start == first.branch == 0 and first.parse_error is None
+    if is_one_answer and not tokenizer.tools:
         return {}
     return {
         "messages": messages_of(rollout, tokenizer),
@@ -66,10 +64,9 @@ def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     begun = rollout.episode.prompt
     if begun is None or is_token_ids(begun):
         return []
-    tools = tokenizer.tools if rollout.episode.tools is None else rollout.episode.tools
-    tokenizer = tokenizer.with_tools(tools)
+    tokenizer = tokenizer.with_tools(rollout.episode.tools)
     turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
-    answer = functools.partial(_answer, tokenizer, rollout, bool(tools))
+    answer = functools.partial(_answer, tokenizer, rollout)
     return as_plain(conversation(cast(str | Messages, begun), turns, answer))
 
 
@@ -104,14 +101,12 @@ def as_plain(messages: Messages) -> Messages:
     return plain
 
 
-def _answer(
-    tokenizer: Tokenizer, rollout: Rollout, can_call: bool, start: int, turn: TurnFacts
-) -> str | dict[str, Any]:
+def _answer(tokenizer: Tokenizer, rollout: Rollout, start: int, turn: TurnFacts) -> str | dict[str, Any]:
     """Return an answer, as `conversation` asks: text, or with its calls if it is one turn."""
     first = rollout.num_prompt_tokens + start
     ids = rollout.tokens[first : rollout.num_prompt_tokens + turn.end]
     text = tokenizer.decode(ids)
-    if not can_call or start != turn.start:
+    if not tokenizer.tools or start != turn.start:
         return text
     try:
         message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import Messages, RewardFunction, Row
+from minirl.data.task import Messages, RewardFunction
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import arguments_of, asked_of_episodes, group_arguments, judged
 from minirl.rewards.reward_model import RewardModel
@@ -22,13 +22,12 @@ Rewards = list[float | None]
 
 @dataclass(frozen=True)
 class _Group:
-    """The rollouts of a prompt, in order of their samples, with the prompt's row, their texts and completions.
+    """The rollouts of a prompt, in order of their samples, with their texts and completions.
 
     calls: by function, except those that `finish` calls.
     """
 
     rollouts: list[Rollout]
-    row: Row
     texts: list[str]
     completions: list[str | Messages]
     calls: Mapping[str, Future[Rewards]]
@@ -60,8 +59,6 @@ class RewardQueue:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order, and begin their calls; never waits."""
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
-        # Raises ValueError if they are of several prompts.
-        (ordinal,) = {rollout.rollout_id.prompt_ordinal for rollout in group}
         row, tokenizer = group[0].episode.row, self._prompts.tokenizer
         texts = [tokenizer.decode(rollout.completion) for rollout in group]
         given = group_arguments(tokenizer, group, texts, self._asked)
@@ -74,7 +71,7 @@ class RewardQueue:
             elif name in self._threads:
                 calls[name] = self._threads[name].submit(judged, name, function, arguments, row.place, texts)
         self._under_way += calls.values()
-        self.groups[ordinal] = _Group(group, row, texts, given["completions"], calls)
+        self.groups[group[0].rollout_id.prompt_ordinal] = _Group(group, texts, given["completions"], calls)
 
     @property
     def is_busy(self) -> bool:
@@ -111,7 +108,7 @@ class RewardQueue:
         for call in ended:
             call.result()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [group.row for group in groups for _ in group.rollouts]
+        rows = [rollout.episode.row for rollout in rollouts]
         texts = [text for group in groups for text in group.texts]
         columns = []
         for name, function in self._functions.items():
