@@ -128,6 +128,14 @@ def test_row_38_what_does_not_fit_is_refused_with_the_flags_to_change(flags, mor
         dry_run(train_grpo, f"{flags(QWEN_05B)} {more}")
 
 
+def test_weights_of_another_model_are_refused(flags, embedded_model, tmp_path):
+    """By their names, as in a run."""
+    more = flags(QWEN_05B)
+    shutil.copy(embedded_model / "model.safetensors", tmp_path / "model")
+    with pytest.raises(InputError, match="missing tensors"):
+        dry_run(train_grpo, more)
+
+
 def test_nothing_is_made(tmp_path, monkeypatch):
     """Of the embedded model on this machine, whatever it has."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))

@@ -153,8 +153,7 @@ def add_rollouts(
         metrics.add("reward/mean", scored.mean())
     if scored.numel() > 1:
         metrics.add("reward/std", scored.std())
-    group_size = grouped_rewards.shape[1]
-    if group_size > 1:
+    if grouped_rewards.shape[1] > 1:
         metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
 
 

@@ -5,6 +5,7 @@ hash of this file and the task's name. A rename gives it this name when it is co
 """
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -130,16 +131,15 @@ def warm_start(task: Task) -> Transformer:
 
 def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
     """Mean cross entropy of the answers' tokens, each answer followed by the end token."""
-    tokens = []
+    sequences = []
     is_answer = []
-    lengths = []
     for row in rows:
         prompt_ids = _ids(str(row.prompt))
         answer_ids = [*_ids(row.columns["answer"]), VOCABULARY["<eos>"]]
-        tokens += prompt_ids + answer_ids
+        sequences.append(prompt_ids + answer_ids)
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
-        lengths.append(len(prompt_ids) + len(answer_ids))
-    batch = Batch(tuple(lengths), torch.tensor(tokens), loss_mask=torch.tensor(is_answer))
+    tokens = torch.tensor(list(itertools.chain(*sequences)))
+    batch = Batch(tuple(map(len, sequences)), tokens, loss_mask=torch.tensor(is_answer))
     logprobs, _ = score_batch(model, batch)
     return -logprobs.sum() / sum(is_answer)
 

@@ -35,7 +35,7 @@ from minirl.report.progress_bar import show_progress
 from minirl.report.records import mean_rewards, rollout_records
 from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.setup import Setup
-from minirl.training.assignment import UpdatePlan, plan_updates
+from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.loss_weights import minibatch_of
@@ -150,13 +150,6 @@ class Run:
         is computed all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
         streams, batch_type: see `exchange`.
         """
-        plan = self._plan_updates(groups, is_skipped)
-        if is_skipped is not None:
-            add_skipped(metrics, groups.table.num_loss_tokens, plan.rank_of)
-        batch = exchange(groups.rewarded.rollouts, groups.table, plan.rank_of, streams, batch_type)
-        return batch, plan.of_rank(rank())
-
-    def _plan_updates(self, groups: Groups, is_skipped: Tensor | None) -> UpdatePlan:
         table = groups.table
         left_out: set[int] = set()
         if is_skipped is not None and is_skipped.any():
@@ -168,13 +161,17 @@ class Run:
         for row, own_minibatch in enumerate(minibatch[table.rollout].tolist()):
             if row not in left_out:
                 minibatches[own_minibatch].append(row)
-        return plan_updates(
+        plan = plan_updates(
             minibatches,
             table.num_tokens.tolist(),
             table.prefixes,
             num_ranks=world_size(),
             max_tokens=self._setup.sizes.max_tokens_per_microbatch,
         )
+        if is_skipped is not None:
+            add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
+        batch = exchange(groups.rewarded.rollouts, table, plan.rank_of, streams, batch_type)
+        return batch, plan.of_rank(rank())
 
     def score(
         self,
