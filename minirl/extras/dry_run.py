@@ -3,7 +3,6 @@
 import re
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -36,24 +35,26 @@ def print_plan(
     tools, scalar_head: see `Setup`. It reads data, config.json and tokenizer. Raises InputError, naming the flags to
     change, for unusable inputs and for a run that does not fit.
     """
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as temporary:
         if config.model is None:
-            folder = write_shape(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            folder = write_shape(Path(temporary))
         else:
             folder = resolve_folder(config.model, with_weights=False)
         policy, prompts, held_out = load_prompts(
             config, task, folder, tools=tools, user_rollout=user_rollout, scalar_head=scalar_head
         )
-    counts = f"{prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens"
-    print0(f"data     {counts}; {held_out.num_prompts:,} held out")
+    print0(
+        f"data     {prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens; "
+        f"{held_out.num_prompts:,} held out"
+    )
     for note in prompts.notes(per_step=config.prompts_per_step) + held_out.notes():
         print0(f"note     {note}")
     prompt = prompts.tokenizer.backend.decode(prompts.prompt_ids(0), skip_special_tokens=False)
     print0(f"prompt   {prompts.row(0).place}: {prompt[:SHOWN_CHARACTERS]!r}")
-    machine = _machine(config)
-    work = workload(config, policy, machine, streams=(prompts, held_out))
-    ranks = f"{machine.num_ranks} x {machine.device_type}"
-    print0(f"model    {num_parameters(policy):,} parameters, {work.dtype} on {ranks}")
+    work = workload(config, policy, _machine(config), streams=(prompts, held_out))
+    print0(
+        f"model    {num_parameters(policy):,} parameters, {work.dtype} on {work.num_ranks} x {work.device_type}"
+    )
     sizes, needed = plan(config, work, recorded={})
     for line in lines(sizes, needed):
         print0(f"memory   {line}")

@@ -174,7 +174,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
     return low, high
 
 
-def result_of(setup: Setup, records: Sequence[Record]) -> dict[str, Any]:
+def result_of(setup: Setup, records: Iterable[Record]) -> dict[str, Any]:
     """The JSON of an evaluation. records: those of all prompts."""
     config, truncation = setup.config, setup.held_out.truncation
     weights = dict(zip(setup.reward_functions, setup.score_weights.tolist(), strict=True))
@@ -208,7 +208,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     records = itertools.chain(*gather_objects(own))
     if rank() != 0:
         return {}
-    result = result_of(setup, list(records))
+    result = result_of(setup, records)
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result
 
