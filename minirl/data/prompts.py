@@ -41,13 +41,11 @@ class PromptStream:
         max_new_tokens: int,
         seed: int = 0,
         vocab_size: int | None = None,
-        truncation: Truncation = NO_TRUNCATION,
     ):
         """Tokenize all rows once to check their lengths and ids.
 
         purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion.
-        vocab_size: the number of the model's embeddings; None: of the tokenizer's ids. truncation: of the distributions
-        that requests sample from; greedy ones have none.
+        vocab_size: the number of the model's embeddings; None: of the tokenizer's ids.
 
         Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. Raises InputError naming
         rows and flags, also if no row is left.
@@ -58,7 +56,8 @@ class PromptStream:
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.vocab_size = vocab_size or tokenizer.num_ids
-        self.truncation = truncation
+        # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
+        self.truncation: Truncation = NO_TRUNCATION
         self._notes: list[str] = []
         self._max_prompt_tokens = max_tokens - max_new_tokens
         lengths = self._checked_lengths(rows)

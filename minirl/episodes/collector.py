@@ -28,7 +28,7 @@ from minirl.episodes.step_groups import Groups, Selection, select_step
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
-from minirl.report.progress_bar import progress_bar
+from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
@@ -266,7 +266,7 @@ class Collector:
     def _run_round(self, weight_version: int) -> None:
         """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
         self._runner.begin_round(self._round_tokens, weight_version=weight_version)
-        with progress_bar("generate", total=self._num_running.total(), unit="completions") as bar:
+        with show_progress("generate", total=self._num_running.total(), unit="completions") as bar:
             while not self._runner.is_round_over:
                 bar.update(self._step())
                 self._queue.poll()

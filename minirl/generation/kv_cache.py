@@ -292,17 +292,13 @@ class KVCache:
         if self.states:
             inputs.append(rows)
             begins_chunk = (positions > 0) & (positions % DELTA_CHUNK == 0)
-            self._end_chunks(rows[begins_chunk])
+            if begins_chunk.any():
+                from minirl.extras.delta_net.rule import end_chunks
+
+                slots = upload(rows[begins_chunk], self.device)
+                for states in self.states.values():
+                    end_chunks(states, slots)
         return inputs
-
-    def _end_chunks(self, rows: Tensor) -> None:
-        """Advance the states of these sequences int64 [n]: the tokens before their newest one fill a chunk."""
-        if len(rows):
-            from minirl.extras.delta_net.rule import end_chunks
-
-            slots = upload(rows, self.device)
-            for states in self.states.values():
-                end_chunks(states, slots)
 
     def decode_layout(
         self, rows: Tensor, inputs: Sequence[Tensor] | None = None, lengths: Tensor | None = None

@@ -150,6 +150,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     for key in vars(config).keys() - vars(type(config)()) - {"original_max_position_embeddings"}:
         delattr(config, key)
     head_dim = _head_dim(config)
+    query_scalar = getattr(config, "query_pre_attn_scalar", head_dim)
     kinds = _kinds_of_layers(config)
     fields = _ropes(config, kinds, head_dim) | {
         "head_dim": head_dim,
@@ -161,7 +162,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         "o_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
-        "query_multiplier": _query_multiplier(config, head_dim),
+        "query_multiplier": 1 / math.sqrt(query_scalar) / (1 / math.sqrt(head_dim)),
         "delta_net": _delta_net(config, kinds),
         "weight_prefix": vision.prefix if vision else "model.",
         "scalar_head": _is_classifier(raw, config.num_labels),
@@ -267,12 +268,6 @@ def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
     sizes = {name: getattr(config, key) for name, key in _DELTA_SIZES.items()} if layers else {}
     return DeltaNet(layers, **sizes) if layers else None
-
-
-def _query_multiplier(config: Any, head_dim: int) -> float:
-    """Return the factor of queries beside 1 / sqrt(head_dim)."""
-    scalar = getattr(config, "query_pre_attn_scalar", head_dim)
-    return 1 / math.sqrt(scalar) / (1 / math.sqrt(head_dim))
 
 
 def _max_positions(config: Any) -> int:

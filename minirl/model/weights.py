@@ -5,6 +5,7 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer, on_meta
+from minirl.ranks.process_group import rank, world_size
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -242,17 +244,11 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
     _check_shape(param, stored, label)
     local = param
     rows: Any = ...
-    if hasattr(param, "placements"):
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        assert isinstance(param, DTensor)
+    if hasattr(param, "to_local"):
         local = param.to_local()
-        # FSDP shards the first dimension, so a shard is a range of rows.
-        shape, offset = compute_local_shape_and_global_offset(
-            param.shape, param.device_mesh, param.placements
-        )
-        rows = slice(offset[0], offset[0] + shape[0])
+        # FSDP cuts the rows into chunks of equally many; the last ones may have fewer, or none.
+        first = rank() * math.ceil(len(param) / world_size())
+        rows = slice(first, first + len(local))
     if local.numel() == 0:
         return
     local.copy_(stored[rows])

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from minirl.ranks.process_group import all_reduce_sum
 
-BASELINES = ("mean", "leave_one_out", "none")
-ADVANTAGE_NORMS = ("none", "group_std", "batch_std", "whiten")
-
 
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     """Sums [...] of rewards [..., K] by weight [K].
@@ -57,7 +54,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         centred = rewards - baseline[:, None]
     elif baseline == "none":
         centred = rewards
-    elif baseline in BASELINES:
+    elif baseline in ("mean", "leave_one_out"):
         centred = rewards - rewards.nanmean(1, keepdim=True)
         # The mean of equal rewards may differ from them by a rounding error.
         centred = centred.masked_fill(are_equal(rewards)[:, None], 0.0)
@@ -66,14 +63,14 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
             group_size = (~rewards.isnan()).sum(1, keepdim=True).to(rewards)
             centred = centred * (group_size / (group_size - 1))
     else:
-        raise ValueError(f"baseline {baseline!r}: choose one of {', '.join(BASELINES)}, or give rewards [P]")
+        raise ValueError(f"baseline {baseline!r} is unknown")
 
     if norm == "group_std":
         centred = centred / (_standard_deviation(rewards, [1]) + eps)
     elif norm == "batch_std":
         centred = centred / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
-        raise ValueError(f"advantage norm {norm!r}: choose one of {', '.join(ADVANTAGE_NORMS)}")
+        raise ValueError(f"advantage norm {norm!r} is unknown")
     # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
     return centred.masked_fill(centred.isnan(), 0.0)
 

@@ -28,7 +28,7 @@ class HFModel:
 
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `OtherModel`."""
-        hf = build_on_meta(as_transformers_reads(json.loads(self.text)))
+        hf = _built(self.text)
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
@@ -89,7 +89,9 @@ def _passed(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None) 
     return dataclasses.replace(config, other=HFModel(text, is_exact))
 
 
-@functools.cache
-def _for_names(text: str) -> Any:
-    """A model on the meta device, for transformers' conversion of names."""
+def _built(text: str) -> Any:
+    """transformers' model of a config.json, on the meta device."""
     return build_on_meta(as_transformers_reads(json.loads(text)))
+
+
+_for_names = functools.cache(_built)  # for transformers' conversion of names
