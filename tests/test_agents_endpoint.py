@@ -283,7 +283,7 @@ def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_go
     """The answer says why, in OpenAI's form. What is no HTTP ends its connection."""
     refused = [
         ({"messages": [HI], "n": 2}, 400, "n: only 1 is possible here"),
-        ({"data": "["}, 400, "the request is no JSON"),
+        ({"data": "["}, 400, "the request is not JSON"),
         ({"data": "x" * 5_000_000}, 413, "Maximum request body size 4194304 exceeded"),
         ({"path": "completions"}, 404, "POST completions: there are only GET models and POST chat"),
         ({"messages": [HI], "max_tokens": 0}, 400, "generate(max_tokens=0): must be at least 1"),

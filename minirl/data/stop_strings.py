@@ -49,7 +49,7 @@ class StopStrings:
             text = self._tokenizer.backend.decode(
                 tail[start:], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            # One that an earlier token completed has ended the turn there.
+            # One that an earlier token completed ended the turn there.
             string = next((string for string in self.strings if string in text), None)
             if string is not None or _REPLACEMENT not in text:
                 return string

@@ -216,7 +216,7 @@ class Branch:
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Turn:
-        """Append `after` and sample a turn; return it when it has ended. See `Generate`.
+        """Append `after` and sample a turn; return it when it ends. See `Generate`.
 
         If `after` leaves no room, or the episode has reached a limit, it ends: the function is cancelled here. after:
         also a single message; None for nothing. Raises InputError naming an argument that is wrong, after `end`, and
@@ -236,7 +236,7 @@ class Episode(Branch):
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
     temperature: of all turns. all_turns: the turns of all branches, in order. given: the rewards given so far, by name.
     end_reason: the argument of `end`, if it was called.
-    is_closed: whether the function has ended, or is being ended.
+    is_closed: whether the function ended, or is being ended.
     environment: the object of --environment, or what else a function sets here; reward functions get it.
     """
 

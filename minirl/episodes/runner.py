@@ -96,7 +96,7 @@ class EpisodeRunner:
 
     @property
     def is_round_over(self) -> bool:
-        """Return whether every episode has ended or, with a budget, used it up or waited long for a reply.
+        """Return whether every episode ended or, with a budget, used it up or waited long for a reply.
 
         `step` has returned the rollouts of all that ended.
         """
@@ -232,7 +232,7 @@ class EpisodeRunner:
         finish_reason: str | None,
         returned: Mapping[str, float | None] | None = None,
     ) -> None:
-        """End an episode after its last turn. returned: the rewards from its function, if that has ended.
+        """End an episode after its last turn. returned: the rewards from its function, if that ended.
 
         finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
         rewards than the run's.

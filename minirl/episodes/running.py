@@ -21,7 +21,7 @@ NO_BUDGET = sys.maxsize
 # Seconds for functions to clean up when the run ends.
 CLOSE_S = 1.0
 
-# A function asks for a turn; has ended, with these rewards by name, None for one that does not apply; or has failed: it
+# A function asks for a turn; ended, with these rewards by name, None for one that does not apply; or failed: it
 # made a request that is refused, raised, or took too long.
 Reply = Generate | dict[str, float | None] | InputError
 
@@ -220,7 +220,7 @@ class Programs:
         return replies
 
     def _fail_late(self) -> None:
-        """Fail functions that exceed their time. After a slice: what has come in time is a reply by then."""
+        """Fail functions that exceed their time. After a slice: what came in time is a reply by then."""
         if self._timeout_s is None:
             return
         limit = time.monotonic() - self._timeout_s

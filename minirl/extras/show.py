@@ -32,7 +32,7 @@ def step_file(run: str, step: int | None) -> Path:
 
 
 def lines_of(rollout: Rollout) -> Iterator[str]:
-    """A rollout as text, without the control characters of its own."""
+    """A rollout as text, without its own control characters."""
     ordinal, sample = rollout["id"]
     numbers = [f"{key} {shown(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
     facts = [*numbers, f"{rollout['num_tokens']} tokens sampled", rollout["finish_reason"]]

@@ -1,7 +1,7 @@
 """How a rank ends: by an error, by a signal after its step, or because another rank is lost.
 
 Ranks wait for each other in collectives. There torch.distributed raises when the connection to another rank breaks, and
-when a rank has not come after --hang-timeout seconds. torchrun ends the other ranks when one has ended.
+when a rank has not come after --hang-timeout seconds. torchrun ends the other ranks when one ends.
 """
 
 import contextlib
@@ -135,7 +135,7 @@ def _report(error: BaseException) -> int:
     for number in STOP_SIGNALS:  # torchrun's, if another rank leaves first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []
-    with contextlib.suppress(dist.DistError):  # the store has ended with torchrun, or with rank 0
+    with contextlib.suppress(dist.DistError):  # the store ended with torchrun, or with rank 0
         is_first = rendezvous().add("num_errors", 1) == 1
         missing = _ranks_without_error()
     exit_code, message = _exit_code_and_message(error, missing)

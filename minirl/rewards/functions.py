@@ -131,7 +131,7 @@ def group_arguments(
 def arguments_of(
     function: RewardFunction, given: Mapping[str, list[Any]], columns: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Return those of the arguments that a function takes, by name, in lists of its own.
+    """Return those of the arguments that a function takes, by name, in new lists.
 
     With `**kwargs` it takes all but those of EPISODE_ARGUMENTS that are not `columns` of the data: it must name these.
     """

@@ -1,4 +1,4 @@
-"""A reward function of a file, called in processes of its own: a call may hang, die or print megabytes."""
+"""A reward function of a file, called in its own processes: a call may hang, die or print megabytes."""
 
 import asyncio
 import contextlib

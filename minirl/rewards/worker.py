@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _answer(function: Callable[..., Any], request: Mapping[str, Any]) -> Answer:
-    """Call a function that does not wait. It may run an event loop of its own, or use `signal.alarm`."""
+    """Call a function that does not wait. It may run its own event loop, or use `signal.alarm`."""
     try:
         return validate_rewards(call_reward(function, request["arguments"]), request["texts"])
     except BaseException as error:  # also SystemExit and KeyboardInterrupt

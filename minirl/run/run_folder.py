@@ -46,7 +46,7 @@ class RunFolder:
 
 
 def open_run_folder(name: str) -> RunFolder:
-    """Lock the folder of the run `name`, which is made if there is none (collective).
+    """Lock the folder of the run `name`, which is made if it does not exist (collective).
 
     A run resumes from its newest checkpoint; what a killed save left is removed.
 

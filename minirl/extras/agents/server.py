@@ -21,7 +21,7 @@ from minirl.errors import InputError
 MAX_BODY = 1 << 22
 # Connections that the system accepts before the loop takes them: all agents may begin at once.
 BACKLOG = 4096
-# By path: what is answered at the URL of an episode.
+# By path: the answers at the URL of an episode.
 PATHS = {"POST chat/completions", "GET models"}
 
 # Takes the JSON of a request, None without one. Raises InputError or HTTPException.
@@ -88,7 +88,7 @@ class Server:
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"the request is no JSON: {error}") from None
+            raise InputError(f"the request is not JSON: {error}") from None
         return await handler(fields)
 
 

@@ -240,7 +240,7 @@ class HFTransformer(nn.Module):
 
 
 def decoder_layers(hf: Any) -> nn.ModuleList:
-    """The decoder's layers. Raises InputError if there is no such list."""
+    """The decoder's layers. Raises InputError if the model lacks such a list."""
     num_layers = hf.config.get_text_config().num_hidden_layers
     lists = (m for m in hf.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
     layers = next(lists, None)
