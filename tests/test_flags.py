@@ -91,6 +91,7 @@ REFUSED = {
         ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
         ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
         ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),
+        ("--rollout json:loads,dumps", "json has no function loads,dumps"),
         # the script's
         ("--group-size 1 --advantage-norm none", "--group-size 1: --baseline mean or"),
         ("--algorithm remax --dynamic-sampling", "--group-size 1: --baseline greedy or --dynamic-sampling"),

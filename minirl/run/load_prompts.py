@@ -67,7 +67,7 @@ def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
     refuse(
-        different,
+        ids != teachers_ids,
         f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take a teacher "
         "with the same ids",
     )

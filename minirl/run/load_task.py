@@ -34,7 +34,7 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
     source, name = source_and_name(flag, spec, expected)
     with loading(f"{flag} {spec}"):
-        functions = find_functions(source, *name.split(","))
+        functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
             check_form(functions[0], "a rollout")
             loaded = UserRollout(functions[0])
