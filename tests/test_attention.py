@@ -14,7 +14,7 @@ from minirl.model import attention, device_kernels, padding, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
-from support.caches import make_cache, poison
+from support.caches import length_of, make_cache, poison
 from support.engines import CPU, cached_model
 from support.layouts import FAMILIES, shared_layout
 from support.marks import slow
@@ -233,16 +233,16 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
     poison(cache)
 
     def check(chosen):
-        read = cache.decode_layout(torch.tensor(chosen)).read
+        index, mask = cache.decode_layout(torch.tensor(chosen)).read[window]
         q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
-        got = portable_attention.decode(padding.pad_rows(q), keys, values, read.index, read.masks[window])
-        for i, num_keys in enumerate(read.lengths.tolist()):
-            blocks = cache.blocks_of(chosen[i])
+        got = portable_attention.decode(padding.pad_rows(q), keys, values, index, mask)
+        for i, row in enumerate(chosen):
+            blocks, num_keys = cache.blocks_of(row), length_of(cache, row)
             k = keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
             v = values[blocks].transpose(1, 2).flatten(0, 1)[:num_keys]
             expected = attend_packed(q[i].expand(num_keys, -1, -1), k, v, [num_keys], window)[-1]
             assert_same(got[i], expected, min_queries(dim, dtype) is not None)
-        return read.index.num_sharing
+        return index.num_sharing
 
     for chosen in (rows, rows[::-1], rows[3:6], rows[-1:]):
         num_sharing = check(chosen)

@@ -11,7 +11,7 @@ from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import Gate
 from minirl.training.scoring import outputs_of_head
-from support.caches import make_cache, poison
+from support.caches import make_cache, paged_read, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
 from support.scripts import FAST_LEARNING, ROOT, read_metrics, run_script
@@ -86,12 +86,12 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     from minirl.extras.kernels import paged_attention
 
     cache, rows = make_cache(window, groups, dim, dtype)
-    read = cache.decode_layout(torch.tensor(rows)).read
+    read = cache.decode_layout(torch.tensor(rows)).read[window]
     keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable_attention.decode(q, keys.float(), values.float(), read.index, read.masks[window])
+    expected = portable_attention.decode(q, keys.float(), values.float(), *read)
     poison(cache, rows)
-    inputs = (x.cuda() for x in (q.to(dtype), keys, values, read.blocks, read.lengths))
+    inputs = (x.cuda() for x in (q.to(dtype), keys, values, *paged_read(cache, rows)))
     assert_near([paged_attention.decode(*inputs, window=window)], [expected], tolerance)
 
 

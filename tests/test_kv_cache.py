@@ -51,19 +51,15 @@ def store(layout: DecodeLayout | PackedLayout, values: list[float]) -> None:
 def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
     """Each row reads its own history through its block table, at every position that it sees and at no other."""
     assert layout.positions.tolist() == [len(h) - 1 for h in histories]
-    read = layout.read
     for layer, window in WINDOWS.items():
         keys, values = layout.cached.pool.of_layer(layer)
+        index, mask = layout.read[window]
         for b, history in enumerate(histories):
-            assert int(read.lengths[b]) == len(history)
-            oldest = 0 if window is None else max(0, len(history) - window)
-            visible = [i for i, x in enumerate(read.masks[window][b, 0, 0].tolist()) if x == 0]
-            assert visible == list(range(oldest, len(history)))
-            for position in {oldest, len(history) - 1, *range(oldest, len(history), 37)}:
-                entry, offset = divmod(position, BLOCK)
-                block = int(read.blocks[b, entry])
-                assert keys[block, 0, 0, offset].item() == history[position] + layer
-                assert values[block, 0, offset, 0].item() == -history[position] - layer
+            seen = history if window is None else history[-window:]
+            columns = (mask[b, 0, 0] == 0).nonzero()[:, 0]
+            block, offset = index.blocks[b, columns // BLOCK].long(), columns % BLOCK
+            assert keys[block, 0, 0, offset].tolist() == [x + layer for x in seen]
+            assert values[block, 0, offset, 0].tolist() == [-x - layer for x in seen]
 
 
 KINDS = ("add", "add", "fork", "fork", "decode", "decode", "decode", "free", "compact")

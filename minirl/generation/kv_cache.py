@@ -14,7 +14,7 @@ so a decode step costs the host a few operations on whole columns, regardless of
 
 import heapq
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,9 @@ from minirl.model.attention import (
     Cached,
     CachePool,
     DecodeLayout,
-    DecodeRead,
     PackedLayout,
+    PagedRead,
+    PortableRead,
     concatenated_ranges,
     decode_kernel_for,
     upload,
@@ -81,7 +82,7 @@ class KVCache:
         keys = torch.empty(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
         values = torch.empty(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
         index_of_layer = {layer: i for i, layer in enumerate(windows)}
-        self.pool = CachePool(keys, values, index_of_layer, self.kernel)
+        self.pool = CachePool(keys, values, index_of_layer)
         self.free_blocks = list(range(num_blocks))
         self.references = [0] * num_blocks
         # By layer; the slot of a sequence has the number of its row.
@@ -102,7 +103,7 @@ class KVCache:
         # How often a table has changed; then this number, the rows and the portable kernel's index of the last decode
         # step.
         self._version = 0
-        self._last_index: tuple[int, list[int], DecodeIndex] | None = None
+        self._last_indices: tuple[Any, dict[int | None, tuple[DecodeIndex, Tensor]]] = (None, {})
 
     def blocks_of(self, row: int) -> list[int]:
         """The blocks of a sequence, in its order."""
@@ -312,11 +313,12 @@ class KVCache:
         if inputs is None:
             inputs = [upload(tensor, self.device) for tensor in self.decode_inputs(rows, lengths)]
         positions, block, *left = inputs
+        read: PagedRead | PortableRead
         if self.kernel == "portable":
             read = self._portable_read(rows, positions)
         else:
             block_table, *left = left
-            read = DecodeRead(block_table, (positions + 1).int())
+            read = PagedRead(block_table, (positions + 1).int())
         cached = Cached(self.pool, block, positions % self.block_size)
         if not self.states:
             return DecodeLayout(positions, cached, read)
@@ -334,36 +336,43 @@ class KVCache:
         number = concatenated_ranges([0] * len(counts), counts)
         return [upload((number == i).nonzero()[:, 0], self.device) for i in range(int(counts.max()))]
 
-    def _portable_read(self, rows: Tensor, positions: Tensor) -> DecodeRead:
+    def _portable_read(self, rows: Tensor, positions: Tensor) -> PortableRead:
         """The inputs of the portable kernel in a decode step of tokens at these positions int64 [B]."""
-        index = self._decode_index(rows)
-        # Mask the keys in a sequence's blocks that the token does not see: those after it, and those before the window.
-        key = torch.arange(index.blocks.shape[1] * self.block_size)
         position = positions[:, None]
-        masks = {}
-        for window in self._windows:
+        read = {}
+        for window, (index, first_key) in self._decode_indices(rows).items():
+            # Mask the keys in a sequence's blocks that the token does not see: those after it, and before the window.
+            key = first_key + torch.arange(index.blocks.shape[1] * self.block_size)
             is_masked = key > position
             if window is not None:
                 is_masked |= key <= position - window
             mask = torch.zeros(is_masked.shape).masked_fill(is_masked, -torch.inf)
-            masks[window] = mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
-        return DecodeRead(index.blocks, (positions + 1).int(), index, masks)
+            read[window] = index, mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
+        return read
 
-    def _decode_index(self, rows: Tensor) -> DecodeIndex:
-        """The portable kernel's index for the block tables of these rows.
+    def _decode_indices(self, rows: Tensor) -> dict[int | None, tuple[DecodeIndex, Tensor]]:
+        """By window the portable kernel's index for these rows, and int64 [B, 1] the position of the first key in it.
 
-        Most steps change no block table, so they reuse the index of the step before.
+        Most steps change no block table, so they reuse the indices of the step before.
         """
         row_numbers = rows.tolist()
-        *made_for, index = self._last_index or (None, None, None)
-        if index is not None and made_for == [self._version, row_numbers]:
-            return index
-        index = index_decode(
-            list(map(self.blocks_of, row_numbers)),
-            num_kv=self.config.num_key_value_heads,
-            groups=self.num_query_groups,
-            min_users=self.min_users,
-            num_padded=padding.num_padded(len(rows), self.device),
-        )
-        self._last_index = (self._version, row_numbers, index)
-        return index
+        made_for, indices = self._last_indices
+        if made_for == (self._version, row_numbers):
+            return indices
+        indices = {}
+        tables = list(map(self.blocks_of, row_numbers))
+        for window in self._windows:
+            # The tokens are in a sequence's last block. The oldest key is that which its first token sees.
+            firsts = [0] * len(tables)
+            if window is not None:
+                firsts = [max(0, (len(table) - 1) * BLOCK - window + 1) // BLOCK for table in tables]
+            index = index_decode(
+                [table[first:] for table, first in zip(tables, firsts, strict=True)],
+                num_kv=self.config.num_key_value_heads,
+                groups=self.num_query_groups,
+                min_users=self.min_users,
+                num_padded=padding.num_padded(len(rows), self.device),
+            )
+            indices[window] = index, torch.tensor(firsts)[:, None] * BLOCK
+        self._last_indices = (self._version, row_numbers), indices
+        return indices

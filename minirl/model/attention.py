@@ -20,7 +20,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,13 +68,12 @@ class CachePool:
     """The cached keys and values of all layers with attention, in S blocks.
 
     keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], which products can read as they lie.
-    index_of_layer: where a layer is among them. kernel: the result of `decode_kernel_for`.
+    index_of_layer: where a layer is among them.
     """
 
     keys: Tensor
     values: Tensor
     index_of_layer: Mapping[int, int]
-    kernel: str
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]."""
@@ -82,19 +81,15 @@ class CachePool:
         return self.keys[index], self.values[index]
 
 
-@dataclass(frozen=True)
-class DecodeRead:
-    """The keys that B requests read from the cache in a decode step.
-
-    blocks int32 [B, n]: the block table.
-    lengths int32 [B]: how many keys a request has, its new token included.
-    index, and by window the mask fp32 [B, 1, 1, n x BLOCK] of the keys in these blocks: for the portable kernel only.
-    """
+class PagedRead(NamedTuple):
+    """What `paged_attention` reads: blocks int32 [B, n], the block table; lengths int32 [B], how many keys it holds."""
 
     blocks: Tensor
     lengths: Tensor
-    index: portable_attention.DecodeIndex | None = None
-    masks: Mapping[int | None, Tensor] = field(default_factory=dict)
+
+
+# What `portable_attention` reads, by window: its index and mask.
+PortableRead = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -242,7 +237,7 @@ class DecodeLayout:
 
     positions: Tensor
     cached: Cached
-    read: DecodeRead
+    read: PagedRead | PortableRead
     states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
     slots: Tensor | None = None
     rounds: Sequence[Tensor | slice] = (slice(None),)
@@ -271,14 +266,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
 
 def _attend_cached(q: Tensor, layout: DecodeLayout, layer: int, window: int | None) -> Tensor:
     """Decode attention of q [T', H, C] over the cached keys and values of a layer."""
-    read, pool = layout.read, layout.cached.pool
-    keys, values = pool.of_layer(layer)
-    if pool.kernel == "paged":
+    keys, values = layout.cached.pool.of_layer(layer)
+    if isinstance(layout.read, PagedRead):
         from minirl.extras.kernels import paged_attention
 
-        return paged_attention.decode(q, keys, values, read.blocks, read.lengths, window=window)
-    assert read.index is not None, "the layout was made for another kernel"
-    return portable_attention.decode(q, keys, values, read.index, read.masks[window])
+        return paged_attention.decode(q, keys, values, *layout.read, window=window)
+    return portable_attention.decode(q, keys, values, *layout.read[window])
 
 
 def _attend_varlen(

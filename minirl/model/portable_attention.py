@@ -32,6 +32,9 @@ _BlockSet = tuple[slice | Tensor, int]
 # Tokens of a key block, and of the cache on the CPU. A masked key costs as much as another one: of sequences of 15
 # tokens, an update takes 0.8 times as long as with 128, of 1,000 as long, of 4,000 in bf16 1.1 times.
 BLOCK = 32
+# Decoding multiplies the lowest blocks of a pool where they lie. If they are at least this many times as many as it
+# reads, it copies those first.
+IDLE_FACTOR = 2
 # Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Numbers of rows that `min_queries` tries.
@@ -250,15 +253,17 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor
 
 @dataclass(frozen=True)
 class DecodeIndex:
-    """Which blocks of a cache pool each of B requests reads in a decode step, in all layers of the pool.
+    """Which blocks of a cache pool each of B requests reads in a decode step, in all layers with the same window.
 
-    blocks int32 [B, n]: the block table. Entry (b, j) is the j-th block of request b, 0 beyond its last one.
+    blocks int32 [B, n]: the block table. Entry (b, j) is the j-th block that request b reads, 0 beyond its last one.
 
-    The portable kernel uses the other fields. It multiplies each block once, with the queries of all requests
-    that read it, its users. Each user has a slot at each key head, for the g query heads that share this key
-    head. All blocks of one batched product must have equally many slots, so there are two kinds:
+    The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
+    has a slot at each key head, for the g query heads that share this key head. All blocks of one batched product must
+    have equally many slots, so there are two kinds:
 
-    - The `num_live` lowest blocks of the pool, in use or not, have `num_users` slots each at every key head.
+    - The `live` blocks have `num_users` slots each at every key head. They are all blocks of the pool up to the highest
+      one in use, which are multiplied where they lie; or if most of these are not read here, those that are (int64),
+      which are copied.
     - Blocks with more users (a group shares the full blocks of its prompt) are listed in `shared` int64. They
       come again after the live blocks, with `num_sharing` slots each; their first slots stay empty.
 
@@ -277,7 +282,7 @@ class DecodeIndex:
     Example: three requests, two of one prompt whose first block is full; K = 1, g = 2, num_users = 1.
 
         block tables   request 0: [0, 1]   request 1: [0, 3]   request 2: [2]
-        shared         [0], because block 0 has two users; num_live = 4, num_sharing = 2
+        shared         [0], because block 0 has two users; live = slice(0, 4), num_sharing = 2
         slot           0         1          2          3          4          5
         block          0         1          2          3          0          0
         user           none      request 0  request 2  request 1  request 0  request 1
@@ -287,7 +292,7 @@ class DecodeIndex:
     2 x slot + 1 of the products, so `score` is [10, 6] for head 0 and [11, 7] for head 1.
     """
 
-    num_live: int
+    live: slice | Tensor
     num_users: int
     num_sharing: int
     blocks: Tensor
@@ -317,11 +322,18 @@ def index_decode(
     num_blocks = torch.tensor([len(table) for table in tables])
     is_used = torch.arange(n) < num_blocks[:, None]  # [B, n]
     entries = blocks[is_used].long()
-    users_of_block = torch.bincount(entries)
+    numbers = entries.unique()
+    live: slice | Tensor = numbers
+    num_lowest = int(numbers[-1]) + 1
+    if num_lowest < IDLE_FACTOR * len(numbers):
+        live = slice(0, num_lowest)
+        numbers = torch.arange(num_lowest)
+    place = torch.searchsorted(numbers, entries)  # among the live blocks
+    users_of_block = torch.bincount(place)
     num_sharing = int(users_of_block.max())
-    shared = (users_of_block > min_users).nonzero()[:, 0]
+    shared = numbers[users_of_block > min_users]
     num_slots = (len(users_of_block) * min_users + len(shared) * num_sharing) * num_kv
-    slot_of_entry = _assign_slots(entries, users_of_block, num_users=min_users, num_kv=num_kv)
+    slot_of_entry = _assign_slots(place, users_of_block, num_users=min_users, num_kv=num_kv)
 
     slot = torch.zeros(num_requests, n, num_kv, dtype=torch.int64)
     slot[is_used] = slot_of_entry
@@ -346,7 +358,7 @@ def index_decode(
     unused = ~is_used.T  # [n, B]
     unused = F.pad(unused, (0, num_missing), value=True)[:, :, None, None]
     return DecodeIndex(
-        num_live=len(users_of_block),
+        live=live,
         num_users=min_users,
         num_sharing=num_sharing,
         blocks=blocks,
@@ -362,8 +374,8 @@ def index_decode(
 def _assign_slots(block: Tensor, users_of_block: Tensor, *, num_users: int, num_kv: int) -> Tensor:
     """Assign a slot at each key head to each entry of the block tables, one use of a block: int64 [entries, K].
 
-    block int64 [entries]: the blocks in the tables, the requests end to end. users_of_block int64 [live blocks]: how
-    many entries have each.
+    block int64 [entries]: the blocks in the tables among the live ones, the requests end to end. users_of_block int64
+    [live blocks]: how many entries have each.
     """
     is_shared = users_of_block > num_users
 
@@ -391,14 +403,13 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
     mask fp32 [B, 1, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
-    Each block is multiplied where it lies, for all its users at once, so no request's keys are gathered. The
-    softmax is over each request's own blocks.
+    Each block is multiplied for all its users at once. The softmax is over each request's own blocks.
     """
     num_heads, dim = q.shape[1:]
     num_requests, n = index.blocks.shape
     num_kv = keys.shape[1]
     groups = num_heads // num_kv
-    block_sets: list[_BlockSet] = [(slice(0, index.num_live), index.num_users * groups)]
+    block_sets: list[_BlockSet] = [(index.live, index.num_users * groups)]
     if len(index.shared):
         block_sets.append((index.shared, index.num_sharing * groups))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from minirl.generation.kv_cache import KVCache
+from minirl.model.attention import PagedRead
 from minirl.model.portable_attention import BLOCK
 
 CPU = torch.device("cpu")
@@ -48,6 +49,13 @@ def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
         end = (length_of(cache, row) - 1) % BLOCK + 1
         pool.keys[:, block, :, :, end:] = torch.nan
         pool.values[:, block, :, end:] = torch.nan
+
+
+def paged_read(cache: KVCache, rows: list[int]) -> PagedRead:
+    """What the paged kernel reads in a step of these rows."""
+    lengths = cache.lengths[rows].int()
+    num_columns = (int(lengths.max()) - 1) // BLOCK + 1
+    return PagedRead(torch.from_numpy(cache.tables)[rows, :num_columns], lengths)
 
 
 def length_of(cache: KVCache, row: int) -> int:

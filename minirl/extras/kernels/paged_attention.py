@@ -31,7 +31,7 @@ def decode(
     """Attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
-    blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.DecodeRead`.
+    blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.PagedRead`.
     Results beyond the first B are arbitrary.
     """
     num_padded, num_heads, dim = q.shape
