@@ -301,7 +301,6 @@ def main(config: Config) -> int:
                     clip_high=config.clip_high,
                     is_weight=config.policy_loss == "cispo",
                 )
-            metrics.refuse_nonfinite(update=progress.update)
             lr = config.learning_rate(progress.update, config.peak_lr)
             grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("optim/lr", lr)

@@ -239,7 +239,6 @@ def main(config: Config) -> int:
                     metrics.add_total("policy/loss", objective / config.updates_per_step)
                     add_tokens(metrics, micro, new, ratio, entropy, weight_version=progress.update)
                     add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
-            metrics.refuse_nonfinite(update=progress.update)
             lr = config.learning_rate(progress.update, config.value_peak_lr)
             metrics.add("value/lr", lr)
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)

@@ -123,7 +123,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
         metrics.add_total("policy/loss", objective.detach())
         add_tokens(metrics, micro, new, ratio, entropy, weight_version=1)
         add_clip(metrics, micro, ratio, clip_low=0.2, clip_high=0.2)
-        metrics.refuse_nonfinite(update=0)
+        metrics.reduce()
         trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
         gradients.append([parameter.grad.cpu() for parameter in trained])
     assert_close(*gradients)

@@ -14,9 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from minirl.errors import GuardError, InputError
+from minirl.errors import InputError
 from minirl.ranks import launch, process_group
-from minirl.report.metrics import StepMetrics
 from support.jobs import ROOT, started, torchrun, wait_for
 from support.processes import is_alive
 from support.scripts import extended_fork, read_metrics, read_rollouts
@@ -210,25 +209,14 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
     fork = extended_fork(tmp_path, "train_grpo.py", NAN_FORK, name="nan")
     command = [str(fork), *grpo("--num-steps", "9", "--save-every", "1", "--run-name", "row-31")[1:]]
     with started(tmp_path, [command] * 2, MINIRL_RUNS=str(runs)) as job:
-        assert job.codes(within=60) == [1, 3]
+        assert job.codes(within=60) == [3, 3]
         said = job.output(0) + job.output(1)
-    # Of the step's two updates the first in which rank 1 has a microbatch.
-    error = r"^error: policy/loss is nan before update [23].* \[rank 1, step 2, phase update\]$"
+    error = r"^error: gradient norm is nan: first in model\S+\. Nothing was updated.* \[rank ., step 2, phase update\]$"
     assert len(re.findall(error, said, re.MULTILINE)) == said.count("error") == 1
     assert len(read_rollouts(runs / "row-31", 2)) == 8
     assert (runs / "row-31" / fork.name).read_bytes() == fork.read_bytes()
     (saved,) = (runs / "row-31" / "checkpoints").iterdir()
     assert all(bool(x.isfinite().all()) for x in load_file(saved / "model.safetensors").values())
-
-
-def test_row_31_the_metric_that_is_not_finite_is_named():
-    """Numbers outside of the update may be anything."""
-    metrics = StepMetrics(4)
-    metrics.add("reward/mean", float("inf"))
-    metrics.refuse_nonfinite(update=7)
-    metrics.add_max("policy/ratio_max", torch.tensor([1.0, float("inf")]))
-    with pytest.raises(GuardError, match="policy/ratio_max is inf before update 7"):
-        metrics.refuse_nonfinite(update=7)
 
 
 @pytest.mark.slow

@@ -2,12 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from minirl.errors import GuardError
 from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
@@ -22,16 +21,14 @@ class StepMetrics:
     """The metrics of one step on one rank, by name: weighted means, maxima and totals.
 
     A mean is kept as (sum, weight), to be added up over microbatches and ranks of different sizes. A tensor that is
-    added is kept on its device until `refuse_nonfinite` or `reduce` needs its number: to read each at once would make
-    the host wait for the device many times per microbatch.
+    added is kept on its device until `reduce`: to read each at once would make the host wait for the device many times
+    per microbatch.
     """
 
     def __init__(self, step: int = 0) -> None:
         self._step = step
-        # By kind ("sum" and "weight" of a mean, "maximum", "total") and name.
-        self._numbers: dict[tuple[str, str], float] = {}
-        # Those that are not merged yet, each with its kind and name.
-        self._unread: list[tuple[str, str, float | Tensor]] = []
+        # Each with its kind ("sum" and "weight" of a mean, "maximum", "total") and name.
+        self._numbers: list[tuple[tuple[str, str], float | Tensor]] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
@@ -50,19 +47,6 @@ class StepMetrics:
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total, which is summed over ranks too."""
         self._keep("total", name, amount)
-
-    def refuse_nonfinite(self, *, update: int) -> None:
-        """Raise GuardError if a metric of the policy or of the value loss is not finite on this rank.
-
-        To be called before optimizer step `update`. Not collective.
-        """
-        self._read()
-        for (_, name), number in self._numbers.items():
-            is_checked = name.startswith(("policy/", "value/loss"))
-            if is_checked and not math.isfinite(number):
-                raise GuardError(
-                    f"{name} is {number} before update {update}, which was not made. Try a lower --lr"
-                )
 
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before ends when the device has finished it.
@@ -83,42 +67,41 @@ class StepMetrics:
         elapsed, seconds = time_account.this_process.take()
         for name, spent in {"step": elapsed, **seconds}.items():
             # Not a mean of `add`: a rank that has spent nothing on a cause does not name it.
-            self._merge("total", f"time/{name}", spent / world_size())
+            self.add_total(f"time/{name}", spent / world_size())
 
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals so far over all ranks; the same on every rank (collective).
 
         A mean without values is left out.
         """
-        self._read()
-        merged = StepMetrics()
-        for own in gather_objects(self._numbers):
-            for (kind, name), number in own.items():
-                merged._merge(kind, name, number)
+        of_ranks = gather_objects(_merge(self._numbers))
+        merged = _merge(item for numbers in of_ranks for item in numbers.items())
         reduced = {}
-        for (kind, name), number in merged._numbers.items():
-            weight = merged._numbers["weight", name] if kind == "sum" else 1.0
+        for (kind, name), number in merged.items():
+            weight = merged["weight", name] if kind == "sum" else 1.0
             if kind != "weight" and weight:
                 reduced[name] = number / weight
         return reduced
 
     def _keep(self, kind: str, name: str, number: float | Tensor) -> None:
-        """Keep a number, which may be a tensor of one element, for `_read`."""
-        self._unread.append((kind, name, number.detach() if isinstance(number, Tensor) else number))
+        """Keep a number, which may be a tensor of one element."""
+        kept = number.detach() if isinstance(number, Tensor) else number
+        self._numbers.append(((kind, name), kept))
 
-    def _read(self) -> None:
-        """Merge the numbers in their order; the first tensor of a device waits for it."""
-        for kind, name, number in self._unread:
-            self._merge(kind, name, float(number))
-        self._unread = []
 
-    def _merge(self, kind: str, name: str, number: float) -> None:
-        """Raise a maximum to a number, or add the number. A maximum of NaN stays NaN; -inf (no values) is dropped."""
-        key = kind, name
-        if kind != "maximum":
-            self._numbers[key] = self._numbers.get(key, 0.0) + number
-        elif number > self._numbers.get(key, -math.inf) or math.isnan(number):
-            self._numbers[key] = number
+def _merge(numbers: Iterable[tuple[tuple[str, str], float | Tensor]]) -> dict[tuple[str, str], float]:
+    """Take maxima, and add up all other numbers, in their order. The first tensor of a device waits for it.
+
+    A maximum of NaN stays NaN; -inf (no values) is dropped.
+    """
+    merged: dict[tuple[str, str], float] = {}
+    for key, tensor in numbers:
+        number = float(tensor)
+        if key[0] != "maximum":
+            merged[key] = merged.get(key, 0.0) + number
+        elif number > merged.get(key, -math.inf) or math.isnan(number):
+            merged[key] = number
+    return merged
 
 
 def add_rollouts(
