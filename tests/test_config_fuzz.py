@@ -123,7 +123,7 @@ def outputs_here(folder, scalar_head):
     num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
     layout = PackedLayout((num_tokens,), torch.device("cpu"))
     hidden = model(torch.arange(num_tokens), layout.positions, layout)
-    return model.score(hidden) if scalar_head else head_logits(hidden, model.lm_head.weight)
+    return model.score(hidden) if scalar_head else head_logits(hidden, model.head)
 
 
 @torch.no_grad()

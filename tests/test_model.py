@@ -34,7 +34,7 @@ def batch_of(tokens, lengths):
 
 
 def logits(model, tokens, lengths):
-    return batch_invariance.head_logits(hidden_states(model, *tokens.split(lengths)), model.lm_head.weight)
+    return batch_invariance.head_logits(hidden_states(model, *tokens.split(lengths)), model.head)
 
 
 def relative_error(got, expected):

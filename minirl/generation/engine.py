@@ -115,8 +115,6 @@ class Engine:
         self._held: dict[RolloutId, int] = {}
         # The rows of resumed requests that have tokens which the cache lacks.
         self._resumed: deque[int] = deque()
-        # Have requests finished since the cache was last compacted?
-        self._has_gaps = False
         # Launched, but not yet read by the host; oldest first.
         self._pending: list[PendingTokens] = []
         # On the device, the newest token of each running request, at its `RunningRequests.token_index`.
@@ -194,9 +192,8 @@ class Engine:
             self._join_others()
             return []
         # Waiting requests would fill the free blocks anyway, so blocks move only if none waits.
-        if self._has_gaps and not self._waiting:
+        if not self._waiting:
             self._live_cache.compact()
-            self._has_gaps = False
         with torch.no_grad(), spent_on("prefill"):
             self._compute_appended()
             self._prefill(self._admit())
@@ -487,7 +484,7 @@ class Engine:
         """Start the requests in these rows int64 [n]: sample the next token of each from its hidden state [D]."""
         old_tokens = self._newest_tokens if self._running else self._newest_tokens[:0]
         positions, *sampling = self._upload(self._live_cache.lengths[rows], *self._running.sampling(rows))
-        packed = sample_packed(states, self.model.lm_head.weight, positions, sampling)
+        packed = sample_packed(states, self.model.head, positions, sampling)
 
         # Append the new tokens to those of the running requests, whose `token_index` stays valid.
         self._running.token_index[rows] = torch.arange(len(old_tokens), len(old_tokens) + len(rows))
@@ -551,7 +548,7 @@ class Engine:
             hidden = self.model(tokens, layout.positions, layout)
             # The sampled token comes one position after the token put in.
             positions = layout.positions + 1
-            return sample_packed(hidden, self.model.lm_head.weight, positions, uploaded[: len(sampling)])
+            return sample_packed(hidden, self.model.head, positions, uploaded[: len(sampling)])
 
         run = step if self._graphs is None else functools.partial(self._graphs.run, step)
         sampled = run(self._newest_tokens[token_index], *uploaded)[:, :num_requests]
@@ -601,7 +598,6 @@ class Engine:
         """
         self._running.remove(row)
         self._live_cache.free(row)
-        self._has_gaps = True
 
 
 def _have_one_stem(request: Request, other: Request) -> bool:

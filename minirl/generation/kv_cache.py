@@ -103,7 +103,7 @@ class KVCache:
         # How often a table has changed; then this number, the rows and the portable kernel's index of the last decode
         # step.
         self._version = 0
-        self._last_indices: tuple[Any, dict[int | None, tuple[DecodeIndex, Tensor]]] = (None, {})
+        self._last_indices: tuple[Any, dict[int | None, tuple[DecodeIndex, Tensor]]] = None, {}
 
     def blocks_of(self, row: int) -> list[int]:
         """The blocks of a sequence, in its order."""
@@ -237,13 +237,14 @@ class KVCache:
 
         That kernel multiplies the pool up to the highest block in use, so the free ones below would cost time.
         """
-        if self.kernel != "portable":
+        num_blocks = len(self.references)
+        num_in_use = num_blocks - len(self.free_blocks)
+        has_gaps = self.free_blocks and self.free_blocks[0] < num_in_use
+        if self.kernel != "portable" or not has_gaps:
             return
         # Each block in use at n or above takes the number of a free one below n. There are equally many of both, and
         # the heap hands out the lowest first. A block that several sequences share moves once. Blocks are large: one
         # copy each takes a third of the time of one copy by index for all.
-        num_blocks = len(self.references)
-        num_in_use = num_blocks - len(self.free_blocks)
         too_high = [block for block in range(num_in_use, num_blocks) if self.references[block] > 0]
         numbers = np.arange(num_blocks, dtype=np.int32)
         for old in too_high:
@@ -253,9 +254,8 @@ class KVCache:
             self.references[new] = self.references[old]
             self.references[old] = 0
             heapq.heappush(self.free_blocks, old)
-        if too_high:
-            self._version += 1
-            self.tables = numbers[self.tables]
+        self._version += 1
+        self.tables = numbers[self.tables]
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
@@ -363,9 +363,8 @@ class KVCache:
         tables = list(map(self.blocks_of, row_numbers))
         for window in self._windows:
             # The tokens are in a sequence's last block. The oldest key is that which its first token sees.
-            firsts = [0] * len(tables)
-            if window is not None:
-                firsts = [max(0, (len(table) - 1) * BLOCK - window + 1) // BLOCK for table in tables]
+            starts = [(len(table) - 1) * BLOCK for table in tables]
+            firsts = [max(0, start - window + 1) // BLOCK if window else 0 for start in starts]
             index = index_decode(
                 [table[first:] for table, first in zip(tables, firsts, strict=True)],
                 num_kv=self.config.num_key_value_heads,

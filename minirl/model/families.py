@@ -78,7 +78,7 @@ _VISION_MODELS = {
 _UNSEEN_KEYS = "attn_logit_softcapping auto_map final_logit_softcapping quantization_config".split()
 # The endings of the only name in `architectures`; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
-_CLASSES = ("ForCausalLM", "Model", _CLASSIFIER)
+_CLASSES = ("ForCausalLM", "Model", "Decoder", _CLASSIFIER)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # The fields of `ModelConfig` with the names and values of config.json's keys.
 _SAME_NAMES = (

@@ -182,6 +182,11 @@ class Transformer(nn.Module):
         if self.config.tie_word_embeddings and not self.config.scalar_head:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    @property
+    def head(self) -> Tensor:
+        """The weight [V, D] that makes logits of hidden states."""
+        return self.lm_head.weight
+
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Return the hidden states [T, D] after the final norm.
 
@@ -191,10 +196,8 @@ class Transformer(nn.Module):
         """
         padded_tokens = padding.pad_rows(tokens)
         padded_positions = padding.pad_rows(positions)
-        if self.shards is not None:
-            others_have = self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0)
-            if not others_have:
-                return self.model.embed_tokens(tokens)
+        if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
+            return self.model.embed_tokens(tokens)  # no rank has tokens
         rotations = [table.at(padded_positions) for table in rope_table(self.config, tokens.device)]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.scales_embeddings:
@@ -227,11 +230,11 @@ def is_batch_invariant(
     """
     if config.other is not None and not config.other.is_exact:
         return False
-    parameters = on_meta(config).model.layers.parameters()
+    model = on_meta(config)
+    parameters = model.model.layers.parameters()
     # Experts are stacked: [experts, out, in].
     layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
-    vocab_chunks = (min(config.vocab_size, VOCAB_CHUNK), config.vocab_size % VOCAB_CHUNK)
-    head = [(config.hidden_size, width) for width in vocab_chunks if width]
+    head = [] if config.scalar_head else [chunk.t().shape for chunk in model.head.split(VOCAB_CHUNK)]
     if not batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards):
         return False
     if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):

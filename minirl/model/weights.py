@@ -198,9 +198,10 @@ def resize_vocabulary(model: Transformer, vocab_size: int) -> None:
     if model.config.vocab_size == vocab_size:
         return
     for module in (model.model.embed_tokens, model.lm_head):
-        missing = vocab_size - len(module.weight)
-        rows = nn.functional.pad(module.weight, (0, 0, 0, missing))
-        module.weight = nn.Parameter(rows, requires_grad=False)
+        for name, parameter in list(module.named_parameters()):
+            missing = (0, 0) * (parameter.ndim - 1) + (0, vocab_size - len(parameter))
+            rows = nn.functional.pad(parameter, missing)
+            setattr(module, name, nn.Parameter(rows, requires_grad=False))
     model.tie_weights()
 
 

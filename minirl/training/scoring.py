@@ -41,7 +41,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     index = batch.loss_index
     states = states_before(model, batch)
     divisor = divisor_of_batch(batch)
-    outputs = outputs_of_head(states, model.lm_head.weight, batch.tokens[index], divisor)
+    outputs = outputs_of_head(states, model.head, batch.tokens[index], divisor)
     logprobs, entropies = map(batch.scatter, outputs)
     return logprobs, entropies
 

@@ -193,7 +193,7 @@ def logit_error(oracle: Any, model: Transformer) -> float:
     """The relative error of the model's logits to those of transformers."""
     tokens = torch.arange(150) * 7 % model.config.vocab_size
     layout = PackedLayout((150,), torch.device("cpu"))
-    got = head_logits(model(tokens, layout.positions, layout), model.lm_head.weight).double()
+    got = head_logits(model(tokens, layout.positions, layout), model.head).double()
     expected = oracle(tokens[None]).logits[0].double()
     return float((got - expected).norm() / expected.norm())
 

@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -49,7 +48,7 @@ class StubModel:
     def __init__(self, vocab_size: int):
         sizes = {"vocab_size": vocab_size, "max_position_embeddings": 8192}
         self.config = config_from_dict(RAW_CONFIG | sizes | {"num_hidden_layers": 1})
-        self.lm_head = SimpleNamespace(weight=torch.zeros(vocab_size, 1))
+        self.head = torch.zeros(vocab_size, 1)
 
     def __call__(self, tokens: Tensor, positions: Tensor, layout: object) -> Tensor:
         return torch.zeros(len(tokens), 1)

@@ -172,7 +172,7 @@ class HFTransformer(nn.Module):
                 self._modules[name] = child
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
-        elif "lm_head" not in self._modules:
+        else:
             self.__dict__["lm_head"] = head
         # The caller multiplies by the head; what the model does to logits is then done to hidden states.
         head.forward = lambda states: states
@@ -196,9 +196,16 @@ class HFTransformer(nn.Module):
             Transformer._add_adapters(self, config.adapters)  # type: ignore[arg-type]
 
     def tie_weights(self) -> None:
-        """See `Transformer`."""
-        if self.config.tie_word_embeddings and not self.config.scalar_head:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        """See `Transformer`. Some heads' biases are tied, too."""
+        self._hf.tie_weights()
+
+    @property
+    def head(self) -> Tensor:
+        """See `Transformer`. A bias is one column more, a copy; the hidden states then end with a 1."""
+        weight: Tensor = self.lm_head.weight
+        if self.lm_head.bias is None:
+            return weight
+        return torch.cat([weight, self.lm_head.bias[:, None]], 1)
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """See `Transformer`."""
@@ -212,6 +219,8 @@ class HFTransformer(nn.Module):
         with self._invariance():
             out = hf(input_ids=ids[None], position_ids=padding.pad_rows(positions)[None], use_cache=False)
         states: Tensor = out[0][0, : len(tokens)]
+        if not self.config.scalar_head and self.lm_head.bias is not None:
+            states = F.pad(states, (0, 1), value=1.0)
         # A copy, as FSDP warns of views.
         return states.to(self.model.embed_tokens.weight.dtype, copy=True)
 

@@ -58,12 +58,14 @@ class HFModel:
 
 def read_other(raw: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a config.json. Raises InputError, naming what differs, if it does not pass the gate."""
-    return _passed(_text(raw), None)
+    text = _text(raw)
+    config, is_exact = _pass_gate(text)
+    return dataclasses.replace(config, other=HFModel(text, is_exact))
 
 
 def check_own(raw: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
     """Raise InputError if minirl's own modules, by `read`, are not what transformers makes of a config.json."""
-    _passed(_text(raw), read)
+    _pass_gate(_text(raw), read)
 
 
 def _text(raw: Mapping[str, Any]) -> str:
@@ -74,19 +76,17 @@ def _text(raw: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _passed(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None) -> ModelConfig:
+def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None = None) -> Any:
+    """What the gate returns: `measure`, or with `read` `check_own`. Raises InputError, naming the type."""
     raw = json.loads(text)
     try:
-        if read is not None:
-            gate.check_own(as_transformers_reads(raw), read)
-            return read(raw)
-        config, is_exact = gate.measure(as_transformers_reads(raw))
+        config = as_transformers_reads(raw)
+        return gate.measure(config) if read is None else gate.check_own(config, read)
     except Exception as error:
         reason = error if isinstance(error, InputError) else f"a small model of it does not run: {error!r}"
         raise InputError(
             f"config.json: model_type {raw['model_type']!r} is not supported: {reason}"
         ) from None
-    return dataclasses.replace(config, other=HFModel(text, is_exact))
 
 
 def _built(text: str) -> Any:
