@@ -1,6 +1,6 @@
 """Types that minirl has no modules for: the gate, bits of decoding, names of tensors, steps on two ranks.
 
-`PYTHONPATH=tests python tests/test_hf_models.py` prints the table of docs/families.md, and trains a step of each type
+`PYTHONPATH=tests python -m test_hf_models` prints the table of docs/families.md, and trains a step of each type
 on two ranks.
 """
 
@@ -57,8 +57,8 @@ KEYS = {
 OUTSIDE = {"gpt2": "transformer.h.0.attn.bias", "deepseek_v3": "model.layers.61.eh_proj.weight"}
 # The flags of steps on two ranks.
 RUNS = {
-    "stablelm": ("train_ppo.py", ""),
-    "gpt2": ("train_grpo.py", "--recompute-layers on"),
+    "phi": ("train_ppo.py", ""),
+    "gpt_neox": ("train_grpo.py", "--recompute-layers on --shard-weights on"),
     "cohere": ("train_grpo.py", "--lora-rank 2 --kl-coef 0.1"),
     "qwen3_moe": ("train_grpo.py", "--kl-coef 0.1"),
 }

@@ -340,20 +340,6 @@ def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):
     assert json.loads((folder / "config.json").read_text()) == TINY | {"dtype": "float32"}
 
 
-def test_a_folder_without_generation_config_gets_one_with_the_configs_ids(tmp_path):
-    """Servers read there where a completion ends; ids that the config does not have are left out."""
-    from transformers import GenerationConfig
-
-    config = TINY | {"eos_token_id": [2, 3], "bos_token_id": None}
-    files = {"tokenizer.json": b"{}"}
-    tensors = dict(random_model().named_parameters())
-    write_folder(tmp_path / "saved", tensors, config=config, tokenizer_files=files)
-    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text()) == {"eos_token_id": [2, 3]}
-    assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == [2, 3]
-    folder = save(random_model(), tmp_path / "bare")
-    assert not (folder / "generation_config.json").exists()
-
-
 @pytest.mark.parametrize("name", ["./nowhere", "{tmp}"])
 def test_a_path_without_config_is_not_found_and_not_looked_up(tmp_path, monkeypatch, name):
     """What looks like a path never becomes a request to the hub; the error names it and the flag."""

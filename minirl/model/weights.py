@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,8 +39,6 @@ _TOKENIZER_FILES = (
     "*.jinja",
 )
 _INDEX = "model.safetensors.index.json"
-# The keys of generation_config.json that tell other programs where a completion ends.
-_GENERATION_KEYS = ("bos_token_id", "eos_token_id")
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
@@ -210,7 +209,10 @@ def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     # Old checkpoints store the rope frequencies, which are computed.
     unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
     unused |= {name for name in files if _is_kept(model.config, name)}
-    if model.config.tie_word_embeddings or model.config.scalar_head:
+    if model.config.scalar_head:
+        language_model = on_meta(replace(model.config, scalar_head=False))
+        unused |= stored_tensors(language_model.config, dict(language_model.named_parameters())).keys()
+    if model.config.tie_word_embeddings:
         unused.add("lm_head.weight")
     return unused
 
@@ -272,23 +274,18 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     *,
     config: Mapping[str, Any],
-    tokenizer_files: Mapping[str, bytes] | None = None,
+    tokenizer_files: Mapping[str, bytes] = MappingProxyType({}),
     kept: Mapping[str, Tensor] = MappingProxyType({}),
     peft_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
 
-    Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`. A
-    folder with a tokenizer also gets a generation_config.json, from the ids in `config` if it is not among them. Needs
-    memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's form.
+    Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`.
+    Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's
+    form.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    contents: dict[str, bytes] = {}
-    if tokenizer_files is not None:
-        contents |= tokenizer_files
-        if "generation_config.json" not in contents:
-            ids = {key: config[key] for key in _GENERATION_KEYS if config.get(key) is not None}
-            contents["generation_config.json"] = (json.dumps(ids, indent=2) + "\n").encode()
+    contents = dict(tokenizer_files)
     # `torch_dtype` is the older name of `dtype`.
     written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
     dtype = next(iter(tensors.values())).dtype

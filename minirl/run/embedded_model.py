@@ -86,7 +86,7 @@ def _make_folder(folder: Path, task: Task) -> None:
     with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
         half_made = Path(temporary) / folder.name
         save_tokenizer(half_made)
-        write_folder(half_made, weights, config=CONFIG, tokenizer_files={})
+        write_folder(half_made, weights, config=CONFIG)
         try:
             durable.publish(half_made, folder)
         except OSError:

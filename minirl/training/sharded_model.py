@@ -31,7 +31,6 @@ from minirl.ranks.time_account import spent_on, wait_for_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-LAYERS = "model.layers."
 GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, ranks wait more often
 
 
@@ -173,19 +172,21 @@ class ShardedModel:
     def _share_layers(self, config: ModelConfig, device: torch.device) -> None:
         """Gather the root's weights, and make a decoder of this rank's rows if the model decodes (collective)."""
         self._units[-1].unshard()
+        modules = self.module.named_modules()
+        layers_path = next(path for path, module in modules if module is self.module.model.layers)
         roots = dict(self.module.named_parameters(remove_duplicate=False))
-        roots = {name: parameter for name, parameter in roots.items() if not name.startswith(LAYERS)}
+        roots = {name: root for name, root in roots.items() if not name.startswith(f"{layers_path}.")}
         self.scorer = self.decoder = self.module
         self.compute_weights = {name: parameter for name, parameter in roots.items() if name in self._names}
         if not config.scalar_head and self.masters:
             self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
             self.decoder.shards = Shards()
-            for path, layer in self.decoder.named_modules():
-                if path.startswith(LAYERS) and isinstance(layer, Linear):
+            for path, layer in self.decoder.model.layers.named_modules(prefix=layers_path):
+                if isinstance(layer, Linear):
                     self._sliced |= {f"{path}.{name}" for name in layer.shard(self.decoder.shards)}
             self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
             _assign(self.decoder, roots)
-            layers = dict(self.decoder.model.layers.named_parameters(prefix=LAYERS[:-1]))
+            layers = dict(self.decoder.model.layers.named_parameters(prefix=layers_path))
             self.compute_weights |= layers
             for name in self._frozen.keys() & self._sliced:
                 shard = _local(self._frozen[name])
