@@ -82,7 +82,7 @@ class CachePool:
 
 
 class PagedRead(NamedTuple):
-    """What `paged_attention` reads: blocks int32 [B, n], the block table; lengths int32 [B], how many keys it holds."""
+    """What `paged_attention` reads for B requests: block table int32 [B, n], and how many keys each has, int32 [B]."""
 
     blocks: Tensor
     lengths: Tensor

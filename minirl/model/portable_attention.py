@@ -261,8 +261,8 @@ class DecodeIndex:
     has a slot at each key head, for the g query heads that share this key head. All blocks of one batched product must
     have equally many slots, so there are two kinds:
 
-    - The `live` blocks have `num_users` slots each at every key head. They are all blocks of the pool up to the highest
-      one in use, which are multiplied where they lie; or if most of these are not read here, those that are (int64),
+    - The `live` blocks have `num_users` slots each at every key head: all blocks of the pool up to the highest one that
+      is read, which are multiplied where they lie; or, if most of these are not read, only those that are (int64),
       which are copied.
     - Blocks with more users (a group shares the full blocks of its prompt) are listed in `shared` int64. They
       come again after the live blocks, with `num_sharing` slots each; their first slots stay empty.
