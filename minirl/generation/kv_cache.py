@@ -359,19 +359,27 @@ class KVCache:
         made_for, indices = self._last_indices
         if made_for == (self._version, row_numbers):
             return indices
-        indices = {}
         tables = list(map(self.blocks_of, row_numbers))
-        for window in self._windows:
-            # The tokens are in a sequence's last block. The oldest key is that which its first token sees.
-            starts = [(len(table) - 1) * BLOCK for table in tables]
-            firsts = [max(0, start - window + 1) // BLOCK if window else 0 for start in starts]
-            index = index_decode(
+        # The tokens are in a sequence's last block. The oldest key is that which its first token sees.
+        starts = [(len(table) - 1) * BLOCK for table in tables]
+        first_blocks = {
+            window: tuple(max(0, start - window + 1) // BLOCK if window else 0 for start in starts)
+            for window in self._windows
+        }
+        # Windows that see all of each sequence have one index.
+        made = {
+            firsts: index_decode(
                 [table[first:] for table, first in zip(tables, firsts, strict=True)],
                 num_kv=self.config.num_key_value_heads,
                 groups=self.num_query_groups,
                 min_users=self.min_users,
                 num_padded=padding.num_padded(len(rows), self.device),
             )
-            indices[window] = index, torch.tensor(firsts)[:, None] * BLOCK
+            for firsts in set(first_blocks.values())
+        }
+        indices = {
+            window: (made[firsts], torch.tensor(firsts)[:, None] * BLOCK)
+            for window, firsts in first_blocks.items()
+        }
         self._last_indices = (self._version, row_numbers), indices
         return indices

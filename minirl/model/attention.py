@@ -256,22 +256,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     if layout.cached is not None:
         layout.cached.store(layer, k, v)
     if isinstance(layout, DecodeLayout):
-        return _attend_cached(q, layout, layer, window)
+        keys, values = layout.cached.pool.of_layer(layer)
+        if isinstance(layout.read, PagedRead):
+            from minirl.extras.kernels import paged_attention
+
+            return paged_attention.decode(q, keys, values, *layout.read, window=window)
+        return portable_attention.decode(q, keys, values, *layout.read[window])
     kernel = kernel_for(q.device, q.dtype)
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
     index = layout.portable_index(window, num_kv=k.shape[1])
     return portable_attention.attend_packed(q, k, v, index)
-
-
-def _attend_cached(q: Tensor, layout: DecodeLayout, layer: int, window: int | None) -> Tensor:
-    """Decode attention of q [T', H, C] over the cached keys and values of a layer."""
-    keys, values = layout.cached.pool.of_layer(layer)
-    if isinstance(layout.read, PagedRead):
-        from minirl.extras.kernels import paged_attention
-
-        return paged_attention.decode(q, keys, values, *layout.read, window=window)
-    return portable_attention.decode(q, keys, values, *layout.read[window])
 
 
 def _attend_varlen(

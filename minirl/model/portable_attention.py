@@ -322,18 +322,18 @@ def index_decode(
     num_blocks = torch.tensor([len(table) for table in tables])
     is_used = torch.arange(n) < num_blocks[:, None]  # [B, n]
     entries = blocks[is_used].long()
-    numbers = entries.unique()
-    live: slice | Tensor = numbers
-    num_lowest = int(numbers[-1]) + 1
-    if num_lowest < IDLE_FACTOR * len(numbers):
-        live = slice(0, num_lowest)
-        numbers = torch.arange(num_lowest)
-    place = torch.searchsorted(numbers, entries)  # among the live blocks
-    users_of_block = torch.bincount(place)
+    users_of_block = torch.bincount(entries)
+    numbers = torch.arange(len(users_of_block))
+    live: slice | Tensor = slice(0, len(numbers))
+    read = users_of_block.nonzero()[:, 0]
+    if len(numbers) >= IDLE_FACTOR * len(read):
+        live = numbers = read
+        entries = torch.searchsorted(read, entries)  # among the live blocks
+        users_of_block = users_of_block[read]
     num_sharing = int(users_of_block.max())
     shared = numbers[users_of_block > min_users]
     num_slots = (len(users_of_block) * min_users + len(shared) * num_sharing) * num_kv
-    slot_of_entry = _assign_slots(place, users_of_block, num_users=min_users, num_kv=num_kv)
+    slot_of_entry = _assign_slots(entries, users_of_block, num_users=min_users, num_kv=num_kv)
 
     slot = torch.zeros(num_requests, n, num_kv, dtype=torch.int64)
     slot[is_used] = slot_of_entry
