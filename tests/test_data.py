@@ -127,7 +127,7 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     ]
     save_tokenizer(tmp_path, TEMPLATE)
     with pytest.raises(
-        InputError, match=r"the reward model: the chat template of .* does not show calls of tools"
+        InputError, match=r"the reward model: the chat template of .* does not show a tool call"
     ):
         Tokenizer(tmp_path, chat=True).encode_answered("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
@@ -250,7 +250,11 @@ def write(tmp_path):
         (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
         (b'{"prompt": []}', "field 'prompt'"),
-        (b'{"prompt": [{"role": "user", "content": null}]}', "field 'prompt'"),
+        (b'{"prompt": [{"content": "a"}]}', "field 'prompt', message 1: .*expected a message"),
+        (
+            b'{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "field 'prompt', message 1: content is .*only text content is supported",
+        ),
         (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' has the name of an argument"),
         (b'{"prompt": "caf\xe9"}', "cannot be read: 'utf-8' codec"),
     ],

@@ -148,7 +148,7 @@ def total(episodes):
 
 
 def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(load_reward):
-    """The greedy one is judged with the others."""
+    """The greedy one is scored with the others."""
     functions = {"size": load_reward("size"), "last": load_reward("total"), **OF_EPISODE}
     groups = make_collector(functions=functions, rollout=giving, num_greedy=1).collect(5)
     for rewards in (groups.rewards, groups.greedy_rewards):

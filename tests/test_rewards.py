@@ -50,7 +50,7 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]
     assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
     # What episodes give must be named.
-    assert arguments_of(everything, {"messages": [3], "answer": [1]}, ["answer"]) == {"answer": [1]}
+    assert arguments_of(everything, {"episodes": [3], "answer": [1]}) == {"answer": [1]}
 
 
 def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_an_async_function_judges_all_prompts_together(load_reward):
 def test_row_27_rewards_depend_neither_on_the_order_of_adding_nor_on_the_workers(load_reward):
     """Random ones too, and those of a function that looks at the whole call; they come in order of the samples.
 
-    Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. An empty completion is judged, and a rank
+    Rollouts stay as sampled, with their texts. Pitfalls 15 and 16. An empty completion is scored, and a rank
     without rollouts has rewards of none: fault 29.
     """
     prompts, groups = made_groups(*[("a", "", "ab")] * 6)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.data.task import STANDARD_ARGUMENTS, Row, Task, is_prompt
+from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task, read_prompt
 from minirl.errors import InputError, refuse
 
 # Blanks, and the byte order mark with which a file may begin.
@@ -30,23 +30,23 @@ def read_rows(path: str) -> list[Row]:
 
 
 def _to_row(fields: dict[str, Any], place: str) -> Row:
-    """The row of an object: fields other than "prompt" become columns. Raises InputError naming the place."""
+    """The row of an object: "tools" are its prompt's, other fields become columns. Raises InputError naming the place.
+
+    No column may have the name of an argument that reward functions get.
+    """
     refuse(
         "prompt" not in fields,
         f"{place}: no field 'prompt', only {sorted(fields)}; rename the prompt's field",
     )
     columns = dict(fields)
-    prompt = columns.pop("prompt")
-    if not is_prompt(prompt):
-        found = f"{place}: field 'prompt' is {str(prompt)[:60]!r}"
-        raise InputError(f"{found}; expected text, or messages with role and content")
-    reserved = [name for name in STANDARD_ARGUMENTS if name in columns]
-    if reserved:
-        raise InputError(
-            f"{place}: field {reserved[0]!r} has the name of an argument that every reward function gets; "
-            "rename the field"
+    prompt = read_prompt(columns.pop("prompt"), f"{place}: field 'prompt'")
+    tools = columns.pop("tools", None)
+    for name in (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS):
+        refuse(
+            name in columns,
+            f"{place}: field {name!r} has the name of an argument of reward functions; rename the field",
         )
-    return Row(prompt, columns, place)
+    return Row(prompt, columns, place, tools or None)
 
 
 def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:

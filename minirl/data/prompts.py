@@ -1,5 +1,7 @@
 """The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
 
+import copy
+import dataclasses
 import functools
 import random
 from array import array
@@ -8,14 +10,9 @@ from typing import Any, cast
 
 from minirl.data.answers import check_readable
 from minirl.data.appended_messages import following_ids
-from minirl.data.task import (
-    After,
-    Row,
-    is_messages,
-    is_prompt,
-)
+from minirl.data.task import After, Messages, Row, is_messages, is_token_ids, read_prompt
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.generation.sampling import request_key
 from minirl.ranks.process_group import rank, world_size
 from minirl.rollouts import NO_TRUNCATION, Request, RolloutId, Truncation
@@ -58,8 +55,11 @@ class PromptStream:
         self.vocab_size = vocab_size or tokenizer.num_ids
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
-        self._notes: list[str] = []
+        kinds = {tokenizer.is_chat(row.prompt) for row in rows}
+        self._notes = tokenizer.notes(chat=True in kinds, text=False in kinds)
+        self._stop_ids = tokenizer.chat_stop_ids if True in kinds else tokenizer.stop_ids
         self._max_prompt_tokens = max_tokens - max_new_tokens
+        rows = list(map(_read_row, rows))
         lengths = self._checked_lengths(rows)
         self._rows = self._without_long_prompts(rows, lengths)
         # Tokens of the longest served prompt.
@@ -80,8 +80,7 @@ class PromptStream:
         notes = list(self._notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
-        can_stop = any(stop_id < self.vocab_size for stop_id in self.tokenizer.stop_ids)
-        if per_step and not can_stop:
+        if per_step and all(stop_id >= self.vocab_size for stop_id in self._stop_ids):
             notes.append(
                 "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
             )
@@ -99,14 +98,22 @@ class PromptStream:
         own = [ordinal for ordinal in ordinals if ordinal % world_size() == rank()]
         requests = []
         for prompt_ordinal in own:
-            prompt_ids = self.prompt_ids(prompt_ordinal)
+            row = self._rows[self.index(prompt_ordinal)]
+            prompt_ids = tuple(self.tokenizer.encode(row))
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
                 is_greedy = sample >= group_size
-                requests.append(self.request(rollout_id, prompt_ids, 0.0 if is_greedy else temperature))
+                sampled_at = 0.0 if is_greedy else temperature
+                requests.append(self.request(rollout_id, row.prompt, prompt_ids, sampled_at))
         return requests
 
-    def request(self, rollout_id: RolloutId, prompt_ids: tuple[int, ...], temperature: float) -> Request:
+    def request(
+        self,
+        rollout_id: RolloutId,
+        prompt: str | Messages | list[int],
+        prompt_ids: tuple[int, ...],
+        temperature: float,
+    ) -> Request:
         """Return the request for one rollout of a prompt, given its ids. Not collective."""
         return Request(
             prompt_ids=prompt_ids,
@@ -114,7 +121,7 @@ class PromptStream:
             key=self.key(rollout_id),
             max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
             temperature=temperature,
-            stop_ids=self.tokenizer.stop_ids,
+            stop_ids=self.tokenizer.stop_ids_of(prompt),
             truncation=self.truncation,
         )
 
@@ -130,7 +137,7 @@ class PromptStream:
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt."""
-        return tuple(self.tokenizer.encode(self.row(prompt_ordinal)))
+        return tuple(self.tokenizer.encode(self._rows[self.index(prompt_ordinal)]))
 
     def appended_ids(
         self,
@@ -140,13 +147,14 @@ class PromptStream:
         end_id: int | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
-        """Return the ids that are appended between two turns: text is tokenized alone.
+        """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
 
-        end_id: for messages, see `appended_messages.following_ids`. tools: those that the prompt shows. Raises
-        InputError naming `place` for messages that cannot be rendered, and for ids that the model does not have.
+        after: messages as `read_message` returns them. end_id: for these, see `appended_messages.following_ids`. tools:
+        those that the prompt shows. Raises InputError naming `place` for messages that cannot be rendered, and for ids
+        that the model does not have.
         """
         if isinstance(after, str):
-            ids = self.tokenizer.encode_text(after, place) if after else []
+            ids = self.tokenizer.encode_appended(after, place) if after else []
         elif is_messages(after):
             ids = following_ids(self.tokenizer.with_tools(tools), after, place, end_id=end_id)
         else:
@@ -159,7 +167,11 @@ class PromptStream:
         return ids
 
     def branch_ids(
-        self, prompt: Any, place: str, *, tools: list[dict[str, Any]] | None = None
+        self,
+        prompt: str | Messages | list[int],
+        place: str,
+        *,
+        tools: list[dict[str, Any]] | None = None,
     ) -> tuple[int, ...]:
         """Return the ids of the prompt of an episode's further branch: text, messages or the ids themselves.
 
@@ -167,27 +179,21 @@ class PromptStream:
         unusable prompt, and for tools that the chat template does not show or whose calls cannot be read. The prompt
         may be too long.
         """
-        what = f"{place}: branch({prompt!r:.80})"
-        is_ids = isinstance(prompt, list | tuple) and all(type(i) is int and i >= 0 for i in prompt)
-        refuse(
-            not is_prompt(prompt) and not is_ids,
-            f"{what}: expected text or messages with role and content, both text, or token ids",
-        )
-        row = Row("" if is_ids else prompt, {}, f"{place}: branch(...)")
-        try:
-            tokenizer = self.tokenizer.with_tools(tools)
-            if tools and tokenizer is not self.tokenizer:
-                check_readable(tokenizer)
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from None
-        ids = list(prompt) if is_ids else tokenizer.encode(row)
-        refuse(not ids, f"{row.place}: the prompt has no tokens")
-        self._check_ids(row.place, ids)
+        place = f"{place}: branch(...)"
+        if is_token_ids(prompt):
+            ids = list(cast(list[int], prompt))
+        else:
+            shown = self.tokenizer.with_tools(tools)
+            if tools and shown is not self.tokenizer:
+                check_readable(shown)
+            ids = shown.encode(Row(cast(str | Messages, prompt), {}, place))
+        refuse(not ids, f"{place}: the prompt has no tokens")
+        self._check_ids(place, ids)
         return tuple(ids)
 
     def row(self, prompt_ordinal: int) -> Row:
-        """Return the row of a prompt."""
-        return self._rows[self.index(prompt_ordinal)]
+        """Return the row of a prompt: a copy, which its caller may change."""
+        return copy.deepcopy(self._rows[self.index(prompt_ordinal)])
 
     def index(self, prompt_ordinal: int) -> int:
         """Return the number of a prompt among the rows that are served.
@@ -240,3 +246,10 @@ class PromptStream:
             f"{place}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
             "another model's?",
         )
+
+
+def _read_row(row: Row) -> Row:
+    """Return a row with its messages read: scripts make rows, too. Raises InputError naming the row."""
+    if isinstance(row.prompt, str):
+        return row
+    return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.place}: the prompt"))

@@ -37,18 +37,14 @@ class StopStrings:
     def found(self, ids: list[int]) -> str | None:
         """Return the first of the strings that ends with the last of these ids (as in `__call__`), or None."""
         tail = ids[-self.max_tokens :]
-        # No string has an id that the tokenizer lacks, and after one the text starts over (`Tokenizer.decode`).
-        num_ids = self._tokenizer.num_ids
-        first = 0
-        if max(tail) >= num_ids:
-            first = max(i + 1 for i, token in enumerate(tail) if token >= num_ids)
+        # No string has an id that is no token, and after one the text starts over (`Tokenizer.decode`).
+        known = self._tokenizer.known_ids
+        first = max((i + 1 for i, token in enumerate(tail) if token not in known), default=0)
         # A run of byte tokens decodes to U+FFFD if a part is not a character, as in a tail that begins within one.
         # A string in the run begins at one of its tokens.
         byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)
         for start in itertools.chain([first], byte_starts):
-            text = self._tokenizer.backend.decode(
-                tail[start:], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+            text = self._tokenizer.decode(tail[start:], skip_special_tokens=False)
             # One that an earlier token completed ended the turn there.
             string = next((string for string in self.strings if string in text), None)
             if string is not None or _REPLACEMENT not in text:

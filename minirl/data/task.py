@@ -4,26 +4,74 @@ Each task is a module with a `load...` function that returns a `Task`. A new tas
 changing the package, a JSONL file and a reward function (`jsonl`).
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from minirl.errors import InputError, refuse
+
 # `rewards.functions` describes the call.
 RewardFunction = Callable[..., Any]
 # The arguments of every reward function; the others are named after columns of the data.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# Reward functions that name these get them too.
+# Reward functions that name these get them too. No column of the data may have one of these six names.
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
-# Each has "role" and "content", a text. Reward functions also get TRL's further keys, such as `tool_calls`.
+# As `read_message` returns them. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
 # To append between two turns: text, token ids or messages.
 After = str | Sequence[int] | Messages
 
 
-def is_message(value: Any) -> bool:
-    """Return whether `value` is a message: role and content, both text."""
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+def read_message(message: Any, place: str) -> dict[str, Any]:
+    """Return a message as chat templates take it: text as content, and objects as arguments of tool calls.
+
+    Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
+    text. A tool's result may be another list, which stays one. Raises InputError, naming `place`, for anything else.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InputError(f"{place}: {message!r:.80}: expected a message, an object with role and content")
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    ):
+        content = "".join(str(part.get("text", "")) for part in content)
+    is_result = message["role"] == "tool" and isinstance(content, list)
+    refuse(
+        not is_result and not isinstance(content, str | None),
+        f"{place}: content is {content!r:.80}; only text content is supported",
+    )
+    read = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    read["content"] = content or ""
+    if calls:
+        try:
+            read["tool_calls"] = list(map(_read_call, calls))
+        except (TypeError, LookupError):
+            raise InputError(f"{place}: tool_calls: only function calls are supported") from None
+    return read
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, if they are one."""
+    function = call["function"]
+    arguments = function["arguments"]
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        read = json.loads(arguments)
+        arguments = read if isinstance(read, dict) else arguments
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def read_prompt(prompt: Any, place: str) -> "str | Messages":
+    """Return a prompt: text that is not blank, or messages as `read_message` returns them. Raises InputError."""
+    if isinstance(prompt, list) and prompt:
+        return [read_message(message, f"{place}, message {i}") for i, message in enumerate(prompt, 1)]
+    refuse(
+        not isinstance(prompt, str) or not prompt.strip(),
+        f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content",
+    )
+    return prompt
 
 
 def is_messages(after: After) -> TypeGuard[Messages]:
@@ -31,16 +79,10 @@ def is_messages(after: After) -> TypeGuard[Messages]:
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
-def is_prompt(value: Any) -> bool:
-    """Return whether `value` can be a row's prompt: messages, or text that is not empty."""
-    if isinstance(value, list):
-        return bool(value) and all(map(is_message, value))
-    return isinstance(value, str) and bool(value.strip())
-
-
-def is_token_ids(prompt: str | Sequence[Any]) -> bool:
+def is_token_ids(prompt: Any) -> bool:
     """Return whether a prompt is token ids rather than text or messages."""
-    return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), int)
+    ids = prompt if isinstance(prompt, list | tuple) else ()
+    return bool(ids) and all(type(i) is int and i >= 0 for i in ids)
 
 
 def is_stop_string(value: Any) -> bool:
@@ -92,6 +134,8 @@ class Row:
     columns: Mapping[str, Any]
     # The origin, "file:line", for error messages and logs.
     place: str
+    # JSON schemas of the tools that a prompt of messages shows; None: the run's.
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

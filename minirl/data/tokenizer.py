@@ -18,12 +18,22 @@ from minirl.model.folders import file_of
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Lists of tools that were checked and are remembered.
-MAX_TOOL_LISTS = 64
+# Lists of tools, and forms of conversations, that were checked and are remembered.
+MAX_REMEMBERED = 64
+# Texts that others are tokenized behind. A token that spans the border rules one out.
+ANCHORS = ("\n", "a", "0", ".")
+DECODED_ANCHOR = "a"
+# Words that no template mistakes for something else.
+ANSWER = "minirlanswer"
+_CONTENT = "minirlcontent{}end"
+_CALL = "minirlcall{}end"
 
 
 class Tokenizer:
-    """The tokenizer of a model folder, and the ids that end a completion."""
+    """The tokenizer of a model folder, and the ids that end a completion.
+
+    stop_ids: those of the model's files. chat_stop_ids: with the token that the chat template writes after an answer.
+    """
 
     def __init__(
         self,
@@ -56,12 +66,26 @@ class Tokenizer:
         self.chat = chat
         self.template_arguments = dict(template_arguments or {})
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
-        self.num_ids = len(self.backend)
+        # Ids may have holes: the model may have embeddings for ids that are no token.
+        self.known_ids = frozenset(self.backend.get_vocab().values())
+        self.num_ids = max(self.known_ids) + 1
+        self._measure()
+        self.chat_stop_ids = self.stop_ids | self._turn_end_ids()
         self.tools = tool_schemas(tools)
         # Keyed by their tools.
         self._with_tools: dict[str, Tokenizer] = {}
+        self._shown_forms: set[tuple[Any, ...]] = set()
         if self.tools:
             self._check_tools()
+
+    def _measure(self) -> None:
+        """See which special tokens the tokenizer puts around a text, and how it decodes the anchor's ids."""
+        alone = self.encode_text(DECODED_ANCHOR, str(self.folder))
+        framed = list(self.backend(DECODED_ANCHOR)["input_ids"])
+        first = next((i for i in range(len(framed)) if framed[i : i + len(alone)] == alone), 0)
+        self._bos_ids, self._eos_ids = framed[:first], framed[first + len(alone) :]
+        self._anchor_ids = alone
+        self._anchor_texts = [self._decode(alone, is_skipped) for is_skipped in (False, True)]
 
     def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
         """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `__init__`."""
@@ -71,9 +95,10 @@ class Tokenizer:
         if key not in self._with_tools:
             other = copy.copy(self)
             other.tools = tool_schemas(tools)
+            other._shown_forms = set()
             if other.tools:
                 other._check_tools()
-            if len(self._with_tools) == MAX_TOOL_LISTS:
+            if len(self._with_tools) == MAX_REMEMBERED:
                 self._with_tools.clear()
             self._with_tools[key] = other
         return self._with_tools[key]
@@ -81,52 +106,86 @@ class Tokenizer:
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
         """The special tokens by their ids. Cached, since transformers makes the lists each time."""
-        backend = self.backend
-        return dict(zip(backend.all_special_ids, backend.all_special_tokens, strict=True))
+        return {i: str(token) for i, token in self.backend.added_tokens_decoder.items() if token.special}
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
 
-        They have either the tokenizer's own special tokens (text) or those of the chat template, never both.
-        Raises InputError naming the row if the prompt cannot be encoded.
+        Text begins with the tokenizer's BOS token, once, and never ends with its EOS token: the completion goes on.
+        Chats have the tokens that the chat template writes. Raises InputError naming the row if the prompt cannot be
+        encoded.
         """
-        text, adds_special_tokens = self._prompt_text(row)
-        return self.encode_text(text, row.place, add_special_tokens=adds_special_tokens)
+        return self._begun(row.prompt, self.encode_text(self._prompt_text(row), row.place))
 
     def encode_all(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return `encode` of each row, in less time. Raises InputError like `encode`."""
         texts = [self._prompt_text(row) for row in rows]
-        ids: list[list[int]] = []
         try:
-            for adds_special_tokens, group in itertools.groupby(texts, key=lambda text: text[1]):
-                same_kind = [text for text, _ in group]
-                ids += self.backend(same_kind, add_special_tokens=adds_special_tokens)["input_ids"]
+            ids = self.backend(texts, add_special_tokens=False)["input_ids"]
         except Exception:
             # One by one, so that the error names its row.
             return [self.encode(row) for row in rows]
-        return ids
+        return [self._begun(row.prompt, list(of_row)) for row, of_row in zip(rows, ids, strict=True)]
+
+    def _begun(self, prompt: str | Messages, ids: list[int]) -> list[int]:
+        """Return the ids of a prompt with the BOS token before a text, unless that spells it out."""
+        has_bos = self.is_chat(prompt) or ids[: len(self._bos_ids)] == self._bos_ids
+        return ids if has_bos else self._bos_ids + ids
+
+    def notes(self, *, chat: bool, text: bool) -> list[str]:
+        """Return notes on how prompts begin and turns end, for a run that has chats, text prompts or both."""
+        notes = []
+        if text and self._eos_ids:
+            ends = self.backend.convert_ids_to_tokens(self._eos_ids)
+            notes.append(
+                f"the tokenizer writes {' '.join(ends)} after texts; prompts go without, to be completed"
+            )
+        if chat and self.chat_stop_ids != self.stop_ids:
+            tokens = ", ".join(self.backend.convert_ids_to_tokens(sorted(self.chat_stop_ids)))
+            notes.append(
+                f"turns stop at {tokens}; one of them is from the chat template, not the model's files"
+            )
+        return notes
+
+    def stop_ids_of(self, prompt: str | Messages | list[int]) -> frozenset[int]:
+        """Return the ids that end a turn after a prompt."""
+        return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
 
     def is_chat(self, prompt: str | Messages | list[int]) -> bool:
         """Return whether a prompt goes through the chat template; for token ids, whether it may have."""
         return self.chat or not isinstance(prompt, str)
 
-    def _prompt_text(self, row: Row) -> tuple[str, bool]:
-        """Return the text of a row's prompt, and whether the tokenizer adds its special tokens to it."""
-        if isinstance(row.prompt, str) and not self.chat:
-            refuse(bool(self.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
-            return row.prompt, True
-        return self.apply_template(as_messages(row.prompt), row.place, is_prompt=True), False
+    def _prompt_text(self, row: Row) -> str:
+        """Return the text of a row's prompt. Raises InputError naming the row."""
+        shown = self.for_prompt(row.tools, row.place)
+        if not self.is_chat(row.prompt):
+            refuse(bool(shown.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
+            return str(row.prompt)
+        messages = as_messages(row.prompt)
+        text = shown.apply_template(messages, row.place, is_prompt=True)
+        shown.check_shown(messages, row.place)
+        return text
+
+    def for_prompt(self, tools: list[dict[str, Any]] | None, place: str) -> "Tokenizer":
+        """Return `with_tools` of a prompt's own tools. Raises InputError naming `place`, also if the run has others."""
+        refuse(
+            bool(tools and self.tools and tools != self.tools),
+            f"{place}: has tools of its own, and so has the run; leave out one of them",
+        )
+        try:
+            return self.with_tools(tools)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
 
     def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
 
         Text ends with exactly one end-of-sequence token, if the tokenizer has one; messages go through the
-        chat template. Raises InputError if that does not show calls of tools.
+        chat template. Raises InputError if that leaves out a message or a tool call.
         """
         place = "the reward model"
-        if isinstance(prompt, str) and not self.chat:
-            assert isinstance(completion, str)
-            ids = self.encode_text(prompt + completion, place, add_special_tokens=True)
+        if not self.is_chat(prompt):
+            ids = self._begun(prompt, self.encode_text(f"{prompt}{completion}", place))
             eos_id = self.backend.eos_token_id
             has_eos = ids[-1:] == [eos_id]
             if eos_id is not None and not has_eos:
@@ -136,13 +195,33 @@ class Tokenizer:
         messages = list(as_messages(prompt))
         add_answer(messages, first)
         messages += others
-        text = self.apply_template(messages, place, is_prompt=False)
-        for call in itertools.chain(*(message.get("tool_calls", ()) for message in messages)):
-            refuse(
-                call["function"]["name"] not in text,
-                f"{place}: the chat template of {self.folder} does not show calls of tools; take prompts that are text",
-            )
-        return self.encode_text(text, place)
+        self.check_shown(messages, place)
+        return self.encode_text(self.apply_template(messages, place, is_prompt=False), place)
+
+    def check_shown(self, messages: Messages, place: str) -> None:
+        """Raise InputError naming `place` if the chat template leaves out a message or a tool call of a conversation.
+
+        Templates drop roles that they do not know, and calls, without a word. It renders marks in place of the texts,
+        once for each sequence of roles.
+        """
+        form = tuple((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
+        if form in self._shown_forms:
+            return
+        marked, marks = marked_messages(messages)
+        self.refuse_hidden(
+            marks, self.apply_template(marked, place, is_prompt=marked[-1]["role"] != "assistant"), place
+        )
+        if len(self._shown_forms) == MAX_REMEMBERED:
+            self._shown_forms.clear()
+        self._shown_forms.add(form)
+
+    def refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
+        """Raise InputError for the first of `marked_messages` that a text of the chat template does not have."""
+        hidden = next((what for mark, what in marks.items() if mark not in text), None)
+        refuse(
+            hidden,
+            f"{place}: the chat template of {self.folder} does not show {hidden}; write it in another role, or as text",
+        )
 
     def apply_template(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
         """Return the text that the chat template makes of messages, the tools and the template's arguments.
@@ -195,33 +274,81 @@ class Tokenizer:
             f"tools: the chat template of {self.folder} does not show {', '.join(hidden)}; describe tools in a message",
         )
 
-    def encode_text(self, text: str, place: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a text alone, with the tokenizer's own special tokens or only those spelt out in it.
+    def _turn_end_ids(self) -> set[int]:
+        """Return the special token with which the chat template ends an answer, if it does."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+        try:
+            text = self.apply_template(messages, str(self.folder), is_prompt=False)
+        except InputError:  # no template, or one for other conversations
+            return set()
+        after = self.encode_appended(text.rpartition(ANSWER)[2].lstrip(), str(self.folder))
+        return set(after[:1]) & self.backend.added_tokens_decoder.keys()
+
+    def encode_text(self, text: str, place: str) -> list[int]:
+        """Return the token ids of a text alone, with only the special tokens that it spells out.
 
         Raises InputError naming `place` if it cannot be tokenized.
         """
         try:
-            return list(self.backend(text, add_special_tokens=add_special_tokens)["input_ids"])
+            return list(self.backend(text, add_special_tokens=False)["input_ids"])
         except Exception as error:
-            # For example half of a surrogate pair, which is not a character, or a damaged vocabulary.
+            # For example half of a surrogate pair, which is not a character, or a corrupt vocabulary.
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
-    def decode(self, ids: Sequence[int] | Tensor, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a completion, int64 [L] or a list, without special tokens or with them.
+    def encode_appended(self, text: str, place: str) -> list[int]:
+        """Return the token ids of a text that follows other tokens, as `encode_text`; they decode to this text there.
 
-        An id that the tokenizer does not have (the model's vocabulary may be padded) becomes U+FFFD. Without
-        that, a wrong completion could get the reward of a right one.
+        SentencePiece tokenizers put a space before a text. So it is tokenized behind another, whose ids are cut off.
+        """
+        for anchor in ANCHORS:
+            before = self.encode_text(anchor, place)
+            ids = self.encode_text(anchor + text, place)
+            if before and ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self.encode_text(text, place)
+
+    def decode(self, ids: Sequence[int] | Tensor, *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids that follow others, int64 [L] or a list, without special tokens or with them.
+
+        It is the text of all less that of the ids before: SentencePiece tokenizers drop the first space of what they
+        decode. An id that is no token (the model's vocabulary may be padded) becomes U+FFFD. Without that, a wrong
+        completion could get the reward of a right one.
         """
         tokens = ids.tolist() if isinstance(ids, Tensor) else ids
         parts = []
-        for is_known, group in itertools.groupby(tokens, key=lambda token: token < self.num_ids):
+        for is_known, group in itertools.groupby(tokens, key=self.known_ids.__contains__):
             part = list(group)
             if is_known:
-                parts.append(self.backend.decode(part, skip_special_tokens=skip_special_tokens))
+                text = self._decode(self._anchor_ids + part, skip_special_tokens)
+                parts.append(text.removeprefix(self._anchor_texts[skip_special_tokens]))
             else:
                 parts.append("\ufffd" * len(part))
         return "".join(parts)
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = self.backend.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def marked_messages(messages: Messages) -> tuple[Messages, dict[str, str]]:
+    """Return messages whose texts and called functions are marks, and what each mark stands for."""
+    marked = []
+    marks: dict[str, str] = {}
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            name = _CALL.format(len(marks))
+            marks[name] = f"a tool call of a message of role {message['role']!r}"
+            calls.append({**call, "function": {**call["function"], "name": name}})
+        content = ""
+        if message["content"] or not calls:
+            content = _CONTENT.format(len(marks))
+            marks[content] = f"a message of role {message['role']!r} in its place"
+        marked.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
+    return marked, marks
 
 
 def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:

@@ -25,7 +25,7 @@ def view_of(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
     """
     first, *further = turns = rollout.episode.turns
     is_one_answer = not further and first.start == first.branch == 0 and first.parse_error is None
-    if is_one_answer and not tokenizer.tools:
+    if is_one_answer and not tokenizer.with_tools(rollout.episode.tools).tools:
         return {}
     return {
         "messages": messages_of(rollout, tokenizer),
@@ -42,17 +42,17 @@ def answers_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     messages = messages_of(rollout, tokenizer)
     if not messages:
         return [{"role": "assistant", "content": tokenizer.decode(rollout.completion)}]
-    for asked in as_messages(rollout.episode.row.prompt):
-        said = messages[0]
-        if said == asked:
+    *earlier, last = as_messages(rollout.episode.row.prompt)
+    for asked in earlier:
+        if not messages or any(messages[0][key] != asked[key] for key in ("role", "content")):
+            return messages
+        del messages[0]
+    said = messages[0]
+    if said["role"] == last["role"] and str(said["content"]).startswith(str(last["content"])):
+        if last["role"] == "assistant":  # its continuation is the answer, even an empty one
+            said["content"] = said["content"].removeprefix(last["content"])
+        else:
             del messages[0]
-            continue
-        goes_on = said["role"] == asked["role"] and said["content"].startswith(asked["content"])
-        if goes_on and said["role"] == "assistant":
-            said["content"] = said["content"].removeprefix(asked["content"])
-        elif goes_on:
-            del messages[0]
-        break
     return messages
 
 

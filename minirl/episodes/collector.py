@@ -99,7 +99,7 @@ class Collector:
             "call_timeout": call_timeout,
         }
         self._runner = EpisodeRunner(engine, prompts=prompts, reward_names=reward_names, **self._of_episodes)
-        self._queue = RewardQueue(functions, prompts)
+        self._queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
         # them. The queue has whole groups until a step asks for their rewards.
         self._num_running: Counter[int] = Counter()

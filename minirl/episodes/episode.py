@@ -26,6 +26,8 @@ from minirl.data.task import (
     is_messages,
     is_stop_string,
     is_token_ids,
+    read_message,
+    read_prompt,
 )
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import conversation
@@ -68,7 +70,7 @@ class Generate:
     @property
     def inserted(self) -> Messages:
         """The appended messages."""
-        return [dict(message) for message in self.after] if is_messages(self.after) else []
+        return list(self.after) if is_messages(self.after) else []
 
     def check(self) -> None:
         """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
@@ -224,6 +226,9 @@ class Branch:
         """
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         appended = [after] if isinstance(after, dict) else after
+        if is_messages(appended or ""):
+            # Copies: the caller may go on to change its messages.
+            appended = [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended or ()]
         asked = Generate("" if appended is None else appended, strings, max_tokens, self.number)
         asked.check()
         return await self.ask(asked)
@@ -232,7 +237,7 @@ class Branch:
 class Episode(Branch):
     """One rollout in the making. It is itself a branch, the one that follows the row's prompt.
 
-    row: the prompt's row of the data. seed: for everything random in this episode; the same in every run of it.
+    row: a copy of the prompt's row of the data. seed: for everything random in this episode; the same in every run.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
     temperature: of all turns. all_turns: the turns of all branches, in order. given: the rewards given so far, by name.
     end_reason: the argument of `end`, if it was called.
@@ -248,7 +253,8 @@ class Episode(Branch):
         *,
         is_chat: bool = False,
     ):
-        super().__init__(row.prompt, request.max_new_tokens, prompt_ids=list(request.prompt_ids))
+        prompt = copy.deepcopy(row.prompt)
+        super().__init__(prompt, request.max_new_tokens, prompt_ids=list(request.prompt_ids))
         self.row = row
         self.request = request
         self.seed = request.key
@@ -294,8 +300,11 @@ class Episode(Branch):
         """Begin a further branch, with another prompt: a rewritten or a second conversation, or token ids.
 
         It is a separate training sample with the rollout's advantage, and shares its weight in the loss with the other
-        branches. tools: JSON schemas of the tools that a prompt of messages shows; None: the run's.
+        branches. tools: JSON schemas of the tools that a prompt of messages shows; None: the run's. Raises InputError
+        for another prompt.
         """
+        if not is_token_ids(prompt):
+            prompt = read_prompt(prompt, "branch(...): the prompt")
         # The caller may go on to change its list of messages; the branch keeps the present ones.
         own = copy.deepcopy(prompt)
         number = 1 + len(self._further)

@@ -77,7 +77,7 @@ class EpisodeRunner:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
             row = self._prompts.row(request.rollout_id.prompt_ordinal)
-            tokenizer = self._prompts.tokenizer
+            tokenizer = self._prompts.tokenizer.with_tools(row.tools)
             episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
             running = self._programs.begin(episode)
             self._running[running] = None
@@ -131,7 +131,7 @@ class EpisodeRunner:
         """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
 
         If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
-        function fails or makes a refused request.
+        function fails, as it does at a rejected request that it does not catch.
         """
         for rollout in self._engine.step():
             self._take_tokens(self._running_of[rollout.rollout_id], rollout)
@@ -172,9 +172,17 @@ class EpisodeRunner:
             self._end(running, running.episode.end_reason, reply)
 
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
-        """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead."""
+        """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
+
+        A request that is rejected raises its InputError in the function, which may catch it and go on.
+        """
         limit = "length"  # the turn has no room
-        if make_turn(self._prompts, running, asked) is not None:
+        try:
+            turn = make_turn(self._prompts, running, asked)
+        except InputError as error:
+            self._programs.send(running, error)
+            return
+        if turn is not None:
             self._count_results(asked)
             limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         if limit:
@@ -239,7 +247,8 @@ class EpisodeRunner:
         """
         episode = running.episode
         episode.drop_unseen()
-        refuse(not episode.all_turns, "ended without a turn; it must await one")
+        rejected = f"; its last request was rejected: {running.rejected}" if running.rejected else ""
+        refuse(not episode.all_turns, f"ended without a turn; it must await one{rejected}")
         if returned is not None:
             check_rewards({*returned, *episode.given}, self._reward_names, running.place)
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
@@ -249,7 +258,8 @@ class EpisodeRunner:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
             ends[running.branch.number] = finish_reason
-        self._ended.append(running.rollout(finish_reason, ends, rewards))
+        row = self._prompts.row(episode.request.rollout_id.prompt_ordinal)
+        self._ended.append(running.rollout(finish_reason, ends, rewards, row))
         del self._running[running]
         self._leave(running)
 
@@ -277,6 +287,10 @@ def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -
 
     given: the names of the rewards that an episode gave or returned. wanted: the names of the run's rewards.
     """
+    refuse(
+        not all(isinstance(name, str) for name in given),
+        f"{place}: a reward's name is not text: {given!r:.80}",
+    )
     listed = ", ".join(map(repr, sorted(given))) or "none"
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given))
     refuse(

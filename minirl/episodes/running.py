@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minirl.data.task import is_messages
+from minirl.data.task import Row, is_messages
 from minirl.data.view import as_plain
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, refuse
+from minirl.files.json_files import json_text
 from minirl.files.user_code import users_traceback
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Rollout, TurnFacts, appended, rollout_of
@@ -58,7 +59,8 @@ class RunningEpisode:
     task: its function, which replies when it asks for a turn, and once more when it ends. Ends after its `finally`.
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
     room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
-    this round. budget: how many tokens the episode may sample in this round, from part_start on.
+    this round. budget: how many tokens the episode may sample in this round, from part_start on. rejected: why the
+    function's last request was rejected, if one was.
     """
 
     def __init__(self, episode: Episode, function: RolloutFunction, take_reply: "TakeReply"):
@@ -67,6 +69,7 @@ class RunningEpisode:
         self.branch: Branch | None = None
         self.part_start = 0
         self.budget = NO_BUDGET
+        self.rejected: InputError | None = None
         self._function = function
         self._take_reply = take_reply
         # While the function waits for its turn.
@@ -92,12 +95,17 @@ class RunningEpisode:
         tokens = NO_TOKENS if rollout is None else rollout.after_prompt
         return tokens if len(tokens) >= turn.start else tokens + appended(turn.appended)
 
-    def send(self, turn: Turn) -> None:
-        """Give the function the turn that it asked for; it replies."""
+    def send(self, turn: Turn | InputError) -> None:
+        """Give the function the turn that it asked for, or raise the error in it; it replies."""
         future, self._asked = self._asked, None
         assert future is not None, "it asked for no turn"
-        if not future.cancelled():  # else a failure follows
+        if future.cancelled():  # a failure follows
+            return
+        if isinstance(turn, Turn):
             future.set_result(turn)
+        else:
+            self.rejected = turn
+            future.set_exception(turn)
 
     def cancel(self) -> None:
         """End the function where it waits, unless it cleans up already. It does not reply."""
@@ -106,11 +114,12 @@ class RunningEpisode:
             self.task.cancel()
 
     def rollout(
-        self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None]
+        self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None], row: Row
     ) -> Rollout:
         """Return the rollout up to the end of the last turn; it must have one.
 
-        ends: the branches' finish reasons, by number. rewards: all rewards by name.
+        ends: the branches' finish reasons, by number. rewards: all rewards by name. row: as the data has it; the
+        function may have changed the episode's.
         """
         episode = self.episode
         *earlier, (last, seen) = [
@@ -122,7 +131,7 @@ class RunningEpisode:
             seen,
             finish_reason=finish_reason,
             branch_end=ends[last.number],
-            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools, episode.row),
+            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools, row),
             earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 
@@ -190,8 +199,8 @@ class Programs:
         running.task.add_done_callback(lambda _: self._forget(running))
         return running
 
-    def send(self, running: RunningEpisode, turn: Turn) -> None:
-        """Give a function the turn that it asked for; it replies."""
+    def send(self, running: RunningEpisode, turn: Turn | InputError) -> None:
+        """Give a function the turn that it asked for, or raise the error in it; it replies."""
         self._since[running] = time.monotonic()
         running.send(turn)
 
@@ -259,8 +268,13 @@ def _seen(branch: Branch) -> Rollout:
 
 
 def plain_facts(turn: Turn) -> TurnFacts:
-    """Return what is stored of a turn: of messages what JSON holds."""
-    return TurnFacts(**turn.numbers(), inserted=as_plain(turn.inserted))
+    """Return what is stored of a turn: of messages what JSON holds. Raises InputError for what it cannot hold."""
+    facts = TurnFacts(**turn.numbers(), inserted=as_plain(turn.inserted))
+    try:
+        json_text(vars(facts))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"turn.extra, or a message appended before the turn, is not JSON: {error}") from None
+    return facts
 
 
 def returned_rewards(returned: Any) -> dict[str, float | None]:

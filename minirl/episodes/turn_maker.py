@@ -49,7 +49,7 @@ def _begin(prompts: PromptStream, branch: Branch, episode: Episode, place: str) 
     """Make a new branch's request; return False if its prompt leaves no room for a turn."""
     prompt_ids = prompts.branch_ids(branch.prompt, place, tools=branch.tools)
     branch_id = episode.request.rollout_id._replace(branch=branch.number)
-    request = prompts.request(branch_id, prompt_ids, episode.temperature)
+    request = prompts.request(branch_id, branch.prompt, prompt_ids, episode.temperature)
     if request.max_new_tokens < 1:
         refuse(not episode.all_turns, f"{place}: the prompt of its first turn leaves no room for it")
         return False

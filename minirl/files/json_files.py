@@ -2,10 +2,25 @@
 
 import contextlib
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 from minirl.errors import InputError
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON: sets as lists, numbers and arrays of numpy and torch as theirs, other objects as text.
+
+    Raises TypeError or ValueError for keys that are no text, and for a value that contains itself.
+    """
+    return json.dumps(value, indent=indent, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Set):
+        return sorted(value, key=repr)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from minirl.errors import SaveError
 from minirl.files import durable
-from minirl.files.json_files import read_json_lines
+from minirl.files.json_files import json_text, read_json_lines
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 
@@ -65,8 +65,7 @@ class Logger:
         self._unwritten = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
-            # Paths and other values that JSON cannot hold become text.
-            durable.replace_file(folder / "args.json", json.dumps(args, indent=2, default=str) + "\n")
+            durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
             _cut_metrics(self._metrics_file, after_step)
             if wandb_mode != "off":
                 self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
@@ -88,7 +87,7 @@ class Logger:
     def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
         # Each rank encodes its own: rank 0 only puts the lines in order.
-        lines = [(tuple(record["id"]), json.dumps(record) + "\n") for record in records]
+        lines = [(tuple(record["id"]), json_text(record) + "\n") for record in records]
         # They may have megabytes: no other rank gets them.
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):

@@ -7,14 +7,15 @@ arguments that it names, or all of them if it takes `**kwargs`, and returns one 
 Text prompts come with text completions, chat prompts with the messages after the prompt, as
 `[{"role": "assistant", "content": text}]`.
 
-A function that names them gets further lists, one entry per completion, unless the data has a field of the name:
-`episodes`, dicts with the conversation, turns and more (`episode_facts`). One that runs in this process also gets
-`environments`, the objects of --environment, and `rollouts`, each a `Rollout`.
+A function that names them gets further lists, one entry per completion: `episodes`, dicts with the conversation, turns
+and more (`episode_facts`). One that runs in this process also gets `environments`, the objects of --environment, and
+`rollouts`, each a `Rollout`. It may change what it gets, which is a copy.
 
 A reward model is such a function too: it reads the texts with its own tokenizer and chat template
 (`reward_model`).
 """
 
+import copy
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFuncti
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import answers_of, messages_of
 from minirl.errors import InputError, RewardError, escaped
+from minirl.files.user_code import users_traceback
 from minirl.rewards.values import Answer, validate_rewards
 from minirl.rewards.worker import call_reward, parameters_of
 from minirl.rollouts import Rollout
@@ -106,13 +108,12 @@ def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
 
 
 def group_arguments(
-    tokenizer: Tokenizer, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
+    tokenizer: Tokenizer, row: Row, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
 ) -> dict[str, list[Any]]:
     """Return all arguments for the rollouts of one prompt, by name; `episodes` only if they are `asked` for.
 
-    texts: the completions.
+    row: the prompt's. texts: the completions.
     """
-    row = rollouts[0].episode.row
     episodes = (
         map(functools.partial(episode_facts, tokenizer), rollouts, texts) if "episodes" in asked else ()
     )
@@ -128,18 +129,21 @@ def group_arguments(
     }
 
 
-def arguments_of(
-    function: RewardFunction, given: Mapping[str, list[Any]], columns: Collection[str]
-) -> dict[str, list[Any]]:
-    """Return those of the arguments that a function takes, by name, in new lists.
-
-    With `**kwargs` it takes all but those of EPISODE_ARGUMENTS that are not `columns` of the data: it must name these.
-    """
+def arguments_of(function: RewardFunction, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return those of the arguments that a function takes, by name: all but EPISODE_ARGUMENTS with `**kwargs`."""
     parameters = parameters_of(function)
     taken = set(parameters.names)
     if parameters.takes_all:
-        taken |= {*STANDARD_ARGUMENTS, *columns}
-    return {name: list(values) for name, values in given.items() if name in taken}
+        taken |= given.keys() - set(EPISODE_ARGUMENTS)
+    return {name: values for name, values in given.items() if name in taken}
+
+
+def own_arguments(arguments: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return copies of arguments for a function that runs in this process, and may change what is not an object."""
+    return {
+        name: list(values) if name in ("environments", "rollouts") else list(map(copy.deepcopy, values))
+        for name, values in arguments.items()
+    }
 
 
 def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str, Any]:
@@ -173,14 +177,21 @@ def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str
     }
 
 
-def judged(
+def scored_here(
     name: str, function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
 ) -> list[float | None]:
     """Call a function in this process, for the completions of the row at `place`; see `checked_rewards`.
 
-    The function's own errors pass through.
+    Raises RewardError, with the traceback, also for what the function raises.
     """
-    return checked_rewards(name, place, validate_rewards(call_reward(function, arguments), texts))
+    answer: Answer
+    try:
+        answer = validate_rewards(call_reward(function, arguments), texts)
+    except (InputError, RewardError):
+        raise
+    except (Exception, SystemExit) as error:
+        answer = f"raised\n{users_traceback(error)}"
+    return checked_rewards(name, place, answer)
 
 
 def checked_rewards(name: str, place: str, answer: Answer) -> list[float | None]:

@@ -1,8 +1,9 @@
 """Reward rollouts while others decode: one call of each function per prompt."""
 
+import functools
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -10,8 +11,15 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages, RewardFunction
+from minirl.errors import RewardError
 from minirl.ranks.time_account import spent_on
-from minirl.rewards.functions import arguments_of, asked_of_episodes, group_arguments, judged
+from minirl.rewards.functions import (
+    arguments_of,
+    asked_of_episodes,
+    group_arguments,
+    own_arguments,
+    scored_here,
+)
 from minirl.rewards.reward_model import RewardModel
 from minirl.rewards.reward_workers import MAX_TOGETHER, RewardWorkers
 from minirl.rewards.rewarded import RewardedRollouts
@@ -44,9 +52,17 @@ class RewardQueue:
     groups: those that nobody has taken, by the prompt's ordinal.
     """
 
-    def __init__(self, functions: Mapping[str, RewardFunction], prompts: PromptStream):
+    def __init__(
+        self,
+        functions: Mapping[str, RewardFunction],
+        prompts: PromptStream,
+        *,
+        call_timeout: float | None = None,
+    ):
+        """call_timeout: the most seconds of a call in a thread; None: no limit. Processes have their own."""
         self._functions = functions
         self._prompts = prompts
+        self._call_timeout = call_timeout
         self._asked = asked_of_episodes(functions.values())
         self._threads = {
             name: ThreadPoolExecutor(MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1)
@@ -59,19 +75,30 @@ class RewardQueue:
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add this rank's rollouts of one prompt, in any order, and begin their calls; never waits."""
         group = sorted(rollouts, key=lambda rollout: rollout.rollout_id.sample)
-        row, tokenizer = group[0].episode.row, self._prompts.tokenizer
+        ordinal = group[0].rollout_id.prompt_ordinal
+        row, tokenizer = self._prompts.row(ordinal), self._prompts.tokenizer
         texts = [tokenizer.decode(rollout.completion) for rollout in group]
-        given = group_arguments(tokenizer, group, texts, self._asked)
+        given = group_arguments(tokenizer, row, group, texts, self._asked)
         seed = self._prompts.key(group[0].branches[0].rollout_id)
         calls = {}
         for name, function in self._functions.items():
-            arguments = arguments_of(function, given, row.columns)
+            arguments = arguments_of(function, given)
             if isinstance(function, RewardWorkers):
                 calls[name] = function.submit(arguments, row.place, texts, seed=seed)
             elif name in self._threads:
-                calls[name] = self._threads[name].submit(judged, name, function, arguments, row.place, texts)
+                own = own_arguments(arguments)
+                call = functools.partial(scored_here, name, function, own, row.place, texts)
+                calls[name] = self._threads[name].submit(self._limited, name, row.place, call)
         self._under_way += calls.values()
-        self.groups[group[0].rollout_id.prompt_ordinal] = _Group(group, texts, given["completions"], calls)
+        self.groups[ordinal] = _Group(group, texts, given["completions"], calls)
+
+    def _limited(self, name: str, place: str, call: Callable[[], Rewards]) -> Rewards:
+        """Return the result of a call, or raise RewardError when it takes too long. Its thread cannot be ended."""
+        try:
+            return ThreadPoolExecutor(1).submit(call).result(self._call_timeout)
+        except TimeoutError:
+            limit = f"took more than {self._call_timeout:g} s; see --call-timeout"
+            raise RewardError(f"reward {name} for the row at {place}: {limit}") from None
 
     @property
     def is_busy(self) -> bool:
@@ -99,7 +126,7 @@ class RewardQueue:
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.
 
-        Raises RewardError naming function and row, or what a function of this process raised.
+        Raises RewardError naming function and row.
         """
         groups = [self.groups.pop(ordinal) for ordinal in ordinals]
         with spent_on("wait_rewards"):
@@ -120,7 +147,7 @@ class RewardQueue:
                 asked = {"prompts": [row.prompt for row in rows], "completions": completions}
                 place = f"{rows[0].place} and those that follow"
                 with spent_on("wait_rewards"):
-                    rewards = judged(name, function, asked, place, texts)
+                    rewards = scored_here(name, function, asked, place, texts)
             columns.append([math.nan if reward is None else reward for reward in rewards])
         return RewardedRollouts(
             rollouts=rollouts,

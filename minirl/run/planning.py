@@ -110,6 +110,10 @@ def workload(
     streams: training prompts, and held-out ones. value_folder: a resumed run's value model. Raises InputError for
     models that cannot be used.
     """
+    prompts, held_out = streams
+    longest = min(
+        max(stream.longest_prompt for stream in streams) + prompts.max_new_tokens, prompts.max_tokens
+    )
     trained = [policy]
     if config.num_value_models:
         value_folder = value_folder or named_folder(config, "value_model")
@@ -125,10 +129,12 @@ def workload(
     for name, model in config.reward_models.items():
         folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
         frozen[name] = read_config(folder, scalar_head=True)
-    prompts, held_out = streams
-    longest = min(
-        max(stream.longest_prompt for stream in streams) + prompts.max_new_tokens, prompts.max_tokens
-    )
+        num_positions = frozen[name].max_position_embeddings
+        refuse(
+            num_positions < longest,
+            f"--reward-model {model}: has {num_positions} positions, and a prompt with its completion up to {longest} "
+            "tokens; lower --max-new-tokens, or take shorter prompts",
+        )
     num_prompts = math.ceil(config.prompts_per_step / machine.num_ranks)
     # Whole groups, perhaps with a greedy completion for each. With --max-staleness those of two steps are open.
     requests = num_prompts * (config.group_size + 1) * (2 if config.max_staleness else 1)

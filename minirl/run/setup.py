@@ -22,6 +22,7 @@ from minirl.data.tools import Tool
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.errors import refuse
+from minirl.files.json_files import json_text
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -282,7 +283,7 @@ class Setup:
             print0(f"memory {line}")
         old = self.folder.args.get("flags", {})
         # Through JSON, like the old ones: tuples become lists.
-        new = json.loads(json.dumps(vars(self.config)))
+        new = json.loads(json_text(vars(self.config)))
         changed = [name for name in new if name in old and old[name] != new[name]]
         if changed:
             listed = ", ".join(f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed)

@@ -58,8 +58,8 @@ class Prompts(PromptStream):
         )
         self._length_of = length_of
 
-    def request(self, rollout_id, prompt_ids, temperature):
-        request = super().request(rollout_id, prompt_ids, temperature)
+    def request(self, rollout_id, *arguments):
+        request = super().request(rollout_id, *arguments)
         if self._length_of is None:
             return request
         return replace(request, max_new_tokens=self._length_of(rollout_id), stop_ids=frozenset())

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from minirl.rewards.functions import arguments_of, judged
+from minirl.rewards.functions import arguments_of, scored_here
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import rollout_of
 
@@ -16,10 +16,10 @@ def rewards_of_call(function, row, completions):
     given["completions"] = [
         text if is_text else [{"role": "assistant", "content": text}] for text in completions
     ]
-    arguments = arguments_of(function, given, row.columns)
+    arguments = arguments_of(function, given)
     if isinstance(function, RewardWorkers):
         return function.submit(arguments, row.place, completions).result()
-    return judged(getattr(function, "__name__", "f"), function, arguments, row.place, completions)
+    return scored_here(getattr(function, "__name__", "f"), function, arguments, row.place, completions)
 
 
 def in_two_branches(rollout):

@@ -55,6 +55,15 @@ class Letters:
 
     stop_ids = frozenset({7})
 
+    def stop_ids_of(self, prompt):
+        return self.stop_ids
+
+    def is_chat(self, prompt):
+        return False
+
+    def notes(self, **kinds):
+        return []
+
     def encode(self, row):
         return [ord(letter) for letter in row.prompt]
 

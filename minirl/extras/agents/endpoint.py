@@ -27,8 +27,8 @@ from minirl.errors import refuse
 from minirl.extras.agents.openai_format import (
     ChatRequest,
     completion_of,
-    read_message,
     read_request,
+    said_message,
     streamed,
 )
 from minirl.extras.agents.server import Server
@@ -86,7 +86,7 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
 
 
 class Chat:
-    """A branch of the episode as the agent knows it. said: the messages so far, as `read_message` returns them."""
+    """A branch of the episode as the agent knows it. said: the messages so far, as `said_message` returns them."""
 
     def __init__(self, branch: Branch, said: Messages):
         self.branch = branch
@@ -104,7 +104,7 @@ class Endpoint:
     """The requests of an episode's agent. `async with` gives the URL, and answers each with a turn until it ends."""
 
     def __init__(self, episode: Episode):
-        prompt = [read_message(message, "prompt") for message in as_messages(episode.row.prompt)]
+        prompt = [said_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
         self._chats = [Chat(episode, prompt)]
         # Requests wait for each other, in order of arrival. A turn goes on without its client.
@@ -167,7 +167,7 @@ class Endpoint:
             self._chats.remove(chat)
             return
         completion = completion_of(turn, branch, request, len(self._episode.all_turns))
-        chat.said = [*request.messages, read_message(completion["choices"][0]["message"], "answer")]
+        chat.said = [*request.messages, said_message(completion["choices"][0]["message"], "answer")]
         answered.set_result(completion)
 
     def _find(self, request: ChatRequest) -> Chat:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.data.task import Messages, check_text, is_message
+from minirl.data.task import Messages, check_text, read_message
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
@@ -58,7 +58,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InputError("messages: expected a list of one or more")
-    read = [read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    read = [said_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     is_answer = read[-1]["role"] == "assistant"
     refuse(is_answer, "messages: the last one is the assistant's, whose turn the model samples")
     stop = fields.get("stop", [])
@@ -75,41 +75,18 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     return ChatRequest(read, tools, stop, fields, ignored)
 
 
+def said_message(message: Any, place: str) -> dict[str, Any]:
+    """Return a message as `read_message` does, without the fields of answers that agents do not send back whole."""
+    read = read_message(message, place)
+    return {
+        key: read[key] for key in ("role", "content", "name", "tool_call_id", "tool_calls") if key in read
+    }
+
+
 @functools.cache
 def _note_ignored(key: str) -> None:
     """Tell once that a field has no effect."""
     print0(f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags decide")
-
-
-def read_message(message: Any, place: str) -> dict[str, Any]:
-    """Return a message as chat templates take it: text as content, and values as arguments of calls.
-
-    Fields of answers that templates do not use, such as reasoning, are dropped: agents send back some of them.
-    """
-    refuse(not isinstance(message, dict), f"{place}: expected an object")
-    content = message.get("content") or ""
-    try:
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
-        calls = [_read_call(call) for call in message.get("tool_calls") or ()]
-    except (TypeError, LookupError):
-        raise InputError(
-            f"{place}: only text as content, and calls of functions, are possible here"
-        ) from None
-    read = {"role": message.get("role"), "content": content}
-    refuse(not is_message(read), f"{place}: expected a role, and text as content")
-    for key in ("name", "tool_call_id"):
-        if message.get(key) is not None:
-            read[key] = message[key]
-    return {**read, "tool_calls": calls} if calls else read
-
-
-def _read_call(call: Any) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    with contextlib.suppress(TypeError, ValueError, RecursionError):
-        arguments = json.loads(arguments)
-    return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _message(turn: Turn, request: ChatRequest, number: int) -> dict[str, Any]:

@@ -10,9 +10,11 @@ database, or a browser, may belong to the thread that opened it.
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,7 +107,7 @@ class EpisodeTools:
         self._environment = episode.environment = await self.value(self._factory)
         self.by_name = {method.__name__: method for method in methods_of(self._environment)}
         messages = as_messages(episode.row.prompt)
-        row = {**episode.row.columns, "prompt": messages}
+        row = copy.deepcopy({**episode.row.columns, "prompt": messages})
         observation = await self.value(self._environment.reset, **row)
         if observation is None:
             return episode
@@ -142,13 +144,11 @@ class EpisodeTools:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         call = functools.partial(function, **arguments)
-        try:
-            return await in_thread(self._thread, call)
-        except ValueError as error:
-            # Only the main thread may set a signal, such as an alarm that ends a slow query.
-            if "main thread" not in str(error):
-                raise
-            return call()
+        # Only the main thread may install a signal handler, such as an alarm that ends a slow query.
+        names = function.__code__.co_names if hasattr(function, "__code__") else ()
+        used = [function.__globals__.get(name) for name in names]
+        uses_signals = any(value is signal or value is signal.signal for value in used)
+        return call() if uses_signals else await in_thread(self._thread, call)
 
     async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return `_message` of a call's result; a tool's exception is a result too."""
