@@ -258,7 +258,7 @@ REFUSED = {
     '{"messages": [{"role": "user"}, {"content": "a"}]}': "messages[1]: {'content': 'a'}: expected a message",
     '{"messages": [{"role": "user", "content": 7}]}': "messages[0]: content is 7; only text",
     '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': "}]; only text content",
-    '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}': "tool_calls: only function calls are supported",
+    '{"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}': "only function calls",
     r'{"messages": [{"role": "user", "content": "\ud800"}]}': "half a surrogate pair is not text",
     '{"messages": [{"role": "assistant", "content": "so"}]}': "whose turn the model samples",
     '{"n": 2}': "n: only 1 is possible here; leave it out",

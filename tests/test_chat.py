@@ -9,7 +9,8 @@ import torch
 
 from minirl.data.answers import check_readable, parsed_answer
 from minirl.data.appended_messages import following_ids
-from minirl.data.task import Row, Task
+from minirl.data.jsonl import read_rows
+from minirl.data.task import Row, Task, read_message, read_prompt
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.run.config import RunConfig
@@ -111,6 +112,69 @@ def test_what_is_no_message_or_is_not_written_by_the_template_is_refused_with_th
     """Fault 22."""
     with pytest.raises(InputError, match=rf"f:1: {error.replace('FOLDER', str(tmp_path))}"):
         following_ids(make(template), messages, "f:1", end_id=None)
+
+
+ONLY_KNOWN = CHATML.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}"
+)
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 3}'}}
+WITH_CALLS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "system", "tool", "assistant"])
+def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, role):
+    """Roles that it does not know, and calls. Fault 22."""
+    message = {"role": role, "content": "b", **({"tool_calls": [CALL]} if role == "assistant" else {})}
+    prompt = [message, {"role": "user", "content": "a"}]
+    with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{role}"):
+        make(ONLY_KNOWN).encode(Row(prompt, {}, "f:1"))
+    prompt_ids = make(WITH_CALLS).encode(Row([read_message(message, "f:1"), prompt[1]], {}, "f:1"))
+    assert prompt_ids[-1] == 10
+
+
+def test_messages_are_read_as_users_and_clients_write_them(make):
+    """Null and parts are text, and arguments as text are the object: a template would escape them twice."""
+    asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    prompt = [
+        asked,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "user", "content": "c"},
+    ]
+    read = read_prompt(prompt, "f:1")
+    assert read == read_prompt(read, "f:1")
+    shown = make(WITH_CALLS).backend.decode(make(WITH_CALLS).encode(Row(read, {}, "f:1")))
+    assert "user\nab<|im_end|>" in shown
+    assert '"arguments": {"a": 3}' in shown
+    assert asked["content"][0]["type"] == "text"
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_chats(tmp_path, name):
+    """Where the model's files name none that the template writes; not those of texts. Pitfall 14."""
+    template, end = CHAT_TEMPLATES[name]
+    save_chat_tokenizer(tmp_path, template, end)
+    assert Tokenizer(tmp_path).chat_stop_ids == Tokenizer(tmp_path).stop_ids or "not closed" in name
+    save_chat_tokenizer(tmp_path, template, "</s>")
+    tokenizer = Tokenizer(tmp_path)
+    (eos_id,) = tokenizer.stop_ids
+    after = tokenizer.apply_template(conversation(), "f:1", is_prompt=False).partition(ANSWER)[2]
+    ends = {*tokenizer.encode_text(after.strip(), "f:1")[:1]}
+    assert tokenizer.stop_ids_of(conversation()) == ends | {eos_id}
+    assert tokenizer.stop_ids_of("text") == {eos_id}
+
+
+def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
+    """A column of them would be lost in silence."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hi", "tools": [LOOKUP], "n": 1}))
+    (row,) = read_rows(str(tmp_path / "rows.jsonl"))
+    assert row.columns == {"n": 1}
+    assert "Look up." in make(WITH_TOOLS).backend.decode(make(WITH_TOOLS).encode(row))
+    with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show lookup"):
+        make(CHATML).encode(row)
+    with pytest.raises(InputError, match=r"rows.jsonl:1: has tools of its own, and so has the run"):
+        make(WITH_TOOLS, tools=[{**LOOKUP, "function": {"name": "other"}}]).encode(row)
 
 
 def lookup(query: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.data.jsonl import read_rows
@@ -116,6 +116,94 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
     tokenizer.chat = True
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
+
+
+def test_text_prompts_have_one_bos_and_no_eos_and_a_note_says_so(tmp_path):
+    """Where the text spells out a BOS, and where the tokenizer ends texts with an EOS. Pitfall 17."""
+    save_tokenizer(tmp_path, None, single="<bos> $A <eos>")
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("hello.", "<bos>hello."):
+        assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
+    assert tokenizer.encode_answered("<bos>he", "llo.") == ids("<bos>hello.<eos>")
+    assert any(
+        "writes <eos> after texts" in note for note in letter_prompts("a", tokenizer=tokenizer).notes()
+    )
+
+
+def test_an_id_that_is_no_token_is_unreadable_and_those_behind_it_are_read(tmp_path):
+    """Ids may have holes: the stop token may have a greater id than there are tokens. Pitfall 6."""
+    save_tokenizer(tmp_path, None)
+    backend = json.loads((tmp_path / "tokenizer.json").read_text())
+    backend["model"]["vocab"]["z"] = 50
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    tokenizer = Tokenizer(tmp_path)
+    hole = ids("z")[0]
+    assert tokenizer.decode([50, hole, *ids("a"), 51, 50]) == "z\ufffda\ufffdz"
+    assert StopStrings(tokenizer, ["az"])([[*ids("a"), 50], [*ids("a"), hole, 50]]) == [True, False]
+
+
+def sentencepiece(normalizer=None, pre_tokenizer=None):
+    """Single characters, and words with a first space, as SentencePiece has them."""
+    from tokenizers import normalizers
+
+    words = ["\u2581there", "\u2581was", "\u2581\u2581", "\u2581"]
+    letters = [*"abehrstw.0\n", *words]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("the", "r"),
+        ("ther", "e"),
+        ("\u2581", "there"),
+        ("w", "a"),
+        ("wa", "s"),
+    ]
+    merges += [("\u2581", "was"), ("\u2581", "\u2581")]
+    vocab = {
+        token: i for i, token in enumerate(dict.fromkeys([*letters, *("".join(pair) for pair in merges)]))
+    }
+    backend = Backend(models.BPE(vocab, merges))
+    replace = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if normalizer else None
+    )
+    if pre_tokenizer:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=pre_tokenizer, split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = (
+        decoders.Sequence(steps) if normalizer else decoders.Metaspace(prepend_scheme=pre_tokenizer)
+    )
+    return backend
+
+
+def byte_level(adds_space):
+    backend = Backend(models.BPE({name: i for i, name in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        sentencepiece(normalizer="prepend"),
+        sentencepiece(pre_tokenizer="first"),
+        sentencepiece(pre_tokenizer="always"),
+        sentencepiece(pre_tokenizer="never"),
+        byte_level(True),
+        byte_level(False),
+    ],
+    ids=["prepend", "first", "always", "never", "prefix space", "byte level"],
+)
+def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp_path, backend):
+    """No first space is added or lost. The text of all is that of the prompt and these."""
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    prompt = tokenizer.encode_text("there was", "f:1")
+    for text in ("there was", " there", "    there", "  ", "a there", "\nthere", "was. ", "\n\n a"):
+        appended = tokenizer.encode_appended(text, "f:1")
+        assert tokenizer.decode(appended) == text
+        assert tokenizer.backend.decode(prompt + appended) == tokenizer.backend.decode(prompt) + text
+        assert StopStrings(tokenizer, [text]).found(appended) == text
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
@@ -256,6 +344,7 @@ def write(tmp_path):
             "field 'prompt', message 1: content is .*only text content is supported",
         ),
         (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' has the name of an argument"),
+        (b'{"rollouts": "b", "prompt": "a"}', "field 'rollouts' has the name of an argument"),
         (b'{"prompt": "caf\xe9"}', "cannot be read: 'utf-8' codec"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

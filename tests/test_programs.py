@@ -3,14 +3,22 @@
 import asyncio
 import contextlib
 import functools
+import json
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
+from minirl.data.task import Row
 from minirl.episodes.episode import one_turn
-from minirl.errors import RolloutError
+from minirl.errors import InputError, RolloutError
+from minirl.files.json_files import json_text
+from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
 from support.collecting import (
@@ -28,6 +36,89 @@ from support.collecting import (
 
 def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
     return collected(make_collector(rollout=rollout, **options), num_steps, num_groups)
+
+
+def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
+    """As a prompt without room, and messages that are none. The other episodes and the turns stay as they are."""
+    caught = []
+
+    async def careful(episode):
+        for make in (lambda: episode.branch("a" * 200), lambda: episode):
+            try:
+                await make().generate(after={"role": "user", "content": "a"} if make() is episode else None)
+            except InputError as error:
+                caught.append(str(error))
+        await episode.generate(max_tokens=4)
+
+    async def plain(episode):
+        await episode.generate(max_tokens=4)
+
+    assert rollouts_of(careful) == rollouts_of(plain)
+    assert {re.sub(r".*: ", "", text) for text in caught} == {
+        "the prompt of its first turn leaves no room for it",
+        "messages before the first turn; see episode.branch, or write them into the row's prompt",
+    }
+
+    async def hopeless(episode):
+        with contextlib.suppress(InputError):
+            await episode.branch("a" * 200).generate()
+
+    with pytest.raises(
+        RolloutError, match=r"ended without a turn; .* was rejected: .* leaves no room for it"
+    ):
+        rollouts_of(hopeless)
+
+
+def test_a_row_belongs_to_its_episode_alone():
+    """Whatever a function does to it, other episodes, rewards, later steps and records have the data's."""
+
+    async def spoiling(episode):
+        episode.row.columns["board"].append("x")
+        episode.prompt.append({"role": "user", "content": "b"})
+        episode.row.prompt[0]["content"] += "!"
+        await episode.generate(max_tokens=2)
+        return float(len(episode.row.columns["board"]))
+
+    def here(rollouts, board, prompts):
+        sizes = [float(len(one)) for one in board]
+        for rollout, one, prompt in zip(rollouts, board, prompts, strict=True):
+            rollout.episode.row.columns["board"].append("y")
+            one.append("y")
+            prompt.clear()
+        return sizes
+
+    prompts = chat_prompts()
+    prompts._rows = [Row([{"role": "user", "content": "a"}], {"board": []}, "f:1")]
+    functions = {"reward": EpisodeReward(), "here": here, "later": lambda board: list(map(len, board))}
+    collector = make_collector(prompts, rollout=spoiling, functions=functions)
+    for _ in range(2):
+        groups = collector.collect(2)
+        assert groups.rewards.unique(dim=1).tolist() == [[[1.0, 0.0, 0.0]]] * 2
+    assert prompts._rows == [Row([{"role": "user", "content": "a"}], {"board": []}, "f:1")]
+
+
+def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
+    """Numbers of numpy, sets and paths are read; what JSON cannot hold would end the step that logs it."""
+
+    async def noting(episode, noted):
+        turn = await episode.generate(max_tokens=2)
+        turn.extra["noted"] = noted
+
+    noted = {"a": numpy.float32(0.5), "b": {1}, "c": Path("x"), "d": torch.ones(2)}
+    (rollout, *_) = (
+        make_collector(rollout=functools.partial(noting, noted=noted)).collect(1).rewarded.rollouts
+    )
+    assert json.loads(json_text(rollout.episode.turns[0].numbers()))["extra"]["noted"] == {
+        "a": 0.5,
+        "b": [1],
+        "c": "x",
+        "d": [1.0, 1.0],
+    }
+    noted[(1, 2)] = 3
+    with pytest.raises(
+        RolloutError, match=r"row at f:\d+, after turn 1: turn.extra, .* is not JSON: keys must be"
+    ):
+        make_collector(rollout=functools.partial(noting, noted=noted)).collect(1)
 
 
 FUNCTIONS = [(one_turn, 7), (calculator, 3), (branching, 3)]

@@ -70,8 +70,8 @@ class Tokenizer:
         self.known_ids = frozenset(self.backend.get_vocab().values())
         self.num_ids = max(self.known_ids) + 1
         self._measure()
-        self.chat_stop_ids = self.stop_ids | self._turn_end_ids()
         self.tools = tool_schemas(tools)
+        self.chat_stop_ids = self.stop_ids | self._turn_end_ids()
         # Keyed by their tools.
         self._with_tools: dict[str, Tokenizer] = {}
         self._shown_forms: set[tuple[Any, ...]] = set()
@@ -275,14 +275,15 @@ class Tokenizer:
         )
 
     def _turn_end_ids(self) -> set[int]:
-        """Return the special token with which the chat template ends an answer, if it does."""
+        """Return the special token that the chat template writes after an answer, unless a stop id follows too."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
         try:
             text = self.apply_template(messages, str(self.folder), is_prompt=False)
         except InputError:  # no template, or one for other conversations
             return set()
         after = self.encode_appended(text.rpartition(ANSWER)[2].lstrip(), str(self.folder))
-        return set(after[:1]) & self.backend.added_tokens_decoder.keys()
+        is_stopped = not self.stop_ids.isdisjoint(after)
+        return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
 
     def encode_text(self, text: str, place: str) -> list[int]:
         """Return the token ids of a text alone, with only the special tokens that it spells out.

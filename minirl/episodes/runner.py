@@ -177,9 +177,11 @@ class EpisodeRunner:
         A request that is rejected raises its InputError in the function, which may catch it and go on.
         """
         limit = "length"  # the turn has no room
+        last_branch = running.branch
         try:
             turn = make_turn(self._prompts, running, asked)
         except InputError as error:
+            running.branch = last_branch
             self._programs.send(running, error)
             return
         if turn is not None:
