@@ -58,7 +58,8 @@ class PromptStream:
         self.vocab_size = vocab_size or tokenizer.num_ids
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
-        self._notes: list[str] = []
+        # Of `notes`, on the rows; whoever chose these may add more.
+        self.row_notes: list[str] = []
         self._max_prompt_tokens = max_tokens - max_new_tokens
         lengths = self._checked_lengths(rows)
         self._rows = self._without_long_prompts(rows, lengths)
@@ -77,7 +78,7 @@ class PromptStream:
 
         per_step: the number of prompts that a training step takes, 0 if the stream is not for training.
         """
-        notes = list(self._notes)
+        notes = list(self.row_notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
         can_stop = any(stop_id < self.vocab_size for stop_id in self.tokenizer.stop_ids)
@@ -218,7 +219,7 @@ class PromptStream:
             )
             listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
             counts = f"{len(places)} of {len(rows)} prompts"
-            self._notes.append(f"{counts} have more than {longest} tokens ({listed}): left out")
+            self.row_notes.append(f"{counts} have more than {longest} tokens ({listed}): left out")
         return kept
 
     def _checked_lengths(self, rows: Sequence[Row]) -> list[int]:

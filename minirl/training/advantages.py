@@ -10,6 +10,9 @@ from torch import Tensor
 
 from minirl.ranks.process_group import all_reduce_sum
 
+# Differences up to this fraction of the largest reward are rounding errors: 0.1 + 0.2 equals 0.3.
+RELATIVE_ERROR = 1e-9
+
 
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     """Sums [...] of rewards [..., K] by weight [K].
@@ -26,12 +29,12 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
 def are_equal(rewards: Tensor) -> Tensor:
     """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
 
-    NaN rewards are left out.
+    Rewards that differ by a rounding error are equal. NaN rewards are left out.
     """
     is_missing = rewards.isnan()
     lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
     highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
-    return highest <= lowest
+    return highest - lowest <= RELATIVE_ERROR * torch.maximum(highest, -lowest)
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
@@ -171,7 +174,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     At most 1, and 0 if the returns do not vary.
     """
     _, unexplained = mean_and_variance(returns - values)
-    _, total = mean_and_variance(returns)
-    if total > 0:
-        return float(1 - unexplained / total)
-    return 0.0
+    mean, total = mean_and_variance(returns)
+    varies = total.sqrt() > RELATIVE_ERROR * mean.abs()
+    return float(1 - unexplained / total) if varies else 0.0
