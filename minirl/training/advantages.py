@@ -10,7 +10,8 @@ from torch import Tensor
 
 from minirl.ranks.process_group import all_reduce_sum
 
-# Differences up to this fraction of the largest reward are rounding errors: 0.1 + 0.2 equals 0.3.
+EPS = 1e-6  # added to standard deviations of rewards
+# Differences up to this fraction of a group's largest reward, or of EPS, are rounding errors: 0.1 + 0.2 equals 0.3.
 RELATIVE_ERROR = 1e-9
 
 
@@ -31,13 +32,13 @@ def are_equal(rewards: Tensor) -> Tensor:
 
     Rewards that differ by a rounding error are equal. NaN rewards are left out.
     """
-    is_missing = rewards.isnan()
-    lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
-    highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
-    return highest - lowest <= RELATIVE_ERROR * torch.maximum(highest, -lowest)
+    lowest = rewards.nan_to_num(torch.inf).amin(1)
+    highest = rewards.nan_to_num(-torch.inf).amax(1)
+    largest = torch.maximum(highest, -lowest)
+    return highest - lowest <= RELATIVE_ERROR * largest.clamp(min=EPS)
 
 
-def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
     """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
 
     baseline:
@@ -171,9 +172,8 @@ def whiten(values: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Share of the variance of all ranks' returns [M_r] that the values [M_r] explain (collective).
 
-    At most 1, and 0 if the returns do not vary.
+    At most 1, and 0 if the returns vary by no more than a rounding error.
     """
     _, unexplained = mean_and_variance(returns - values)
     mean, total = mean_and_variance(returns)
-    varies = total.sqrt() > RELATIVE_ERROR * mean.abs()
-    return float(1 - unexplained / total) if varies else 0.0
+    return float(1 - unexplained / total) if total.sqrt() > RELATIVE_ERROR * mean.abs() else 0.0

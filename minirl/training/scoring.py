@@ -82,8 +82,8 @@ def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
     layout = batch.layout()
     # A teacher or value model may have fewer tokens than the policy sampled from, and reads its last one instead.
-    known = batch.tokens.clamp(max=model.config.vocab_size - 1)
-    hidden = model(known[layout.computed_tokens], layout.positions, layout)
+    tokens = batch.tokens[layout.computed_tokens].clamp(max=model.config.vocab_size - 1)
+    hidden = model(tokens, layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[places])
 
 
