@@ -85,7 +85,7 @@ def test_a_teacher_alone_makes_the_loss_its_kl_and_beside_rewards_is_added_to_th
 def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(teacher):
     """Each of 24 ids is sampled, between two others, whose logprobs stay finite where the model lacks the id.
 
-    Head and embeddings stay one tensor where they are tied.
+    Head and embeddings stay one tensor where they are tied. Pitfall 63.
     """
     model = load_replica(teacher, dtype=torch.float32)
     tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
