@@ -65,7 +65,7 @@ def check_shared(config: RunConfig) -> None:
         "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",
     )
     refuse(
-        config.needs_policy_logprobs and config.max_staleness and config.importance_correction == "none",
+        config.max_staleness and config.importance_correction == "none" and config.needs_policy_logprobs,
         "--correction none: with --max-staleness the old logprobs are those of the weights that sampled, and the KL of "
         "--kl-reward-coef or --teacher needs the policy's before the update; choose another correction",
     )

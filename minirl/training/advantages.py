@@ -22,7 +22,7 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     Rewards of weight 0 are only logged and never count.
     """
     applies = ~rewards.isnan()
-    scores = rewards.masked_fill(~applies, 0.0) @ weights
+    scores = rewards.nan_to_num(0.0) @ weights
     has_score = (applies & (weights != 0)).any(-1)
     return scores.masked_fill(~has_score, torch.nan)
 
@@ -76,7 +76,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
     # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
-    return centred.masked_fill(centred.isnan(), 0.0)
+    return centred.nan_to_num(0.0)
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
