@@ -151,7 +151,7 @@ CONFIGS |= {name: raw for name, (raw, _) in PUBLISHED.items() if "text_config" n
 def test_published_configs_are_read_with_all_of_their_keys(name):
     """The keys of the models that people train, of their copies, and all that transformers 4 and 5 write. Fault 33.
 
-    Dropout is of no pass. Pitfall 8.
+    Dropout changes nothing. Pitfall 8.
     """
     raw = CONFIGS[name]
     config = config_from_dict(raw)

@@ -1,11 +1,12 @@
 """GSM8K, grade-school maths (arXiv:2110.14168), from its JSONL files with the fields `question` and `answer`.
 
-The reward is the strict score: the number after the last "####" must equal that of the reference. As under the data
-set's own rule, -?[0-9.,]+, a sign of its own (+, a Unicode minus) or markup before the number makes it none, and text
-after it does not matter: 40 of "40%". The flexible score takes the last number of the completion, whatever its sign.
-It is only logged: before a model has learnt the format, the two differ widely.
+The reward is the strict score: the number after the last "####" must equal that of the reference. It is found by the
+data set's own pattern, `#### (-?[0-9.,]+)`, with an optional $: text after it is ignored ("40%" is 40), and behind a
+plus, a Unicode minus or markup there is none. The flexible score takes the last number of the completion, with any
+sign. It is only logged: before a model has learnt the format, the two differ widely.
 
-Both read a number whole: "1/2" and "1.5e3" are numbers; "2,3" and "10-12" are none, as commas separate thousands.
+Both read the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is no number, nor is "2,3", since commas
+separate thousands.
 """
 
 import re

@@ -58,7 +58,7 @@ class PromptStream:
         self.vocab_size = vocab_size or tokenizer.num_ids
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
-        # Of `notes`, on the rows; whoever chose these may add more.
+        # Notes on unusual rows. A caller that leaves out rows adds its own.
         self.row_notes: list[str] = []
         self._max_prompt_tokens = max_tokens - max_new_tokens
         lengths = self._checked_lengths(rows)

@@ -322,8 +322,8 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
 
     is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the
     ratio 1. But with --max-staleness older weights sampled some tokens: their ratio is to the weights that sampled
-    them, unless importance weights correct for those. A KL term in the advantages exists before the update, so "auto"
-    serves it only where the sampled logprobs are the policy's own.
+    them, unless importance weights correct for those. KL terms in the advantages are computed before the update: for
+    them "auto" needs sampled logprobs that are the policy's own.
     """
     is_corrected = config.importance_correction != "none"
     if config.max_staleness and not is_corrected:
