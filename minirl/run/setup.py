@@ -160,10 +160,10 @@ class Setup:
         The reference is the model that the run began with; with adapters the policy without them, on the same storage.
         """
         models = []
-        if self.config.has_reference and self.config.adapters:
-            models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
-        elif self.config.has_reference:
-            models.append(self.frozen(self._original_model(), score_batch, ["ref_logprobs"]))
+        if self.config.has_reference:
+            source = policy if self.config.adapters else self._original_model()
+            outputs = under_adapters(score_batch) if self.config.adapters else score_batch
+            models.append(self.frozen(source, outputs, ["ref_logprobs"]))
         if teacher := named_folder(self.config, "teacher"):
             models.append(self.frozen(teacher, score_batch, ["teacher_logprobs"]))
         return models
