@@ -117,6 +117,11 @@ class Config(RunConfig):
         return bool(self.kl_coef or self.kl_reward_coef)
 
     @property
+    def needs_policy_logprobs(self) -> bool:
+        """Whether a KL term is part of the advantages: in the loss, the update itself computes the logprobs."""
+        return bool(self.kl_reward_coef or self.teacher)
+
+    @property
     def is_rewarded(self) -> bool:
         """True if rewards make advantages."""
         return self.teacher is None or self.teacher_coef is not None

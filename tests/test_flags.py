@@ -100,6 +100,7 @@ REFUSED = {
         ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would divide it away"),
         ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
         ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: has one"),
+        ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness the"),
         ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
         ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: has one ratio"),
         ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),

@@ -200,14 +200,16 @@ def test_total_weight_on_old_equal_new_is_exactly_rho(is_corrected):
 def test_a_long_completion_that_moved_far_is_clipped_without_nan(level):
     """0.1 nats at each of 2,000 fp32 tokens are a ratio of e^200; where the clip acts the gradient is 0.
 
-    Without a sequence the loss is one of no tokens, which still has a gradient. Fault 31, pitfall 42.
+    The KL term k3 is cut like the ratio where the reference's probability is e^200 times the policy's. Without a
+    sequence the loss is one of no tokens, which still has a gradient. Fault 31, pitfall 42.
     """
     old, bounds = torch.full((2000,), -0.5), {"clip_low": 0.05, "clip_high": 0.05}
 
     def loss(new, lengths, advantage=1.0):
         mask = torch.ones(len(new), dtype=torch.bool)
         ratio = importance_ratio(new, old[: len(new)], level=level, lengths=lengths, loss_mask=mask)
-        return clipped_policy_loss(ratio, torch.full((len(new),), advantage), **bounds).sum()
+        k3 = kl_penalty(new - 200, old[: len(new)], "k3")
+        return (clipped_policy_loss(ratio, torch.full((len(new),), advantage), **bounds) + 0 * k3).sum()
 
     for advantage in (1.0, 0.0):
         grad, value = gradient(lambda new: loss(new, [2000], advantage), old + 0.1)  # noqa: B023

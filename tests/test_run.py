@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train_grpo
 from minirl.generation import sampling
 from minirl.generation.sampling import sample
 from minirl.run import setup
-from minirl.run.config import RunConfig
 from support.marks import slow
 from support.scripts import (
     SCRIPTS,
@@ -37,7 +37,8 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
 ):
     """With a constant learning rate as if it had been asked for all of them at once; a resume says what has changed.
 
-    Fault 13. The last lines say where checkpoint, metrics and rollouts are.
+    A note names a file of which evaluations take a part. Fault 13. The last lines say where checkpoint, metrics and
+    rollouts are.
     """
     model = shutil.copytree(embedded_model, tmp_path / "model")
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
@@ -53,8 +54,9 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
     train("grown", 2)
     shutil.rmtree(model)
     assert "already finished; a greater --num-steps continues it" in train("grown", 2)
-    changed = "note: this run last started with other flags: --num-steps 3 (was 2)\n"
-    assert changed in train("grown", 3)
+    output = train("grown", 3)
+    assert "note: this run last started with other flags: --num-steps 3 (was 2)\n" in output
+    assert f"note: eval: {data}: only the first 8 of 10 rows\n" in output
     grown, whole = ([untimed(line) for line in read_metrics(runs / name)] for name in ("grown", "whole"))
     assert len(grown) == 3
     assert grown == whole
@@ -66,17 +68,22 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
         ({}, "auto", "sampled"),
         ({"correction": "token_truncate"}, "auto", "scored"),
         ({"correction": "none", "max_staleness": 8}, "sampled", "sampled"),
-        ({"max_staleness": 8}, "auto", "scored"),
+        ({"max_staleness": 8, "kl_coef": 0.1}, "auto", "scored"),
+        ({"max_staleness": 8, "kl_reward_coef": 0.1}, "scored", "scored"),
+        ({"teacher": "model"}, "auto", "sampled"),
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, one_update, several):
-    """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do."""
-    config = RunConfig(num_minibatches=2, **fields)
+    """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do.
+
+    These come too late for a KL term in the advantages.
+    """
+    config = train_grpo.Config(num_minibatches=2, **fields)
     once = dataclasses.replace(config, num_minibatches=1)
     found = [setup.source_of_old_logprobs(how, is_exact=True) for how in (once, config)]
     assert found == [one_update, several]
     inexact = "sampled" if config.max_staleness and several == "sampled" else "scored"
-    assert setup.source_of_old_logprobs(config, is_exact=False) == inexact
+    assert setup.source_of_old_logprobs(once if config.teacher else config, is_exact=False) == inexact
 
 
 @pytest.mark.parametrize("script", [SCRIPTS[0], slow(SCRIPTS[1])])

@@ -28,30 +28,44 @@ CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
 
 # Numbers that both read, that only the flexible one reads, and that neither does.
 STRICT = {
-    "#### 18": 18,
     "#### 18.": 18,
     "#### 007": 7,
     "#### -7": -7,
-    "#### $18": 18,
     "#### $1,234.50": 1234.5,
     "she has 3 left #### 4": 4,
     "#### 5 or #### 7": 7,
+    "#### 5\nNo, wait.": 5,
+    "#### 40%": 40,
+    "#### .5": 0.5,
+    "#### 3/4": 0.75,
 }
 FLEXIBLE = {
-    "#### 5\nNo, wait.": 5,
     "a #### in the middle, then 5": 5,
-    "#### 18 dollars": 18,
-    "#### 3/4": 4,
     "$5 + $6 = $11": 11,
     "it costs 3,000, then 4,": 4,
     "it fell to -3 degrees": -3,
+    "#### **72**": 72,
+    "#### \\boxed{72}": 72,
+    "#### \u22125": -5,
+    "it is $-5.": -5,
+    "1.5e3": 1500,
 }
-NO_ANSWER = ("#### five", "####", "no digits at all, $ , . - ####", "")
+NO_ANSWER = (
+    "#### five",
+    "####",
+    "no digits at all, $ , . - ####",
+    "",
+    "#### 2,3",
+    "1,2,3,4",
+    "pages 10-12",
+    "#### 1e999",
+    "-" * 100_000,
+)
 
 
 @pytest.mark.parametrize("text", [*STRICT, *FLEXIBLE, *NO_ANSWER])
 def test_answers_are_extracted_by_the_table(text):
-    """Strict: the number after the last #### that ends the text. Flexible: the last number. Pitfall 19.
+    """Strict: the number after the last ####. Flexible: the last number. Commas separate thousands. Pitfall 19.
 
     Pitfalls 20 and 56.
     """
@@ -161,8 +175,6 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"task": "gsm8k"}, "--task gsm8k needs --data"),
-        ({"task": "gsm8k", "data": "none.jsonl"}, "there is no file none.jsonl"),
         (
             {"data": "a.jsonl"},
             "needs --reward FILE.py:FUNCTION, or --reward episode .*, --reward-model DIR or --task gsm8k",

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 from minirl.errors import InputError
-from minirl.model.weights import load_replica, resize_vocabulary
+from minirl.model.weights import cut_vocabulary, load_replica
+from minirl.training.batch import Batch
+from minirl.training.scoring import score_batch
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
@@ -79,14 +81,20 @@ def test_a_teacher_alone_makes_the_loss_its_kl_and_beside_rewards_is_added_to_th
     assert rewards.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("size", [16, 24])
-def test_a_larger_vocabulary_is_cut_and_a_smaller_one_gets_rows_of_zeros(teacher, size):
-    """Head and embeddings stay one tensor where they are tied; the teacher's logits are over the policy's tokens."""
+@torch.no_grad()
+def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(teacher):
+    """Each of 24 ids is sampled, between two others, whose logprobs stay finite where the model lacks the id.
+
+    Head and embeddings stay one tensor where they are tied. Pitfall 63.
+    """
     model = load_replica(teacher, dtype=torch.float32)
-    table = model.lm_head.weight
-    resize_vocabulary(model, size)
+    tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
+    logprobs, _ = score_batch(model, Batch((3,) * 24, tokens, torch.arange(72) % 3 > 0))
+    assert logprobs.isfinite().all()
+    assert logprobs[1::3].exp().sum() == pytest.approx(1)
+    cut_vocabulary(model, 16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert torch.equal(model.lm_head.weight, torch.cat([table, torch.zeros(3, table.shape[1])])[:size])
+    assert len(model.lm_head.weight) == 16
 
 
 @pytest.mark.parametrize(

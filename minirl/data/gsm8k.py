@@ -1,8 +1,12 @@
 """GSM8K, grade-school maths (arXiv:2110.14168), from its JSONL files with the fields `question` and `answer`.
 
-The reward is the strict score: the number after the last "####" must equal that of the reference. The
-flexible score takes the last number of the completion. It is only logged: before a model has learnt the
-format, the two differ widely.
+The reward is the strict score: the number after the last "####" must equal that of the reference. It is found by the
+data set's own pattern, `#### (-?[0-9.,]+)`, with an optional $: text after it is ignored ("40%" is 40), and behind a
+plus, a Unicode minus or markup there is none. The flexible score takes the last number of the completion, with any
+sign. It is only logged: before a model has learnt the format, the two differ widely.
+
+Both read the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is no number, nor is "2,3", since commas
+separate thousands.
 """
 
 import re
@@ -14,28 +18,31 @@ from minirl.data.task import Row, Task, exact_score
 from minirl.errors import InputError
 
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
-_NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
+# The characters of a number from its first digit on; those that are a number, as 1,234.50 or 1.5e3 or 3/4, and are
+# bounded so that a float holds them.
+_DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
+_NUMBER = re.compile(
+    r"([-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}|[0-9]{0,99})(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?)"
+    r"(?:/([1-9][0-9]{0,9}))?"
+)
 
 
 def strict_answer(text: str) -> float | None:
-    """Return the number after the last "####", or None unless the text ends with it."""
-    _, marker, last = text.rpartition("####")
-    if not marker:
-        return None
-    # A full stop after the number is accepted.
-    candidate = last.strip().removesuffix(".").rstrip()
-    match = re.fullmatch(_NUMBER, candidate)
-    return _to_number(match.group()) if match else None
+    """Return the number after the last "####" with a digit after it, or None if it has no number."""
+    return _last_number(rf"####\s*(-?\$?{_DIGITS})", text)
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number of the text, or None if it has no number."""
-    numbers = re.findall(_NUMBER, text)
-    return _to_number(numbers[-1]) if numbers else None
+    """Return the last number of the text, or None if the last digits are no number, or there are none."""
+    return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 
-def _to_number(text: str) -> float:
-    return float(text.replace(",", "").replace("$", ""))
+def _last_number(pattern: str, text: str) -> float | None:
+    """Return the last match of the pattern as a number; None if it is none."""
+    candidate = "".join(re.findall(pattern, text)[-1:])
+    candidate = candidate.replace("\u2212", "-").replace("$", "").rstrip(".,/eE+-")
+    number = _NUMBER.fullmatch(candidate)
+    return float(number[1].replace(",", "")) / int(number[2] or 1) if number else None
 
 
 strict_score = exact_score(strict_answer)

@@ -56,7 +56,8 @@ class PromptStream:
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
         kinds = {tokenizer.is_chat(row.prompt) for row in rows}
-        self._notes = tokenizer.notes(chat=True in kinds, text=False in kinds)
+        # A caller that leaves out rows adds its own.
+        self.row_notes = tokenizer.notes(chat=True in kinds, text=False in kinds)
         self._stop_ids = tokenizer.chat_stop_ids if True in kinds else tokenizer.stop_ids
         self._max_prompt_tokens = max_tokens - max_new_tokens
         rows = list(map(_read_row, rows))
@@ -77,7 +78,7 @@ class PromptStream:
 
         per_step: the number of prompts that a training step takes, 0 if the stream is not for training.
         """
-        notes = list(self._notes)
+        notes = list(self.row_notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
         if per_step and all(stop_id >= self.vocab_size for stop_id in self._stop_ids):
@@ -224,7 +225,7 @@ class PromptStream:
             )
             listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
             counts = f"{len(places)} of {len(rows)} prompts"
-            self._notes.append(f"{counts} have more than {longest} tokens ({listed}): left out")
+            self.row_notes.append(f"{counts} have more than {longest} tokens ({listed}): left out")
         return kept
 
     def _checked_lengths(self, rows: Sequence[Row]) -> list[int]:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minirl.errors import InputError, refuse
 from minirl.files import durable
@@ -192,16 +192,11 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None =
     return model
 
 
-def resize_vocabulary(model: Transformer, vocab_size: int) -> None:
-    """Cut a frozen model's vocabulary to this size, or pad its embeddings and head with rows of zeros."""
-    if model.config.vocab_size == vocab_size:
-        return
+def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
+    """Cut a frozen model's embeddings and head to this number of tokens, if they have more."""
     for module in (model.model.embed_tokens, model.lm_head):
-        for name, parameter in list(module.named_parameters()):
-            missing = (0, 0) * (parameter.ndim - 1) + (0, vocab_size - len(parameter))
-            rows = nn.functional.pad(parameter, missing)
-            setattr(module, name, nn.Parameter(rows, requires_grad=False))
-    model.tie_weights()
+        for parameter in module.parameters():
+            parameter.data = parameter.data[:vocab_size]
 
 
 def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:

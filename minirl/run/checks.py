@@ -38,14 +38,11 @@ def check_grpo(config: Any) -> None:
         config.kl_reward_coef and config.advantage_norm == "group_std",
         "--kl-reward-coef: --advantage-norm group_std would divide it away; take another norm, or --kl-coef",
     )
+    has_token_terms = config.teacher or (config.kl_reward_coef and config.baseline == "none")
     refuse(
-        config.kl_reward_coef and config.baseline == "none" and config.ratio_level != "token",
-        f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --kl-reward-coef a term for each, with "
-        "--baseline none",
-    )
-    refuse(
-        config.teacher and config.ratio_level != "token",
-        f"--ratio-level {config.ratio_level}: has one ratio for all tokens, and --teacher a term for each",
+        has_token_terms and config.ratio_level != "token",
+        f"--ratio-level {config.ratio_level}: has one ratio for all tokens; --teacher, and --kl-reward-coef with "
+        "--baseline none, have a term for each",
     )
     for name in ("dynamic_sampling", "kl_reward_coef"):
         refuse(
@@ -66,6 +63,11 @@ def check_shared(config: RunConfig) -> None:
     refuse(
         config.model and not config.data and (config.trains or config.task == "auto"),
         "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",
+    )
+    refuse(
+        config.max_staleness and config.importance_correction == "none" and config.needs_policy_logprobs,
+        "--correction none: with --max-staleness the old logprobs are those of the weights that sampled, and the KL of "
+        "--kl-reward-coef or --teacher needs the policy's before the update; choose another correction",
     )
     num_rollouts = config.prompts_per_step * config.group_size
     refuse(

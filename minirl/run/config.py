@@ -212,6 +212,11 @@ class RunConfig(
         return False
 
     @property
+    def needs_policy_logprobs(self) -> bool:
+        """Whether advantages depend on the policy's logprobs before the update; a script says when they do not."""
+        return self.has_reference
+
+    @property
     def is_rewarded(self) -> bool:
         """True if the run trains for rewards: a script with another signal says when it does not."""
         return True

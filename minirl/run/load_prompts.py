@@ -58,6 +58,11 @@ def load_prompts(
         )
         for purpose, rows in (("train", task.train_rows), ("eval", held_out))
     )
+    held_out_stream.row_notes += [
+        f"{path}: only the first {config.eval_rows:,} of {len(rows):,} rows"
+        for path, rows in task.eval_sets.items()
+        if len(rows) > config.eval_rows
+    ]
     return model_config, train, held_out_stream
 
 

@@ -28,7 +28,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import load_replica, resize_vocabulary
+from minirl.model.weights import cut_vocabulary, load_replica
 from minirl.ranks import process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -161,10 +161,10 @@ class Setup:
         The reference is the model that the run began with; with adapters the policy without them, on the same storage.
         """
         models = []
-        if self.config.has_reference and self.config.adapters:
-            models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
-        elif self.config.has_reference:
-            models.append(self.frozen(self._original_model(), score_batch, ["ref_logprobs"]))
+        if self.config.has_reference:
+            source = policy if self.config.adapters else self._original_model()
+            outputs = under_adapters(score_batch) if self.config.adapters else score_batch
+            models.append(self.frozen(source, outputs, ["ref_logprobs"]))
         if teacher := named_folder(self.config, "teacher"):
             models.append(self.frozen(teacher, score_batch, ["teacher_logprobs"]))
         return models
@@ -177,8 +177,8 @@ class Setup:
     ) -> FrozenModel:
         """A model that scores the rollouts of each step (collective if weights are sharded).
 
-        source: a loaded model, or a folder to load one from with the policy's vocabulary. With sharded weights this
-        one's are sharded too, and InputError is raised if its vocabulary differs.
+        source: a loaded model, or a folder to load one from, without the tokens that the policy lacks. With sharded
+        weights this one's are sharded too, and InputError is raised if it has more tokens than the policy.
         """
         model: ShardedModel | Transformer
         if isinstance(source, ShardedModel):
@@ -186,14 +186,14 @@ class Setup:
         elif self.sizes.shard_weights:
             config = read_config(source, scalar_head=False)
             refuse(
-                config.vocab_size != self.model_config.vocab_size,
+                config.vocab_size > self.model_config.vocab_size,
                 f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
-                "only --shard-weights off cuts or pads vocabularies",
+                "only --shard-weights off cuts vocabularies",
             )
             model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
             model = load_replica(source, dtype=self.dtype)
-            resize_vocabulary(model, self.model_config.vocab_size)
+            cut_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(model, outputs, names=names, device=self.device)
 
     def make_collector(
@@ -323,10 +323,13 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
 
     is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the
     ratio 1. But with --max-staleness older weights sampled some tokens: their ratio is to the weights that sampled
-    them, unless importance weights correct for those.
+    them, unless importance weights correct for those. KL terms in the advantages are computed before the update: for
+    them "auto" needs sampled logprobs that are the policy's own.
     """
     is_corrected = config.importance_correction != "none"
-    is_stale = config.max_staleness > 0
-    if config.updates_per_step == 1 and (is_corrected or not is_stale):
+    if config.max_staleness and not is_corrected:
+        return "sampled"
+    is_exact &= not config.max_staleness
+    if config.updates_per_step == 1 and (is_exact or not config.needs_policy_logprobs):
         return "auto"
-    return "sampled" if (is_exact or is_stale) and not is_corrected else "scored"
+    return "sampled" if is_exact and not is_corrected else "scored"

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from minirl.ranks.process_group import all_reduce_sum
 
+EPS = 1e-6  # added to standard deviations of rewards
+# Differences up to this fraction of a group's largest reward, or of EPS, are rounding errors: 0.1 + 0.2 equals 0.3.
+RELATIVE_ERROR = 1e-9
+
 
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     """Sums [...] of rewards [..., K] by weight [K].
@@ -18,7 +22,7 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     Rewards of weight 0 are only logged and never count.
     """
     applies = ~rewards.isnan()
-    scores = rewards.masked_fill(~applies, 0.0) @ weights
+    scores = rewards.nan_to_num(0.0) @ weights
     has_score = (applies & (weights != 0)).any(-1)
     return scores.masked_fill(~has_score, torch.nan)
 
@@ -26,15 +30,15 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
 def are_equal(rewards: Tensor) -> Tensor:
     """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
 
-    NaN rewards are left out.
+    Rewards that differ by a rounding error are equal. NaN rewards are left out.
     """
-    is_missing = rewards.isnan()
-    lowest = rewards.masked_fill(is_missing, torch.inf).amin(1)
-    highest = rewards.masked_fill(is_missing, -torch.inf).amax(1)
-    return highest <= lowest
+    lowest = rewards.nan_to_num(torch.inf).amin(1)
+    highest = rewards.nan_to_num(-torch.inf).amax(1)
+    largest = torch.maximum(highest, -lowest)
+    return highest - lowest <= RELATIVE_ERROR * largest.clamp(min=EPS)
 
 
-def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
     """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
 
     baseline:
@@ -72,7 +76,7 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
     # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
-    return centred.masked_fill(centred.isnan(), 0.0)
+    return centred.nan_to_num(0.0)
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
@@ -168,10 +172,8 @@ def whiten(values: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Share of the variance of all ranks' returns [M_r] that the values [M_r] explain (collective).
 
-    At most 1, and 0 if the returns do not vary.
+    At most 1, and 0 if the returns vary by no more than a rounding error.
     """
     _, unexplained = mean_and_variance(returns - values)
-    _, total = mean_and_variance(returns)
-    if total > 0:
-        return float(1 - unexplained / total)
-    return 0.0
+    mean, total = mean_and_variance(returns)
+    return float(1 - unexplained / total) if total.sqrt() > RELATIVE_ERROR * mean.abs() else 0.0

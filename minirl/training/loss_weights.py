@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-LOSS_NORMS = ("token_mean", "sequence_mean", "constant")
-
 
 def minibatch_of(num_rollouts: int, num_minibatches: int) -> Tensor:
     """Return int64 [R]: the minibatch of each rollout of a step, about equally many in each, in their order.
@@ -43,4 +41,4 @@ def loss_weights(
         return kept / (total(kept) * lengths.clamp(min=1))
     if norm == "constant":
         return kept / (total(kept) * constant)
-    raise ValueError(f"loss norm {norm!r}: choose one of {', '.join(LOSS_NORMS)}")
+    raise ValueError(f"loss norm {norm!r}: choose token_mean, sequence_mean or constant")

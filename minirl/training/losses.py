@@ -12,7 +12,6 @@ from torch import Tensor
 
 from minirl.model.attention import upload
 
-RATIO_LEVELS = ("token", "sequence_mean", "sequence_sum")
 # As in verl and OpenRLHF. The exp of a long completion's sum would overflow, and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -61,7 +60,7 @@ def importance_ratio(
         num_loss_tokens = sequence_sums(loss_mask, lengths)
         sums = sums / num_loss_tokens.clamp(min=1)
     elif level != "sequence_sum":
-        raise ValueError(f"ratio level {level!r}: choose one of {', '.join(RATIO_LEVELS)}")
+        raise ValueError(f"ratio level {level!r}: choose token, sequence_mean or sequence_sum")
     ratios = sums.clamp(max=MAX_LOG_RATIO).exp()
     return over_tokens(ratios, lengths)
 
@@ -131,10 +130,8 @@ def importance_weights(
     else:
         sequence_rho = sequence_sums(log_rho, lengths).exp()
         rho = over_tokens(sequence_rho, lengths)
-    if kind == "truncate":
-        return rho.clamp(low, high)
-    is_inside = (rho >= low) & (rho <= high)
-    return torch.where(is_inside, rho, 0.0)
+    clamped = rho.clamp(low, high)
+    return clamped if kind == "truncate" else rho.where(rho == clamped, 0.0)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:

@@ -31,19 +31,22 @@ TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
 # fp64, and -inf times 0 would be NaN.
 LOWEST = -1e4
+# The logprob of a sampled token that a model lacks: that of about the least probability in fp32. A KL of inf would end
+# the run.
+LOGPROB_OF_UNKNOWN = -87.0
 
 
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
-    Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
+    Each token is scored at the temperature that it was sampled at; one that the model lacks, as a teacher may lack the
+    padding of the policy's vocabulary, has LOGPROB_OF_UNKNOWN. Differentiable in the parameters. Not collective.
     """
-    index = batch.loss_index
-    states = states_before(model, batch)
-    divisor = divisor_of_batch(batch)
-    outputs = outputs_of_head(states, model.head, batch.tokens[index], divisor)
-    logprobs, entropies = map(batch.scatter, outputs)
-    return logprobs, entropies
+    targets = batch.tokens[batch.loss_index]
+    is_known = targets < model.config.vocab_size
+    states, divisor = states_before(model, batch), divisor_of_batch(batch)
+    logprobs, entropies = outputs_of_head(states, model.head, targets.where(is_known, 0), divisor)
+    return batch.scatter(logprobs.where(is_known, LOGPROB_OF_UNKNOWN)), batch.scatter(entropies)
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -78,7 +81,9 @@ def _places_before(batch: Batch) -> Tensor:
 def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
     layout = batch.layout()
-    hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
+    # A teacher or value model may have fewer tokens than the policy sampled from, and reads its last one instead.
+    tokens = batch.tokens[layout.computed_tokens].clamp(max=model.config.vocab_size - 1)
+    hidden = model(tokens, layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[places])
 
 
