@@ -1,5 +1,6 @@
 """The command line of a config, whoever wrote it: groups, presets, refusals."""
 
+import dataclasses
 import itertools
 import re
 import typing
@@ -12,6 +13,7 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.run.checks import check_grpo, check_shared
 from minirl.run.flags import flag_of, parse
+from minirl.run.run import Progress
 from support.scripts import read_config, write_rows
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
@@ -143,5 +145,31 @@ def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
         config = train_ppo.Config(
             num_steps=first + num_updates, num_minibatches=1, warmup_updates=warmup, lr_schedule=schedule
         )
-        updates = range(first, first + len(rates))
-        assert [config.learning_rate(update, 2.0, first_update=first) for update in updates] == rates
+        places = [Progress(step, step, step) for step in range(first, first + len(rates))]
+        assert [config.learning_rate(place, 2.0, first_step=first) for place in places] == rates
+
+
+def rates_after(config, progress, first_step):
+    """The learning rates of a run that goes on from this place."""
+    for progress.step in range(progress.step, config.num_steps):
+        progress.first_update = progress.update
+        for _ in range(config.updates_per_step):
+            yield config.learning_rate(progress, 2.0, first_step=first_step)
+            progress.update += 1
+
+
+@pytest.mark.parametrize("first_step", [0, 3])
+@pytest.mark.parametrize("num_done", [1, 2, 40])
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
+def test_other_updates_per_step_at_a_resume_keep_the_place_in_the_schedule(before, after, num_done, first_step):
+    """It follows from the steps, so no rate is negative; and the warm-up goes on or is over."""
+    step = first_step + num_done
+    config = train_ppo.Config(num_steps=step + 20, num_minibatches=after)
+    resumed = list(rates_after(config, Progress(step, step * before), first_step))
+    usual = list(rates_after(config, Progress(step, step * after), first_step))
+    assert resumed[config.warmup_updates :] == usual[config.warmup_updates :]
+    assert all(0 < rate <= 2.0 for rate in resumed)
+    constant = dataclasses.replace(config, lr_schedule="constant")
+    warming = list(rates_after(constant, Progress(step, step * before), first_step))
+    assert warming == sorted(warming)
+    assert warming[0] >= min(2.0, 2.0 * (num_done * before + 1) / config.warmup_updates)
