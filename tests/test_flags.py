@@ -151,7 +151,8 @@ def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
 
 def rates_after(config, progress, first_step):
     """The learning rates of a run that goes on from this place."""
-    for progress.step in range(progress.step, config.num_steps):
+    for step in range(progress.step, config.num_steps):
+        progress.step = step
         progress.first_update = progress.update
         for _ in range(config.updates_per_step):
             yield config.learning_rate(progress, 2.0, first_step=first_step)
@@ -161,7 +162,9 @@ def rates_after(config, progress, first_step):
 @pytest.mark.parametrize("first_step", [0, 3])
 @pytest.mark.parametrize("num_done", [1, 2, 40])
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
-def test_other_updates_per_step_at_a_resume_keep_the_place_in_the_schedule(before, after, num_done, first_step):
+def test_other_updates_per_step_at_a_resume_keep_the_place_in_the_schedule(
+    before, after, num_done, first_step
+):
     """It follows from the steps, so no rate is negative; and the warm-up goes on or is over."""
     step = first_step + num_done
     config = train_ppo.Config(num_steps=step + 20, num_minibatches=after)

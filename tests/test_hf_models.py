@@ -25,7 +25,7 @@ from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import kept_tensors, load_replica, write_folder
 from minirl.run.embedded_model import write_shape
 from support.engines import make_engine, make_request, scores_of
-from support.families import logit_error
+from support.families import check_peft, logit_error
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
@@ -118,6 +118,13 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
     assert before.keys() == after.keys()
     factors = {name: 1 if name == OUTSIDE.get(kind) else 2 for name in before}
     assert all(torch.equal(factors[name] * before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["phi", "deepseek_v2", slow("glm4_moe"), slow("mixtral")])
+def test_peft_reads_adapters_of_a_type(tmp_path, kind):
+    """Those of a mixture's shared experts and dense layers, too, whose modules have the names of stacked experts."""
+    make_checkpoint(tmp_path / "base", kind)
+    check_peft(tmp_path / "base", tmp_path / "saved", AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ the base with the adapters merged.
 """
 
 import math
+import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from torch import Tensor
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors
-from minirl.model.config import Adapters, is_adapter
+from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# The prefix of the decoder's names in transformers' classes of vision models, and in those of older versions.
+_IN_VISION_MODEL = "model.language_model."
+_IN_OLD_VISION_MODEL = "language_model.model."
 # PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
-    "target_modules exclude_modules layers_to_transform layers_pattern megatron_core eva_config runtime_config "
+    "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config runtime_config "
     "qalora_group_size ensure_weight_tying".split()
 )
 # Values of other keys, besides those that turn an option off, with which `layers.Linear` computes what PEFT does. PEFT
@@ -68,7 +72,10 @@ def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
     with open_tensors(folder / WEIGHTS_FILE) as file:
         stored = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    tensors = {name.removeprefix(_PREFIX).removesuffix(".weight"): stored[name] for name in stored}
+    tensors = {}
+    for name, tensor in stored.items():
+        name = name.removeprefix(_PREFIX).removesuffix(".weight")
+        tensors[re.sub(f"^({_IN_VISION_MODEL}|{_IN_OLD_VISION_MODEL})", "model.", name)] = tensor
     return rank, alpha, tensors
 
 
@@ -90,27 +97,49 @@ def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Te
     return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
 
 
-def peft_config(adapters: Adapters, names: Collection[str], base: str) -> dict[str, Any]:
+def targets(names: Collection[str]) -> list[str]:
+    """The names of the linear layers with adapters, such as q_proj, from those of parameters."""
+    return list(dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name)))
+
+
+def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[str, Any]:
     """The adapter_config.json of a model's adapters.
 
     names: those of the trained parameters. base: the folder or hub id of the model under the adapters.
     """
-    targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+    assert config.adapters is not None
+    # PEFT takes the name of a module for that of the experts that transformers stacks from modules of this name, also
+    # of a shared expert; a parameter's name means what it says.
+    stacked = config.other.stacked_modules() if config.other is not None else ()
+    modules: Any = [name for name in targets(names) if name not in stacked]
+    parameters = [f"{name}.weight" for name in targets(names) if name in stacked]
+    if config.weight_prefix != "model.":  # the layers of the vision part may have the same names
+        modules = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
+        "r": config.adapters.rank,
+        "lora_alpha": config.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(targets),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
     }
 
 
-def peft_name(name: str) -> str:
-    """The name of a trained parameter in PEFT's file."""
-    return f"{_PREFIX}{name.removesuffix('.weight')}.weight"
+def peft_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of PEFT's file, by its names, from those of trained parameters. config: of `peft_config`.
+
+    Those for a vision model have two names: transformers opens it as a whole, or its language model alone.
+    """
+    in_vision_model = isinstance(config["target_modules"], str)
+    stored = {}
+    for name, tensor in tensors.items():
+        for prefix in ("model.", _IN_VISION_MODEL)[: 1 + in_vision_model]:
+            renamed = re.sub(r"^model\.", prefix, name.removesuffix(".weight"))
+            stored[f"{_PREFIX}{renamed}.weight"] = tensor
+    return stored

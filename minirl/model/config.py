@@ -87,6 +87,9 @@ class OtherModel(Protocol):
     def joined(self, stored: Mapping[str, Tensor]) -> Tensor:
         """The one parameter that a folder stores in these tensors."""
 
+    def stacked_modules(self) -> set[str]:
+        """The names of modules that a folder has for each expert, and the model stacks."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -20,7 +20,7 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_tensors, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
@@ -296,7 +296,7 @@ def write_folder(
         stored = stored_tensors(config_from_dict(config), tensors)
     else:
         weights_name = WEIGHTS_FILE
-        stored = {peft_name(name): tensor for name, tensor in tensors.items()}
+        stored = peft_tensors(peft_config, tensors)
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
     for name, content in contents.items():
         with durable.new_file(folder / name) as file:

@@ -63,8 +63,10 @@ class Checkpoints:
         self._peft_configs: dict[str, Any] = {}
         self._write_model: dict[str, Callable[..., None]] = {}
         for name, (model, _) in models.items():
-            adapters = model.module.config.adapters
-            peft = peft_config(adapters, model.masters, str(model.folder.resolve())) if adapters else None
+            config = model.module.config
+            peft = (
+                peft_config(config, model.masters, str(model.folder.resolve())) if config.adapters else None
+            )
             self._peft_configs[name] = peft
             if rank() != 0:
                 continue

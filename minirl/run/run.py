@@ -49,9 +49,9 @@ class Progress:
     """How far the run is, and the script's memory: a checkpoint saves it with the models.
 
     step: steps done. update: optimizer steps done, which is the version of the weights. first_update: those done before
-    this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out scores of this step, if the
-    run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later step. extra: values that
-    the script has to remember, see `Run`.
+    this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out
+    scores of this step, if the run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later
+    step. extra: values that the script has to remember, see `Run`.
     """
 
     step: int = 0
