@@ -29,8 +29,8 @@ _IN_OLD_VISION_MODEL = "language_model.model."
 # PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
-    "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config runtime_config "
-    "qalora_group_size ensure_weight_tying".split()
+    "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config "
+    "runtime_config qalora_group_size ensure_weight_tying".split()
 )
 # Values of other keys, besides those that turn an option off, with which `layers.Linear` computes what PEFT does. PEFT
 # changes the base at the start, except with these `init_lora_weights`.

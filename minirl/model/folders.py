@@ -12,15 +12,8 @@ from minirl.errors import InputError
 from minirl.files.json_files import read_json_object
 
 ADAPTERS_FILE = "adapter_config.json"
-_DOWNLOADED_FILES = [
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-]
+# The files of a model's folder besides its weights: its config, tokenizer and processor.
+OTHER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
@@ -37,7 +30,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
         raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
     from huggingface_hub import snapshot_download
 
-    patterns = [pattern for pattern in _DOWNLOADED_FILES if with_weights or pattern != "*.safetensors"]
+    patterns = [*OTHER_FILES, "*.safetensors"] if with_weights else [*OTHER_FILES]
     try:
         snapshot = snapshot_download(model, allow_patterns=patterns)
     except (OSError, ValueError) as error:

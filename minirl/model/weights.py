@@ -23,21 +23,12 @@ from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors,
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_tensors, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
+from minirl.model.folders import ADAPTERS_FILE, OTHER_FILES, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer, on_meta
 from minirl.ranks.process_group import rank, world_size
 
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "*.model",
-    "*.tiktoken",
-    "*.jinja",
-)
+# Files of adapters' base, if their folder has its own tokenizer without them.
+_OF_BASE = ("generation_config.json", "processor_config.json", "preprocessor_config.json")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -262,11 +253,16 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder's tokenizer and generation_config.json: contents by file name."""
-    paths = [file_of(folder, "generation_config.json")]
+    """Return the files of a folder's tokenizer and processor, and what else is not weights: contents by path in it."""
     source = file_of(folder, "tokenizer_config.json").parent
-    paths += [path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    paths = {name: file_of(folder, name) for name in _OF_BASE}
+    for pattern in (*OTHER_FILES, "additional_chat_templates/*.jinja"):
+        paths |= {str(path.relative_to(source)): path for path in source.glob(pattern)}
+    return {
+        name: path.read_bytes()
+        for name, path in paths.items()
+        if path.is_file() and not name.endswith((".index.json", ADAPTERS_FILE))
+    }
 
 
 def write_folder(
@@ -284,7 +280,6 @@ def write_folder(
     Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's
     form.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     contents = dict(tokenizer_files)
     # `torch_dtype` is the older name of `dtype`.
     written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
@@ -299,6 +294,7 @@ def write_folder(
         stored = peft_tensors(peft_config, tensors)
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
     for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with durable.new_file(folder / name) as file:
             file.write(content)
     write_tensors(folder / weights_name, {**kept, **stored})
