@@ -205,22 +205,29 @@ def test_adapters_are_those_of_peft_and_a_folder_of_them_is_read_as_merged(
     assert all(torch.equal(weight, replica[name]) for name, weight in merged.items())
 
 
-def test_adapters_of_another_base_or_rank_are_refused_at_a_resume(
+def test_adapters_resume_on_a_moved_base_and_are_refused_on_another_or_with_another_rank(
     one_rank, runs, embedded_model, tmp_path, data
 ):
     """A checkpoint has the adapters alone: on another base, such as a later snapshot, they are another model.
 
     Fault 13.
     """
-    for name in ("base", "later"):
+    for name in ("base", "moved", "later"):
         shutil.copytree(embedded_model, tmp_path / name)
+    weights = load_file(tmp_path / "later" / "model.safetensors")
+    save_file(
+        {name: 1.01 * weight for name, weight in weights.items()}, tmp_path / "later" / "model.safetensors"
+    )
     flags = f"{data} --num-steps 1 --prompts-per-step 1 --group-size 2 --max-new-tokens 4 --lora-rank 2"
     flags += f" --run-name lora-moved --model {tmp_path}/"
     run_in_pool(one_rank, "train_grpo.py", f"{flags}base", runs=runs)
-    for changed in ("later", "base --lora-rank 1"):
-        with pytest.raises(AssertionError, match="is of adapters with another base, rank or alpha"):
+    for changed, old_and_new in (
+        ("later", f"{tmp_path}/base', '{tmp_path}/later"),
+        ("base --lora-rank 1", "2, 1"),
+    ):
+        with pytest.raises(AssertionError, match=rf"holds other adapters: .*\('?{old_and_new}'?\)"):
             run_in_pool(one_rank, "train_grpo.py", f"{flags}{changed}", runs=runs)
-    assert "already finished" in run_in_pool(one_rank, "train_grpo.py", f"{flags}base", runs=runs)
+    assert "already finished" in run_in_pool(one_rank, "train_grpo.py", f"{flags}moved", runs=runs)
 
 
 @pytest.mark.parametrize(

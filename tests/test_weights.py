@@ -328,7 +328,9 @@ def test_a_checkpoint_has_all_files_of_tokenizer_and_processor_and_nothing_else(
         "vocab.json vocab.txt merges.txt added_tokens.json chat_template.jinja spiece.model qwen.tiktoken "
         "additional_chat_templates/tool_use.jinja preprocessor_config.json processor_config.json chat_template.json"
     ).split()
-    others = "config.json pytorch_model.bin model.safetensors model.safetensors.index.json README.md value/a.json"
+    others = (
+        "config.json pytorch_model.bin model.safetensors model.safetensors.index.json README.md value/a.json"
+    )
     source = tmp_path / "source"
     for name in (*copied, *others.split()):
         (source / name).parent.mkdir(exist_ok=True, parents=True)

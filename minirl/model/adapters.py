@@ -8,7 +8,7 @@ the base with the adapters merged.
 import math
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# The prefix of the decoder's names in transformers' classes of vision models, and in those of older versions.
-_IN_VISION_MODEL = "model.language_model."
-_IN_OLD_VISION_MODEL = "language_model.model."
+# The decoder's prefix in transformers' classes of vision models, and in those of older versions.
+_IN_VISION_MODEL = r"^(model\.language_model|language_model\.model)\."
+# Names of modules that PEFT takes for experts, which transformers stacks, even if they are shared experts.
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
@@ -72,10 +73,10 @@ def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
     with open_tensors(folder / WEIGHTS_FILE) as file:
         stored = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    tensors = {}
-    for name, tensor in stored.items():
-        name = name.removeprefix(_PREFIX).removesuffix(".weight")
-        tensors[re.sub(f"^({_IN_VISION_MODEL}|{_IN_OLD_VISION_MODEL})", "model.", name)] = tensor
+    tensors = {
+        re.sub(_IN_VISION_MODEL, "model.", name.removeprefix(_PREFIX).removesuffix(".weight")): tensor
+        for name, tensor in stored.items()
+    }
     return rank, alpha, tensors
 
 
@@ -97,22 +98,16 @@ def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Te
     return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
 
 
-def targets(names: Collection[str]) -> list[str]:
-    """The names of the linear layers with adapters, such as q_proj, from those of parameters."""
-    return list(dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name)))
-
-
 def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[str, Any]:
     """The adapter_config.json of a model's adapters.
 
     names: those of the trained parameters. base: the folder or hub id of the model under the adapters.
     """
     assert config.adapters is not None
-    # PEFT takes the name of a module for that of the experts that transformers stacks from modules of this name, also
-    # of a shared expert; a parameter's name means what it says.
-    stacked = config.other.stacked_modules() if config.other is not None else ()
-    modules: Any = [name for name in targets(names) if name not in stacked]
-    parameters = [f"{name}.weight" for name in targets(names) if name in stacked]
+    targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+    has_experts = config.other is not None and config.other.has_experts
+    parameters = [f"{name}.weight" for name in targets if has_experts and name in _OF_EXPERTS]
+    modules: Any = [name for name in targets if f"{name}.weight" not in parameters]
     if config.weight_prefix != "model.":  # the layers of the vision part may have the same names
         modules = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
@@ -131,15 +126,6 @@ def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[
     }
 
 
-def peft_tensors(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of PEFT's file, by its names, from those of trained parameters. config: of `peft_config`.
-
-    Those for a vision model have two names: transformers opens it as a whole, or its language model alone.
-    """
-    in_vision_model = isinstance(config["target_modules"], str)
-    stored = {}
-    for name, tensor in tensors.items():
-        for prefix in ("model.", _IN_VISION_MODEL)[: 1 + in_vision_model]:
-            renamed = re.sub(r"^model\.", prefix, name.removesuffix(".weight"))
-            stored[f"{_PREFIX}{renamed}.weight"] = tensor
-    return stored
+def peft_name(name: str) -> str:
+    """The name of a trained parameter in PEFT's file."""
+    return f"{_PREFIX}{name.removesuffix('.weight')}.weight"

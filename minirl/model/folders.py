@@ -12,8 +12,16 @@ from minirl.errors import InputError
 from minirl.files.json_files import read_json_object
 
 ADAPTERS_FILE = "adapter_config.json"
-# The files of a model's folder besides its weights: its config, tokenizer and processor.
-OTHER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_DOWNLOADED_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+]
+_hub_ids: dict[Path, str] = {}  # by the snapshots that this process has resolved
 
 
 def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
@@ -30,14 +38,20 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
         raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
     from huggingface_hub import snapshot_download
 
-    patterns = [*OTHER_FILES, "*.safetensors"] if with_weights else [*OTHER_FILES]
+    patterns = [pattern for pattern in _DOWNLOADED_FILES if with_weights or pattern != "*.safetensors"]
     try:
         snapshot = snapshot_download(model, allow_patterns=patterns)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{flag} {model}: neither a local folder nor available from the hub ({error})"
         ) from None
+    _hub_ids[Path(snapshot)] = model
     return Path(snapshot)
+
+
+def given_name(folder: Path) -> str:
+    """The hub id from which a folder was resolved, or else its absolute path."""
+    return _hub_ids.get(folder, str(folder.absolute()))
 
 
 def has_adapters(folder: Path) -> bool:

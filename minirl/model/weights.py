@@ -7,12 +7,14 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,15 +22,25 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_tensors, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.folders import ADAPTERS_FILE, OTHER_FILES, base_folder, file_of, has_adapters
+from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer, on_meta
 from minirl.ranks.process_group import rank, world_size
 
-# Files of adapters' base, if their folder has its own tokenizer without them.
-_OF_BASE = ("generation_config.json", "processor_config.json", "preprocessor_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*token*.json",
+    "*vocab*.json",
+    "*processor_config.json",
+    "chat_template.json",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 _INDEX = "model.safetensors.index.json"
 
 
@@ -228,6 +240,18 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
+def fingerprint(folder: Path) -> int:
+    """A checksum of 16,384 bytes of each file of the folder's weights, which any training changes. Not collective.
+
+    To read all bytes would take as long as to load them.
+    """
+    checksum = 0
+    for path in sorted(set(_file_of_each_tensor(folder).values())):
+        step = path.stat().st_size // 2**14 | 1  # odd, so that it meets both bytes of bf16
+        checksum = zlib.crc32(np.memmap(path, mode="r")[::step].tobytes(), checksum)
+    return checksum
+
+
 @torch.no_grad()
 def fill(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
@@ -253,16 +277,12 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder's tokenizer and processor, and what else is not weights: contents by path in it."""
+    """Return the files of a folder's tokenizer and processor, and generation_config.json: contents by path in it."""
     source = file_of(folder, "tokenizer_config.json").parent
-    paths = {name: file_of(folder, name) for name in _OF_BASE}
-    for pattern in (*OTHER_FILES, "additional_chat_templates/*.jinja"):
+    paths = {"generation_config.json": file_of(folder, "generation_config.json")}
+    for pattern in _TOKENIZER_FILES:
         paths |= {str(path.relative_to(source)): path for path in source.glob(pattern)}
-    return {
-        name: path.read_bytes()
-        for name, path in paths.items()
-        if path.is_file() and not name.endswith((".index.json", ADAPTERS_FILE))
-    }
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
 def write_folder(
@@ -291,7 +311,14 @@ def write_folder(
         stored = stored_tensors(config_from_dict(config), tensors)
     else:
         weights_name = WEIGHTS_FILE
-        stored = peft_tensors(peft_config, tensors)
+        # transformers opens a vision model as a whole, or its language model alone.
+        is_vision = isinstance(peft_config["target_modules"], str)
+        prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
+        stored = {
+            peft_name(_stored_name(name, prefix)): tensor
+            for prefix in prefixes
+            for name, tensor in tensors.items()
+        }
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -254,11 +254,10 @@ class RunConfig(
         reach 0 one update after the last. If a resume changes the updates per step, the place in the schedule still
         follows from the steps, and the warm-up does not begin again.
         """
-        num_before = first_step * self.updates_per_step
-        num_updates = self.num_steps * self.updates_per_step - num_before
-        num_done = progress.step * self.updates_per_step - num_before
-        num_done += progress.update - progress.first_update
-        num_warm = max(0, num_done, progress.update - num_before)
+        per_step = self.updates_per_step
+        num_updates = (self.num_steps - first_step) * per_step
+        num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
+        num_warm = max(num_done, progress.update - first_step * per_step)
         if num_warm < self.warmup_updates:
             return peak * (num_warm + 1) / self.warmup_updates
         if self.lr_schedule == "constant":

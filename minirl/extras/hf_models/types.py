@@ -26,6 +26,11 @@ class HFModel:
     text: str
     is_exact: bool
 
+    @property
+    def has_experts(self) -> bool:
+        """See `OtherModel`."""
+        return "expert" in self.text
+
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `OtherModel`."""
         hf = _built(self.text)
@@ -41,32 +46,19 @@ class HFModel:
 
     def joined(self, stored: Mapping[str, Tensor]) -> Tensor:
         """See `OtherModel`."""
-        from transformers.core_model_loading import rename_source_key
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         hf = _for_names(self.text)
-        renamings, converters = _conversions(hf)
+        steps = get_model_conversion_mapping(hf, add_legacy=False)
+        renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+        converters = [step for step in steps if isinstance(step, WeightConverter)]
         for name, tensor in stored.items():
             target, pattern = rename_source_key(name, renamings, converters)
             converter = next(step for step in converters if pattern in step.source_patterns)
             converter.add_tensor(target, name, pattern, tensor)
         (parameter,) = converter.convert(target, model=hf, config=hf.config).values()
         return parameter[0] if isinstance(parameter, list) else parameter
-
-    def stacked_modules(self) -> set[str]:
-        """See `OtherModel`."""
-        _, converters = _conversions(_for_names(self.text))
-        sources = [pattern for step in converters for pattern in step.source_patterns]
-        return {pattern.split(".")[-2] for pattern in sources if pattern.endswith(".weight")}
-
-
-def _conversions(hf: Any) -> tuple[list[Any], list[Any]]:
-    """transformers' steps from a folder's tensors to a model's parameters: renamings, and those that join tensors."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    steps = get_model_conversion_mapping(hf, add_legacy=False)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    return renamings, [step for step in steps if isinstance(step, WeightConverter)]
 
 
 def read_other(raw: Mapping[str, Any]) -> ModelConfig:
