@@ -176,27 +176,9 @@ def peft_folder(checkpoint, tmp_path) -> Path:
     return tmp_path
 
 
-def test_adapters_are_those_of_peft_and_a_folder_of_them_is_read_as_merged(
-    checkpoint, embedded_model, tmp_path
-):
-    """PEFT has the logprobs of training; what it merges has the bits of the model that minirl reads."""
+def test_what_peft_merges_has_the_bits_of_what_minirl_reads(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
-    tokens = torch.arange(40) % 14
-    model = adapted(embedded_model, Adapters(2))
-    stored = load_file(checkpoint / WEIGHTS_FILE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                values = stored[f"base_model.model.{name}.weight"]
-                parameter.zero_()[tuple(map(slice, values.shape))] = values
-    trained = logprobs_of(model, tokens, (40,))
-    base = load_replica(embedded_model, dtype=torch.float32)
-    assert (logprobs_of(base, tokens, (40,)) - trained).abs().max() > 0.01
     adapted_model = peft.AutoPeftModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    with torch.no_grad():
-        logits = adapted_model(tokens[None]).logits[0]
-    theirs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    torch.testing.assert_close(theirs, trained[1:], atol=5e-6, rtol=0)
     adapted_model.merge_and_unload().save_pretrained(tmp_path)
     merged, replica = (
         dict(load_replica(folder, dtype=torch.float32).named_parameters())

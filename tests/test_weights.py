@@ -17,7 +17,7 @@ from transformers import (
 
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict, read_config, scalar_config
-from minirl.model.folders import resolve_folder
+from minirl.model.folders import given_name, resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
     check_weights,
@@ -364,7 +364,7 @@ def test_other_names_are_hub_ids(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_folder("owner/model") == tmp_path
+    assert given_name(resolve_folder("owner/model")) == "owner/model"
     assert {"*.json", "*.safetensors"} <= set(patterns)
     files = map(Path, ("pytorch_model.bin", "a.pt", "a.py"))
     assert not any(file.match(pattern) for file in files for pattern in patterns)
