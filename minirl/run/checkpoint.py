@@ -27,7 +27,7 @@ from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.adapters import peft_config
 from minirl.model.families import scalar_config
-from minirl.model.folders import ADAPTERS_FILE, file_of, given_name
+from minirl.model.folders import file_of, given_name
 from minirl.model.weights import fingerprint, kept_tensors, read_tokenizer_files, write_folder
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
@@ -94,17 +94,14 @@ class Checkpoints:
             f"{checkpoint}: has the models {saved_names}, this script {list(self._models)}; take another --run-name",
         )
         for name, (model, optimizer) in self._models.items():
-            if new := self._adapters.get(name):
-                path = checkpoint / self._folders[name] / ADAPTERS_FILE
-                old = adapters.get(name) or read_json_object(path)
-                # Older checkpoints know only the path of the base.
-                base = old.get("base_weights", old.get("base_model_name_or_path"))
-                is_same_base = base in (new["base_weights"], str(model.folder.resolve()))
-                keys = ("r", "lora_alpha") if is_same_base else tuple(new)
-                changed = {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
-                refuse(
-                    changed, f"{path}: holds other adapters: {changed} (saved, now); take another --run-name"
-                )
+            old, new = adapters.get(name, {}), self._adapters.get(name, {})
+            changed = {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}
+            if "base_weights" not in changed:
+                changed.pop("base_model_name_or_path", None)  # the same weights are at another path
+            refuse(
+                changed,
+                f"{checkpoint}: holds other adapters of the {name}: {changed} (saved, now); take another --run-name",
+            )
             model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
         return progress
