@@ -1,6 +1,5 @@
 """LoRA: adapters that are never merged in a run, saved in PEFT's form, on a base that stays as it is."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,13 +14,13 @@ from minirl.errors import InputError
 from minirl.model.adapters import WEIGHTS_FILE
 from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
-from minirl.model.families import read_config
 from minirl.model.folders import ADAPTERS_FILE
-from minirl.model.transformer import is_batch_invariant, on_meta
-from minirl.model.weights import load_replica, load_weights
+from minirl.model.transformer import is_batch_invariant
+from minirl.model.weights import load_replica
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import under_adapters
 from minirl.training.scoring import score_batch
+from support.families import adapted
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.resuming import resume
@@ -42,21 +41,6 @@ NARROW, WIDE = Adapters(2, 4.0), Adapters(12, 6.0)
 def folder(tmp_path_factory) -> Path:
     """A random model, in fp64."""
     return make_folder(tmp_path_factory.mktemp("base") / "model", RAW_CONFIG)
-
-
-def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
-    """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
-    config = dataclasses.replace(read_config(folder), adapters=adapters)
-    model = on_meta(config)
-    model.to(dtype).to_empty(device="cpu")
-    model.tie_weights()
-    load_weights(model, folder)
-    if seed is not None:
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.data.normal_(std=0.3, generator=generator)
-    return model
 
 
 def logprobs_of(model, tokens, lengths):

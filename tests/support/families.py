@@ -204,17 +204,27 @@ def logit_error(oracle: Any, model: Transformer) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
+    """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
+    config = dataclasses.replace(read_config(folder), adapters=adapters)
+    model = on_meta(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.tie_weights()
+    load_weights(model, folder)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data.normal_(std=0.3, generator=generator)
+    return model
+
+
 @torch.no_grad()
 def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
     """PEFT has the logits of training with a model's adapters; minirl reads them, and what PEFT saves, as merged."""
     peft = pytest.importorskip("peft")
-    model = on_meta(dataclasses.replace(read_config(folder), adapters=Adapters(2)))
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    load_weights(model, folder)
+    model = adapted(folder, Adapters(2), seed=0)
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    for parameter in adapters.values():
-        parameter.normal_(std=0.1)
     config = peft_config(model.config, adapters, str(folder))
     write_folder(saved, adapters, config=read_json_object(folder / "config.json"), peft_config=config)
     oracle = peft.PeftModel.from_pretrained(auto_class.from_pretrained(folder, dtype=torch.float32), saved)
