@@ -306,7 +306,7 @@ def main(config: Config) -> int:
                     clip_high=config.clip_high,
                     is_weight=config.policy_loss == "cispo",
                 )
-            lr = config.learning_rate(progress.update, config.peak_lr)
+            lr = config.learning_rate(progress, config.peak_lr)
             grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)

@@ -239,13 +239,12 @@ def main(config: Config) -> int:
                     metrics.add_total("policy/loss", objective / config.updates_per_step)
                     add_tokens(metrics, micro, new, ratio, entropy, weight_version=progress.update)
                     add_clip(metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
-            lr = config.learning_rate(progress.update, config.value_peak_lr)
+            lr = config.learning_rate(progress, config.value_peak_lr)
             metrics.add("value/lr", lr)
             grad_norm = value.step(value_optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
             metrics.add("value/grad_norm", grad_norm)
             if trains_policy:
-                first_update = config.value_warmup_steps * config.updates_per_step
-                lr = config.learning_rate(progress.update, config.peak_lr, first_update=first_update)
+                lr = config.learning_rate(progress, config.peak_lr, first_step=config.value_warmup_steps)
                 metrics.add("optim/lr", lr)
                 grad_norm = policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm)
                 metrics.add("optim/grad_norm", grad_norm)

@@ -238,6 +238,13 @@ def test_row_14_two_runs_never_share_a_folder():
     open_run_folder("a").lock.close()
 
 
+def test_ranks_that_do_not_share_the_folder_are_refused(monkeypatch):
+    """As on two nodes: each would save checkpoints that lack the other's files. Fault 62."""
+    monkeypatch.setattr("minirl.run.run_folder.rank", lambda: 1)
+    with pytest.raises(InputError, match="rank 1 does not see the folder"):
+        open_run_folder("a")
+
+
 @pytest.mark.parametrize("name", ["..", "", "/tmp/x", "a/b", ".hidden", "a\0b", "-x"])
 def test_row_47_a_name_that_is_a_path_is_refused(name, runs):
     """Nothing is made in the runs' folder, or beside it."""

@@ -19,7 +19,7 @@ from minirl.model.weights import kept_tensors, load_replica, read_tokenizer_file
 from minirl.rollouts import RolloutId
 from minirl.run.budget import num_parameters
 from support.engines import CPU, hidden_states, make_engine, scores_of
-from support.families import CASES, DELTA_NET, PUBLISHED, family_table, make_checkpoint, twin
+from support.families import CASES, DELTA_NET, PUBLISHED, check_peft, family_table, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import digests, interrupted_copy
 from support.scripts import read_metrics, run_in_pool
@@ -170,6 +170,14 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp
     for changes in (tied, {"text_config": {"model_type": "qwen3"}}, quantized):
         with pytest.raises(InputError, match=next(iter(changes))):
             config_from_dict(raw | changes)
+
+
+@pytest.mark.parametrize("class_name", ["AutoModelForCausalLM", "AutoModelForImageTextToText"])
+@pytest.mark.parametrize("family", ["qwen", "gemma"])
+def test_peft_reads_adapters_for_the_text_of_a_vision_model(family, class_name, tmp_path):
+    """Whether it opens the whole model or the text model alone."""
+    save_vision_model(tmp_path / "base", family)
+    check_peft(tmp_path / "base", tmp_path / "saved", getattr(transformers, class_name))
 
 
 @pytest.mark.parametrize("name", [name if name in FEW_PUBLISHED else slow(name) for name in PUBLISHED])

@@ -74,6 +74,12 @@ def outputs_of(folder: Path, body: str, codes: list[int], *, within: float) -> s
         return "".join(job.output(rank) for rank in range(len(codes))).replace("joined\n", "")
 
 
+def test_row_62_a_rank_without_torchruns_other_variables_is_refused_at_once(tmp_path):
+    with started(tmp_path, [python(tmp_path, "joined()")], WORLD_SIZE="2") as job:
+        assert job.codes(within=60) == [2]
+        assert "is set without MASTER_ADDR, MASTER_PORT, RANK" in job.output(0)
+
+
 @pytest.mark.parametrize("number", [0, signal.SIGSTOP, signal.SIGKILL])
 def test_rows_01_and_37_a_hang_names_the_rank_and_its_phase_and_so_does_a_kill(tmp_path, number):
     """Not the ranks that wait for it, and without the tracebacks of their connections. Fault 42: a stopped process."""

@@ -12,6 +12,7 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.run.checks import check_grpo, check_shared
 from minirl.run.flags import flag_of, parse
+from minirl.run.run import Progress
 from support.scripts import read_config, write_rows
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
@@ -144,5 +145,16 @@ def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
         config = train_ppo.Config(
             num_steps=first + num_updates, num_minibatches=1, warmup_updates=warmup, lr_schedule=schedule
         )
-        updates = range(first, first + len(rates))
-        assert [config.learning_rate(update, 2.0, first_update=first) for update in updates] == rates
+        places = [Progress(step, step, step) for step in range(first, first + len(rates))]
+        assert [config.learning_rate(place, 2.0, first_step=first) for place in places] == rates
+
+
+def test_other_updates_per_step_before_a_resume_leave_the_place_in_the_schedule():
+    """It follows from the steps, so no rate is negative; and a warm-up that was over does not return. Pitfall 46."""
+    config = train_ppo.Config(num_steps=43, num_minibatches=2, warmup_updates=0)
+    for step, i in itertools.product(range(3, 43), range(2)):
+        places = [Progress(step, step * before + i, step * before) for before in (1, 2, 4)]
+        rates = {config.learning_rate(place, 2.0, first_step=3) for place in places}
+        assert len(rates) == 1
+        assert min(rates) > 0
+    assert train_grpo.Config(num_minibatches=1).learning_rate(Progress(2, 8, 8), 2.0) == 2.0

@@ -4,6 +4,7 @@
 on two ranks.
 """
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -20,12 +21,14 @@ import train_grpo
 from minirl.errors import InputError
 from minirl.extras.hf_models import gate
 from minirl.files.json_files import read_json_object
+from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import kept_tensors, load_replica, write_folder
+from minirl.run.budget import num_parameters
 from minirl.run.embedded_model import write_shape
 from support.engines import make_engine, make_request, scores_of
-from support.families import logit_error
+from support.families import check_peft, logit_error
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import digests, interrupted_copy
@@ -120,6 +123,13 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
     assert all(torch.equal(factors[name] * before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v2", slow("ernie4_5_moe")])
+def test_peft_reads_adapters_of_a_type(tmp_path, kind):
+    """Those of a mixture's shared experts and dense layers, too, whose modules have the names of stacked experts."""
+    make_checkpoint(tmp_path / "base", kind)
+    check_peft(tmp_path / "base", tmp_path / "saved", AutoModelForCausalLM)
+
+
 @pytest.mark.parametrize(
     ("kind", "keys", "reason"),
     [
@@ -137,6 +147,13 @@ def test_what_would_be_computed_in_another_way_is_refused_by_name(kind, keys, re
     raw = make_config(kind, **keys).to_dict()
     with pytest.raises(InputError, match=f"{kind}.* is not supported.*{reason}"):
         config_from_dict(json.loads(json.dumps(raw)))
+
+
+def test_adapters_of_layers_without_linear_modules_are_refused():
+    """Also in `--dry-run`, which counts the parameters."""
+    config = config_from_dict(make_config("gpt2").to_dict())
+    with pytest.raises(InputError, match="--lora-rank: this model"):
+        num_parameters(dataclasses.replace(config, adapters=Adapters(2)))
 
 
 def test_mistral_with_kinds_of_layers_is_ministral_as_in_transformers():

@@ -17,7 +17,7 @@ from transformers import (
 
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict, read_config, scalar_config
-from minirl.model.folders import resolve_folder
+from minirl.model.folders import given_name, resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
     check_weights,
@@ -321,21 +321,26 @@ def test_weights_that_are_views_are_saved_as_they_look(tmp_path):
     assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
 
 
-def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):
+def test_a_checkpoint_has_all_files_of_tokenizer_and_processor_and_nothing_else(tmp_path):
     """A saved folder can be served alone; the source's weights and config are not copied."""
     copied = (
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
-        "vocab.json vocab.txt merges.txt added_tokens.json chat_template.jinja spiece.model qwen.tiktoken"
+        "vocab.json vocab.txt merges.txt added_tokens.json chat_template.jinja spiece.model qwen.tiktoken "
+        "additional_chat_templates/tool_use.jinja preprocessor_config.json processor_config.json chat_template.json"
     ).split()
+    others = (
+        "config.json pytorch_model.bin model.safetensors model.safetensors.index.json README.md value/a.json"
+    )
     source = tmp_path / "source"
-    source.mkdir()
-    for name in (*copied, "config.json", "pytorch_model.bin", "model.safetensors", "README.md"):
+    for name in (*copied, *others.split()):
+        (source / name).parent.mkdir(exist_ok=True, parents=True)
         (source / name).write_text(f"{name} of the source")
     folder = tmp_path / "saved"
     tensors = dict(random_model().named_parameters())
     write_folder(folder, tensors, config=TINY, tokenizer_files=read_tokenizer_files(source))
     made = {"config.json", "model.safetensors"}
-    assert {path.name for path in folder.iterdir()} == {*copied, *made}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(folder)) for path in files} == {*copied, *made}
     assert all((folder / name).read_text() == f"{name} of the source" for name in copied)
     assert json.loads((folder / "config.json").read_text()) == TINY | {"dtype": "float32"}
 
@@ -359,7 +364,7 @@ def test_other_names_are_hub_ids(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_folder("owner/model") == tmp_path
+    assert given_name(resolve_folder("owner/model")) == "owner/model"
     assert {"*.json", "*.safetensors"} <= set(patterns)
     files = map(Path, ("pytorch_model.bin", "a.pt", "a.py"))
     assert not any(file.match(pattern) for file in files for pattern in patterns)

@@ -118,7 +118,7 @@ def main(config: Config) -> int:
             model.backward(loss, is_last=i == len(microbatches) - 1)
             metrics.add_total("policy/loss", loss)
             metrics.add_values("reward/accuracy", chosen > rejected)
-        lr = config.learning_rate(progress.update, config.peak_lr)
+        lr = config.learning_rate(progress, config.peak_lr)
         metrics.add("optim/lr", lr)
         metrics.add("optim/grad_norm", model.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
         progress.update += 1

@@ -82,7 +82,7 @@ def main(config: Config) -> int:
             policy.backward(loss, is_last=i == len(microbatches) - 1)
             metrics.add_total("policy/loss", loss)
             metrics.add_total("count/tokens", micro.loss_mask.sum())
-        lr = config.learning_rate(run.progress.update, config.peak_lr)
+        lr = config.learning_rate(run.progress, config.peak_lr)
         metrics.add("optim/lr", lr)
         metrics.add("optim/grad_norm", policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
         run.progress.update += 1

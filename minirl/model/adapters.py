@@ -6,6 +6,7 @@ the base with the adapters merged.
 """
 
 import math
+import re
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -17,16 +18,20 @@ from torch import Tensor
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors
-from minirl.model.config import Adapters, is_adapter
+from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# The decoder's prefix in transformers' classes of vision models, and in those of older versions.
+_IN_VISION_MODEL = r"^(model\.language_model|language_model\.model)\."
+# Names of modules that PEFT takes for experts, which transformers stacks, even if they are shared experts.
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
-    "target_modules exclude_modules layers_to_transform layers_pattern megatron_core eva_config runtime_config "
-    "qalora_group_size ensure_weight_tying".split()
+    "target_modules target_parameters exclude_modules layers_to_transform layers_pattern megatron_core eva_config "
+    "runtime_config qalora_group_size ensure_weight_tying".split()
 )
 # Values of other keys, besides those that turn an option off, with which `layers.Linear` computes what PEFT does. PEFT
 # changes the base at the start, except with these `init_lora_weights`.
@@ -68,7 +73,10 @@ def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
     with open_tensors(folder / WEIGHTS_FILE) as file:
         stored = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    tensors = {name.removeprefix(_PREFIX).removesuffix(".weight"): stored[name] for name in stored}
+    tensors = {
+        re.sub(_IN_VISION_MODEL, "model.", name.removeprefix(_PREFIX).removesuffix(".weight")): tensor
+        for name, tensor in stored.items()
+    }
     return rank, alpha, tensors
 
 
@@ -90,22 +98,29 @@ def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Te
     return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
 
 
-def peft_config(adapters: Adapters, names: Collection[str], base: str) -> dict[str, Any]:
+def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[str, Any]:
     """The adapter_config.json of a model's adapters.
 
     names: those of the trained parameters. base: the folder or hub id of the model under the adapters.
     """
+    assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+    has_experts = config.other is not None and config.other.has_experts
+    parameters = [f"{name}.weight" for name in targets if has_experts and name in _OF_EXPERTS]
+    modules: Any = [name for name in targets if f"{name}.weight" not in parameters]
+    if config.weight_prefix != "model.":  # the layers of the vision part may have the same names
+        modules = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
+        "r": config.adapters.rank,
+        "lora_alpha": config.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(targets),
+        "target_modules": modules,
+        "target_parameters": parameters or None,
         "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
     }

@@ -21,6 +21,7 @@ _DOWNLOADED_FILES = [
     "merges.txt",
     "vocab.txt",
 ]
+_hub_ids: dict[Path, str] = {}  # by the snapshots that this process has resolved
 
 
 def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = True) -> Path:
@@ -44,7 +45,13 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
         raise InputError(
             f"{flag} {model}: neither a local folder nor available from the hub ({error})"
         ) from None
+    _hub_ids[Path(snapshot)] = model
     return Path(snapshot)
+
+
+def given_name(folder: Path) -> str:
+    """The hub id from which a folder was resolved, or else its absolute path."""
+    return _hub_ids.get(folder, str(folder.absolute()))
 
 
 def has_adapters(folder: Path) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from minirl.errors import refuse
 from minirl.model import batch_invariance, padding, portable_attention
 from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
@@ -171,9 +172,13 @@ class Transformer(nn.Module):
 
     def _add_adapters(self, adapters: Adapters) -> None:
         """Give the layers' linear layers adapters, and freeze all else but a scalar head."""
-        for module in self.model.layers.modules():
-            if isinstance(module, Linear):
-                module.add_adapter(adapters)
+        linear = [module for module in self.model.layers.modules() if isinstance(module, Linear)]
+        refuse(
+            not linear,
+            "--lora-rank: this model's layers have no nn.Linear, which gets adapters; leave it out",
+        )
+        for module in linear:
+            module.add_adapter(adapters)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 

@@ -7,12 +7,14 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,14 +31,15 @@ from minirl.ranks.process_group import rank, world_size
 
 _TOKENIZER_FILES = (
     "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
+    "*token*.json",
+    "*vocab*.json",
+    "*processor_config.json",
+    "chat_template.json",
+    "*.txt",
     "*.model",
     "*.tiktoken",
     "*.jinja",
+    "additional_chat_templates/*.jinja",
 )
 _INDEX = "model.safetensors.index.json"
 
@@ -232,6 +235,18 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
+def fingerprint(folder: Path) -> int:
+    """A checksum of 16,384 bytes of each file of the folder's weights, which any training changes. Not collective.
+
+    To read all bytes would take as long as to load them.
+    """
+    checksum = 0
+    for path in sorted(set(_file_of_each_tensor(folder).values())):
+        step = path.stat().st_size // 2**14 | 1  # odd, so that it meets both bytes of bf16
+        checksum = zlib.crc32(np.memmap(path, mode="r")[::step].tobytes(), checksum)
+    return checksum
+
+
 @torch.no_grad()
 def fill(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
@@ -257,11 +272,12 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder's tokenizer and generation_config.json: contents by file name."""
-    paths = [file_of(folder, "generation_config.json")]
+    """Return the files of a folder's tokenizer and processor, and generation_config.json: contents by path in it."""
     source = file_of(folder, "tokenizer_config.json").parent
-    paths += [path for pattern in _TOKENIZER_FILES for path in source.glob(pattern)]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    paths = {"generation_config.json": file_of(folder, "generation_config.json")}
+    for pattern in _TOKENIZER_FILES:
+        paths |= {str(path.relative_to(source)): path for path in source.glob(pattern)}
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
 def write_folder(
@@ -279,7 +295,6 @@ def write_folder(
     Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's
     form.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     contents = dict(tokenizer_files)
     # `torch_dtype` is the older name of `dtype`.
     written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
@@ -291,9 +306,17 @@ def write_folder(
         stored = stored_tensors(config_from_dict(config), tensors)
     else:
         weights_name = WEIGHTS_FILE
-        stored = {peft_name(name): tensor for name, tensor in tensors.items()}
+        # transformers opens a vision model as a whole, or its language model alone.
+        is_vision = isinstance(peft_config["target_modules"], str)
+        prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
+        stored = {
+            peft_name(_stored_name(name, prefix)): tensor
+            for prefix in prefixes
+            for name, tensor in tensors.items()
+        }
         contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
     for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with durable.new_file(folder / name) as file:
             file.write(content)
     write_tensors(folder / weights_name, {**kept, **stored})

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Times in seconds.
@@ -58,8 +58,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     torchrun.
     """
     _prepare_process()
-    announce_phase(START)
     try:
+        announce_phase(START)
         exit_code = main() or 0
         if dist.is_initialized():
             dist.barrier()
@@ -78,10 +78,15 @@ def announce_phase(phase: str) -> None:
 def rendezvous() -> Any:
     """The key-value store of all ranks: torchrun's, or one that rank 0 hosts; a process that is alone has its own.
 
-    Raises torch's DistError if it cannot be reached in START_S.
+    Raises InputError without all of torchrun's variables, and torch's DistError if it cannot be reached in START_S.
     """
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         return dist.HashStore()
+    missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    refuse(
+        missing,
+        f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
+    )
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
     # torchrun may restart all ranks and keep its store: keys of an earlier attempt must not count.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -135,7 +140,9 @@ def _report(error: BaseException) -> int:
     for number in STOP_SIGNALS:  # torchrun's, if another rank leaves first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []
-    with contextlib.suppress(dist.DistError):  # the store ended with torchrun, or with rank 0
+    with contextlib.suppress(
+        dist.DistError, InputError
+    ):  # the store ended with torchrun or rank 0; or there is none
         is_first = rendezvous().add("num_errors", 1) == 1
         missing = _ranks_without_error()
     exit_code, message = _exit_code_and_message(error, missing)

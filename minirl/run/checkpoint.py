@@ -27,8 +27,8 @@ from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.adapters import peft_config
 from minirl.model.families import scalar_config
-from minirl.model.folders import ADAPTERS_FILE, file_of
-from minirl.model.weights import kept_tensors, read_tokenizer_files, write_folder
+from minirl.model.folders import file_of, given_name
+from minirl.model.weights import fingerprint, kept_tensors, read_tokenizer_files, write_folder
 from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
@@ -60,20 +60,22 @@ class Checkpoints:
         self._folders = {name: name if i else "" for i, name in enumerate(models)}
         # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
         self._token = broadcast_object(secrets.token_hex(4))
-        self._peft_configs: dict[str, Any] = {}
+        self._adapters: dict[str, dict[str, Any]] = {}
         self._write_model: dict[str, Callable[..., None]] = {}
         for name, (model, _) in models.items():
-            adapters = model.module.config.adapters
-            peft = peft_config(adapters, model.masters, str(model.folder.resolve())) if adapters else None
-            self._peft_configs[name] = peft
+            shape = model.module.config
+            peft = None
+            if shape.adapters:
+                peft = peft_config(shape, model.masters, given_name(model.folder))
+                self._adapters[name] = {**peft, "base_weights": fingerprint(model.folder)}
             if rank() != 0:
                 continue
             config = read_json_object(file_of(model.folder, "config.json"))
             self._write_model[name] = functools.partial(
                 write_folder,
-                config=scalar_config(config) if model.module.config.scalar_head else config,
+                config=scalar_config(config) if shape.scalar_head else config,
                 tokenizer_files=read_tokenizer_files(model.folder),
-                kept=kept_tensors(model.module.config, model.folder),
+                kept=kept_tensors(shape, model.folder),
                 peft_config=peft,
             )
 
@@ -84,6 +86,7 @@ class Checkpoints:
         """
         progress = _read(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
+        adapters = progress.pop("adapters", {})
         files = [_read(checkpoint / _file_of_rank(r, num_saved)) for r in range(num_saved)]
         saved_names = list(files[0]["models"])
         refuse(
@@ -91,11 +94,13 @@ class Checkpoints:
             f"{checkpoint}: has the models {saved_names}, this script {list(self._models)}; take another --run-name",
         )
         for name, (model, optimizer) in self._models.items():
-            peft = self._peft_configs[name]
-            path = checkpoint / self._folders[name] / ADAPTERS_FILE
+            old, new = adapters.get(name, {}), self._adapters.get(name, {})
+            changed = {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}
+            if "base_weights" not in changed:
+                changed.pop("base_model_name_or_path", None)  # the same weights are at another path
             refuse(
-                peft and peft != read_json_object(path),
-                f"{path}: is of adapters with another base, rank or alpha; take another --run-name",
+                changed,
+                f"{checkpoint}: holds other adapters of the {name}: {changed} (saved, now); take another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
@@ -133,7 +138,9 @@ class Checkpoints:
         shards = {name: model.state_tensors(optimizer) for name, (model, optimizer) in self._models.items()}
         _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
         if rank() == 0:
-            _write(folder / PROGRESS_FILE, {**progress, "world_size": world_size()})
+            _write(
+                folder / PROGRESS_FILE, {**progress, "world_size": world_size(), "adapters": self._adapters}
+            )
             _check_remembered(folder / PROGRESS_FILE)
 
 

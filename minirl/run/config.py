@@ -8,7 +8,7 @@ import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import tyro
@@ -17,6 +17,9 @@ from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
 from minirl.run.flags import flag_of
+
+if TYPE_CHECKING:
+    from minirl.run.run import Progress
 
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
@@ -249,19 +252,23 @@ class RunConfig(
         default = 2e-4 if self.is_embedded else 1e-6
         return self.lr or default * (10 if self.lora_rank else 1)
 
-    def learning_rate(self, update: int, peak: float, *, first_update: int = 0) -> float:
-        """The learning rate of optimizer step `update`, counted from 0.
+    def learning_rate(self, progress: "Progress", peak: float, *, first_step: int = 0) -> float:
+        """The learning rate of the next optimizer step.
 
-        From `first_update` on it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
-        reach 0 one update after the last.
+        After step `first_step` it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
+        reach 0 one update after the last. If a resume changes the updates per step, the place in the schedule still
+        follows from the steps, and the warm-up does not begin again.
         """
-        num_done = update - first_update
-        num_updates = self.num_steps * self.updates_per_step - first_update
-        if num_done < self.warmup_updates:
-            return peak * (num_done + 1) / self.warmup_updates
+        per_step = self.updates_per_step
+        num_updates = (self.num_steps - first_step) * per_step
+        num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
+        num_warm = max(num_done, progress.update - first_step * per_step)
+        if num_warm < self.warmup_updates:
+            return peak * (num_warm + 1) / self.warmup_updates
         if self.lr_schedule == "constant":
             return peak
-        return peak * (num_updates - num_done) / max(1, num_updates - self.warmup_updates)
+        num_sinking = max(1, num_updates - self.warmup_updates)
+        return peak * min(max(0, num_updates - num_done), num_sinking) / num_sinking
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """The dtype of --dtype."""

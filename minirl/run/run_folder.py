@@ -69,6 +69,10 @@ def open_run_folder(name: str) -> RunFolder:
             args = read_json_object(folder / "args.json")
         checkpoint = next(reversed(checkpoints_in(folder)), None)
     args, checkpoint = broadcast_object((args, checkpoint))
+    refuse(
+        not (folder / "lock").exists(),
+        f"{folder}: rank {rank()} does not see the folder that rank 0 made; runs need a folder that all ranks share",
+    )
     return RunFolder(folder, args, checkpoint, lock)
 
 

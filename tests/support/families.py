@@ -1,18 +1,24 @@
 """Tiny random models of every family, made by transformers."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from minirl.files.json_files import read_json_object
+from minirl.model.adapters import peft_config
 from minirl.model.attention import PackedLayout
 from minirl.model.batch_invariance import head_logits
-from minirl.model.families import config_from_dict
-from minirl.model.transformer import Transformer
+from minirl.model.config import Adapters, is_adapter
+from minirl.model.families import config_from_dict, read_config
+from minirl.model.transformer import Transformer, on_meta
+from minirl.model.weights import load_replica, load_weights, write_folder
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -196,6 +202,35 @@ def logit_error(oracle: Any, model: Transformer) -> float:
     got = head_logits(model(tokens, layout.positions, layout), model.head).double()
     expected = oracle(tokens[None]).logits[0].double()
     return float((got - expected).norm() / expected.norm())
+
+
+def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
+    """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
+    config = dataclasses.replace(read_config(folder), adapters=adapters)
+    model = on_meta(config)
+    model.to(dtype).to_empty(device="cpu")
+    model.tie_weights()
+    load_weights(model, folder)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data.normal_(std=0.3, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
+    """PEFT has the logits of training with a model's adapters; minirl reads them, and what PEFT saves, as merged."""
+    peft = pytest.importorskip("peft")
+    model = adapted(folder, Adapters(2), seed=0)
+    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    config = peft_config(model.config, adapters, str(folder))
+    write_folder(saved, adapters, config=read_json_object(folder / "config.json"), peft_config=config)
+    oracle = peft.PeftModel.from_pretrained(auto_class.from_pretrained(folder, dtype=torch.float32), saved)
+    oracle.save_pretrained(saved / "again")
+    for same in (model, *(load_replica(path, dtype=torch.float32) for path in (saved, saved / "again"))):
+        assert logit_error(oracle, same) < 1e-4
 
 
 def family_table() -> dict[str, float]:
