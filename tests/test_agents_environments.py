@@ -29,6 +29,8 @@ from support.texts import HERMES, WITH_TOOLS, save_chat_tokenizer
 SOURCE = '''
 import asyncio, signal, threading
 
+DESCRIBED = []
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -52,8 +54,9 @@ def describe(name: str) -> dict:
     Args:
         name: The thing.
     """
+    DESCRIBED.append(name)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    return {"name": name, "letters": list(name)}
+    return {"name": name, "letters": list(name), "calls": len(DESCRIBED)}
 
 def lookup(function: str) -> list[tuple]:
     """Look something up.
@@ -198,7 +201,7 @@ def test_row_58_tools_are_called_until_a_turn_calls_none_and_errors_are_told_to_
         [result("search", "found x"), result("add", missing), result("fail", "{'error': 'no luck'}")],
         [
             result("subtract", "{'error': 'Tool subtract not found.'}"),
-            result("describe", "{'name': 'ab', 'letters': ['a', 'b']}"),
+            result("describe", "{'name': 'ab', 'letters': ['a', 'b'], 'calls': 1}"),
             result("search", "{'error': 'found nothing'}"),
         ],
         [result("lookup", [["x", "b'raw'"]])],

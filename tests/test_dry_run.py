@@ -120,12 +120,20 @@ def test_the_plan_equals_the_numbers_by_hand(flags, tmp_path, case):
             "--gpus 1x6 --cache-tokens 8192 --max-tokens-per-microbatch 8192 --recompute-layers on",
             "--dry-run: the run does not fit",
         ),
+        (
+            "--gpus 1x80 --reward-model {}/judge",
+            "--reward-model .*judge: has 800 positions, .* up to 812 tokens",
+        ),
     ],
 )
-def test_row_38_what_does_not_fit_is_refused_with_the_flags_to_change(flags, more, refusal):
-    """The models themselves, or a size that was given."""
+def test_row_38_what_does_not_fit_is_refused_with_the_flags_to_change(flags, tmp_path, more, refusal):
+    """The models themselves, a size that was given, or the texts of a reward model."""
+    model = flags(QWEN_05B)
+    shutil.copytree(tmp_path / "model", tmp_path / "judge")
+    judge = {**QWEN_05B, "architectures": ["Qwen2ForSequenceClassification"], "max_position_embeddings": 800}
+    (tmp_path / "judge" / "config.json").write_text(json.dumps({**judge, "id2label": {"0": "score"}}))
     with pytest.raises(InputError, match=refusal):
-        dry_run(train_grpo, f"{flags(QWEN_05B)} {more}")
+        dry_run(train_grpo, f"{model} {more.format(tmp_path)}")
 
 
 def test_weights_of_another_model_are_refused(flags, embedded_model, tmp_path):

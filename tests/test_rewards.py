@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from minirl.data.task import Row
+from minirl.data.view import answers_of
 from minirl.errors import InputError, RewardError
 from minirl.rewards.functions import arguments_of, functions_and_weights, overlong_penalty
 from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import EpisodeRecord, RolloutId, appended, rollout_of, token_tensor
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, appended, rollout_of, token_tensor
 from support.collecting import letter_tokenizer
 from support.jobs import wait_for
 from support.rollouts import rewards_of_call
@@ -230,6 +231,39 @@ def add_all(functions, prompts, groups):
     for group in groups:
         queue.add(group)
     return queue
+
+
+def test_row_23_25_a_function_of_this_process_that_raises_or_hangs_ends_the_run_as_one_of_a_process_does():
+    """With function and row; its thread is left behind."""
+    prompts, groups = made_groups(("a",))
+    is_over = threading.Event()
+
+    def raises(completions):
+        raise KeyError("no such answer")
+
+    def hangs(completions):
+        is_over.wait()
+
+    for function, said in (
+        (raises, r"raised\n(.|\n)*KeyError: 'no such answer'"),
+        (hangs, "took more than 0.01 s"),
+    ):
+        queue = RewardQueue({"mine": function}, prompts, call_timeout=0.01 if function is hangs else None)
+        queue.add(groups[0])
+        with pytest.raises(RewardError, match=rf"^reward mine for the row at f:\d: {said}") as error:
+            queue.finish([0])
+        assert error.value.exit_code == 4
+    is_over.set()
+
+
+def test_an_empty_answer_that_continues_the_prompts_last_message_is_a_message():
+    """Rewards read the last message of each completion."""
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}]
+    rollout = rollout_of(RolloutId(0, 0), token_tensor([5]), appended(ids("<eos>")), "stop")
+    record = EpisodeRecord([TurnFacts(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
+    assert answers_of(replace(rollout, episode=record), letter_tokenizer()) == [
+        {"role": "assistant", "content": ""}
+    ]
 
 
 def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_reward, tmp_path):
