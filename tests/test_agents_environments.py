@@ -440,5 +440,5 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
         text = prompts.tokenizer.decode(rollout.tokens, skip_special_tokens=False)
         assert text.startswith("look <turn>u:")
         assert text.count("<turn>may call:") == 2
-    with pytest.raises(RolloutError, match=r"before .*: the chat template of .* does not show look"):
+    with pytest.raises(RolloutError, match=r"before .*: the chat template of .* does not show the tool look"):
         make_collector(chat_prompts(), rollout=in_a_branch).collect(1)

@@ -439,9 +439,9 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
 
 def test_row_36_a_tokenizer_without_an_end_token_is_said():
     """Completions then end only at the limit; it works. Here the end token has id 7."""
-    (said,) = letter_prompts([], vocab_size=7).notes(per_step=1)[1:]
+    (said,) = letter_prompts(["\1"], vocab_size=7).notes(per_step=1)
     assert "completions end only at --max-new-tokens" in said
-    assert len(letter_prompts([], vocab_size=8).notes(per_step=1)) == 1
+    assert letter_prompts(["\1"], vocab_size=8).notes(per_step=1) == []
 
 
 def test_row_36_a_prompt_without_tokens_is_refused_by_row():

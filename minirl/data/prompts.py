@@ -55,10 +55,8 @@ class PromptStream:
         self.vocab_size = vocab_size or tokenizer.num_ids
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
-        kinds = {tokenizer.is_chat(row.prompt) for row in rows}
-        # A caller that leaves out rows adds its own.
-        self.row_notes = tokenizer.notes(chat=True in kinds, text=False in kinds)
-        self._stop_ids = tokenizer.chat_stop_ids if True in kinds else tokenizer.stop_ids
+        # Notes on the rows. A caller that leaves out some adds its own.
+        self.row_notes = [note for row in rows[:1] for note in tokenizer.notes(row.prompt)]
         self._max_prompt_tokens = max_tokens - max_new_tokens
         rows = list(map(_read_row, rows))
         lengths = self._checked_lengths(rows)
@@ -81,7 +79,8 @@ class PromptStream:
         notes = list(self.row_notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
-        if per_step and all(stop_id >= self.vocab_size for stop_id in self._stop_ids):
+        stop_ids = self.tokenizer.stop_ids_of(self._rows[0].prompt) if per_step else ()
+        if per_step and all(stop_id >= self.vocab_size for stop_id in stop_ids):
             notes.append(
                 "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
             )
@@ -185,9 +184,9 @@ class PromptStream:
             ids = list(cast(list[int], prompt))
         else:
             shown = self.tokenizer.with_tools(tools)
+            ids = shown.encode(Row(cast(str | Messages, prompt), {}, place))
             if tools and shown is not self.tokenizer:
                 check_readable(shown)
-            ids = shown.encode(Row(cast(str | Messages, prompt), {}, place))
         refuse(not ids, f"{place}: the prompt has no tokens")
         self._check_ids(place, ids)
         return tuple(ids)

@@ -18,8 +18,8 @@ from minirl.model.folders import file_of
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Lists of tools, and forms of conversations, that were checked and are remembered.
-MAX_REMEMBERED = 64
+# Lists of tools that are remembered.
+MAX_TOOL_LISTS = 64
 # Texts that others are tokenized behind. A token that spans the border rules one out.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
@@ -48,8 +48,7 @@ class Tokenizer:
         template_arguments: further arguments of the template, see `check_arguments`. tools: the tools that prompts show
         to the model.
 
-        Raises InputError naming the folder if it has no tokenizer that can be loaded, or if its chat template does not
-        show the tools.
+        Raises InputError naming the folder if it has no tokenizer that can be loaded.
         """
         from transformers import AutoTokenizer
 
@@ -75,8 +74,6 @@ class Tokenizer:
         # Keyed by their tools.
         self._with_tools: dict[str, Tokenizer] = {}
         self._shown_forms: set[tuple[Any, ...]] = set()
-        if self.tools:
-            self._check_tools()
 
     def _measure(self) -> None:
         """See which special tokens the tokenizer puts around a text, and how it decodes the anchor's ids."""
@@ -88,7 +85,7 @@ class Tokenizer:
         self._anchor_texts = [self._decode(alone, is_skipped) for is_skipped in (False, True)]
 
     def with_tools(self, tools: Sequence[Tool] | None) -> "Tokenizer":
-        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `__init__`."""
+        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `tool_schemas`."""
         if tools is None or tools == self.tools:
             return self
         key = repr(tools)
@@ -96,9 +93,7 @@ class Tokenizer:
             other = copy.copy(self)
             other.tools = tool_schemas(tools)
             other._shown_forms = set()
-            if other.tools:
-                other._check_tools()
-            if len(self._with_tools) == MAX_REMEMBERED:
+            if len(self._with_tools) == MAX_TOOL_LISTS:
                 self._with_tools.clear()
             self._with_tools[key] = other
         return self._with_tools[key]
@@ -132,18 +127,16 @@ class Tokenizer:
         has_bos = self.is_chat(prompt) or ids[: len(self._bos_ids)] == self._bos_ids
         return ids if has_bos else self._bos_ids + ids
 
-    def notes(self, *, chat: bool, text: bool) -> list[str]:
-        """Return notes on how prompts begin and turns end, for a run that has chats, text prompts or both."""
+    def notes(self, prompt: str | Messages) -> list[str]:
+        """Return notes on how prompts such as this one begin, and how turns after them end."""
         notes = []
-        if text and self._eos_ids:
-            ends = self.backend.convert_ids_to_tokens(self._eos_ids)
+        if self._eos_ids and not self.is_chat(prompt):
+            ends = self.backend.decode(self._eos_ids)
+            notes.append(f"the tokenizer writes {ends} after texts; prompts go without, to be completed")
+        if self.stop_ids_of(prompt) != self.stop_ids:
+            ends = ", ".join(self.backend.convert_ids_to_tokens(sorted(self.chat_stop_ids)))
             notes.append(
-                f"the tokenizer writes {' '.join(ends)} after texts; prompts go without, to be completed"
-            )
-        if chat and self.chat_stop_ids != self.stop_ids:
-            tokens = ", ".join(self.backend.convert_ids_to_tokens(sorted(self.chat_stop_ids)))
-            notes.append(
-                f"turns stop at {tokens}; one of them is from the chat template, not the model's files"
+                f"turns stop at {ends}; one of them is from the chat template, not the model's files"
             )
         return notes
 
@@ -199,20 +192,19 @@ class Tokenizer:
         return self.encode_text(self.apply_template(messages, place, is_prompt=False), place)
 
     def check_shown(self, messages: Messages, place: str) -> None:
-        """Raise InputError naming `place` if the chat template leaves out a message or a tool call of a conversation.
+        """Raise InputError naming `place` if the chat template leaves out a message, a tool call or a tool.
 
-        Templates drop roles that they do not know, and calls, without a word. It renders marks in place of the texts,
+        Templates drop roles that they do not know, and tools, without a word. It renders marks in place of the texts,
         once for each sequence of roles.
         """
         form = tuple((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
         if form in self._shown_forms:
             return
         marked, marks = marked_messages(messages)
+        text = self.apply_template(marked, place, is_prompt=messages[-1]["role"] != "assistant")
         self.refuse_hidden(
-            marks, self.apply_template(marked, place, is_prompt=marked[-1]["role"] != "assistant"), place
+            marks | {name: f"the tool {name}" for name in map(tool_name, self.tools)}, text, place
         )
-        if len(self._shown_forms) == MAX_REMEMBERED:
-            self._shown_forms.clear()
         self._shown_forms.add(form)
 
     def refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
@@ -260,19 +252,6 @@ class Tokenizer:
                 not re.search(rf"\b{re.escape(name)}\b", str(self.backend.chat_template)),
                 f"{flag}: the chat template of {self.folder} does not use {name!r}; leave it out",
             )
-
-    def _check_tools(self) -> None:
-        """Raise InputError if the chat template does not show each tool."""
-        refuse(
-            self.backend.chat_template is None,
-            f"tools: the tokenizer of {self.folder} has no chat template, which would show them",
-        )
-        text = self.apply_template([{"role": "user", "content": "a"}], "tools", is_prompt=True)
-        hidden = [name for name in map(tool_name, self.tools) if name not in text]
-        refuse(
-            bool(hidden),
-            f"tools: the chat template of {self.folder} does not show {', '.join(hidden)}; describe tools in a message",
-        )
 
     def _turn_end_ids(self) -> set[int]:
         """Return the special token that the chat template writes after an answer, unless a stop id follows too."""

@@ -58,10 +58,7 @@ class Letters:
     def stop_ids_of(self, prompt):
         return self.stop_ids
 
-    def is_chat(self, prompt):
-        return False
-
-    def notes(self, **kinds):
+    def notes(self, prompt):
         return []
 
     def encode(self, row):
