@@ -193,7 +193,8 @@ class PromptStream:
 
     def row(self, prompt_ordinal: int) -> Row:
         """Return the row of a prompt: a copy, which its caller may change."""
-        return copy.deepcopy(self._rows[self.index(prompt_ordinal)])
+        row = self._rows[self.index(prompt_ordinal)]
+        return Row(*map(copy.deepcopy, vars(row).values()))  # faster than the row itself
 
     def index(self, prompt_ordinal: int) -> int:
         """Return the number of a prompt among the rows that are served.
