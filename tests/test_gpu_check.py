@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from support.jobs import LIMIT_S, ROOT, wait_for
-from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.texts import TOKENS, save_tokenizer
 
@@ -74,22 +73,6 @@ def test_a_check_passes_on_the_cpu(gpu_check, name, runs):
 def test_a_check_is_run_in_a_process_of_its_own(gpu_check, tmp_path):
     outcome = gpu_check.run_alone("waits", "cpu", tmp_path)
     assert gpu_check.is_good(outcome, "cpu"), outcome
-
-
-@pytest.mark.parametrize("ranks", [1, slow(2)])
-def test_a_run_is_started_with_its_flags_on_each_rank(gpu_check, ranks, tmp_path):
-    """And with the given folder for its runs."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        'os.write(1, f\'{os.environ.get("RANK", 0)} {sys.argv[1:]} {os.environ["MINIRL_RUNS"]}\\n\'.encode())'
-    )
-    job = gpu_check.start_script(
-        str(script), "--seed", "1", runs=tmp_path, ranks=ranks, stdout=subprocess.PIPE
-    )
-    printed = job.communicate()[0].decode().splitlines()
-    assert job.returncode == 0
-    assert sorted(printed) == [f"{rank} ['--seed', '1'] {tmp_path}" for rank in range(ranks)]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from support.collecting import (
     calculator,
     chat_prompts,
     collected,
-    facts,
     make_collector,
     unhurried,
 )
@@ -42,26 +41,6 @@ def test_rollouts_do_not_depend_on_when_functions_reply(function, budget):
     tight = {"cache_tokens": 512, "max_running_requests": 5}
     make = functools.partial(make_collector, prompts, rollout=unhurried(function), engine_options=tight)
     assert_pauses_change_nothing(make, make_collector(prompts, rollout=function), budget=budget)
-
-
-def groups_of_rank(rank):
-    """The groups of this rank in two steps, by their ordinals, with rewards that judge a group together."""
-    functions = {"size": lambda episodes: [len(episodes)] * len(episodes)}
-    collector = make_collector(rollout=unhurried(calculator), functions=functions)
-    groups = {}
-    for rewarded in (collector.collect(3).rewarded for _ in range(2)):
-        for rollout, rewards in zip(rewarded.rollouts, rewarded.rewards.tolist(), strict=True):
-            groups.setdefault(rollout.rollout_id.prompt_ordinal, []).append((facts(rollout), rewards))
-    return groups
-
-
-def test_a_rank_has_whole_groups_which_are_those_of_one_rank_however_late_functions_reply(
-    one_rank, two_ranks
-):
-    (expected,) = one_rank.run(groups_of_rank)
-    first, second = two_ranks.run(groups_of_rank)
-    assert len(first) == len(second) == len(expected) / 2
-    assert first | second == expected
 
 
 @pytest.mark.parametrize("fails", [False, True])
