@@ -40,9 +40,12 @@ rank = process_group.rank()
 
 # The clock of the ranks that report a third one: it stands still until both have met their errors.
 BOTH = """
+def wait_until_both_are_in(phase):
+    while {launch.rendezvous().get(f"phase/{rank}").decode() for rank in (0, 2)} != {phase}:
+        time.sleep(0.01)
+
 def sleep(seconds):
-    while any(launch.rendezvous().get(f"phase/{rank}") for rank in (0, 2)):
-        time.sleep(seconds)
+    wait_until_both_are_in("")
     launch.time.monotonic = lambda: math.inf
 
 launch.time = SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
@@ -93,6 +96,7 @@ def test_rows_01_and_37_a_hang_names_the_rank_and_its_phase_and_so_does_a_kill(t
     """Not the ranks that wait for it, and without the tracebacks of their connections. Fault 42: a stopped process."""
     body = f"""joined()
 if rank == 1:
+    wait_until_both_are_in("step 3, phase update")
     os.kill(os.getpid(), {number:d})
     time.sleep(LIMIT_S)
 launch.announce_phase("step 3, phase update")
