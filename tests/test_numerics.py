@@ -12,7 +12,6 @@ from minirl.model.layers import ACTIVATIONS, Gate
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
-ROWS = (1, 2, 6, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
