@@ -69,7 +69,7 @@ def load_reward(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Call
     (tmp_path / "mine.py").write_text(request.module.SOURCE)
     loaded = []
 
-    def load(name: str, *, timeout_s: float = 20.0, num_workers: int = 1) -> RewardWorkers:
+    def load(name: str, *, timeout_s: float = 60.0, num_workers: int = 1) -> RewardWorkers:
         spec = f"{tmp_path}/mine.py:{name}"
         loaded.append(RewardWorkers(spec, timeout_s=timeout_s, num_workers=num_workers))
         return loaded[-1]

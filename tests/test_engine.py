@@ -227,20 +227,6 @@ def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, la
 # Groups.
 
 
-@for_every_model
-@pytest.mark.parametrize("length", [slow(5), slow(128), 300])
-def test_a_group_prefills_its_prompt_once_and_its_members_equal_separate_requests(attention, dtype, length):
-    """Forks of one prefilled prompt, over several blocks or exactly at a border, equal separate prefills."""
-    model = cached_model(attention, dtype)
-    group = [make_request(make_prompt(length), number=1, member=i, max_new_tokens=12) for i in range(3)]
-    engine = make_engine(model)
-    together = run(engine, group)
-    assert engine.stats.prefill_tokens == length
-    separate = [rollout for request in group for rollout in run(make_engine(model), [request])]
-    assert_same(together, separate, model)
-    assert len({tuple(r.completion) for r in together}) == 3, "members of a group drew the same noise"
-
-
 def test_a_group_that_fills_the_cache_at_a_block_border_is_admitted():
     """Forks of whole blocks need no room in a full cache."""
     model = cached_model("mixed", torch.float32)
@@ -282,29 +268,6 @@ def test_a_rollout_is_the_endless_one_cut_behind_its_first_stop_token_or_at_its_
             ends.add(rollout.completion[-1])
     if limit == 32:
         assert ends == stop_ids or len(stop_ids) > 3
-
-
-# The rollout.
-
-
-def test_the_streams_of_a_rollout_are_aligned():
-    """All streams are as long as the tokens, the mask is true exactly where the policy sampled, and rollouts are in the
-    order of the requests. Pitfalls 15 and 53."""
-    requests = mixed_requests()
-    rollouts = make_engine(cached_model("full", torch.float32)).generate(requests, weight_version=3)
-    for rollout, request in zip(rollouts, requests, strict=True):
-        length, prompt = len(rollout.tokens), len(request.prompt_ids)
-        assert rollout.rollout_id == request.rollout_id
-        assert rollout.num_prompt_tokens == prompt
-        assert rollout.tokens.tolist() == [*request.prompt_ids, *rollout.completion]
-        is_sampled = [False] * prompt + [True] * (length - prompt)
-        assert rollout.loss_mask.tolist() == is_sampled
-        assert rollout.weight_version.tolist() == [3 * sampled for sampled in is_sampled]
-        assert (rollout.sample_logprobs < 0).tolist() == is_sampled
-        assert (rollout.sample_logprobs[:prompt] == 0).all()
-        names = ("tokens", "loss_mask", "sample_logprobs", "weight_version")
-        dtypes = [getattr(rollout, name).dtype for name in names]
-        assert dtypes == [torch.int64, torch.bool, torch.float32, torch.int32]
 
 
 # Requests that cannot be served.
@@ -363,25 +326,3 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
     assert (engine._cache, engine._graphs) == kept
     completions = {r.rollout_id: r.completion for r in after}
     assert sum(completions[r.rollout_id] != r.completion for r in before) > len(before) / 2
-
-
-@for_every_model
-def test_a_rollout_that_crosses_an_update_goes_on_under_the_new_weights(attention, dtype):
-    """Tokens and logprobs of the old phase stay; the others are the new weights' over the whole prefix. Pitfall 40."""
-    model = make_model(attention, dtype)
-    engine = make_engine(model)
-    requests = [replace(r, temperature=1.0, stop_ids=frozenset()) for r in mixed_requests()]
-    parts = engine.generate([replace(request, max_new_tokens=15) for request in requests])
-    unfinished = [replace(r, sampled=part.after_prompt) for r, part in zip(requests, parts, strict=True)]
-    change_weights(model)
-    rollouts = engine.generate(unfinished, weight_version=1)
-    scored = scores_of(model, rollouts).split([len(r.tokens) for r in rollouts])
-    for rollout, request, logprobs in zip(rollouts, unfinished, scored, strict=True):
-        assert len(request.sampled) < len(rollout.completion)
-        cut = rollout.num_prompt_tokens + len(request.sampled)
-        old, new = slice(rollout.num_prompt_tokens, cut), slice(cut, None)
-        assert rollout.tokens[old].tolist() == request.sampled.tokens.tolist()
-        assert rollout.sample_logprobs[old].tolist() == request.sampled.logprobs.tolist()
-        gap = (logprobs - rollout.sample_logprobs).abs()
-        assert gap[new].max().item() <= tolerance(model)
-        assert gap[old].max() > 1e-2

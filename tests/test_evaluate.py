@@ -125,7 +125,6 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
     ("flags", "message"),
     [
         ("--samples 2 --temperature 0", "must be greater than 0"),
-        ("--task gsm8k", "--task gsm8k needs --data"),
         ("--model unsaved --task sorting", "unsaved has no checkpoint"),
         ("--top-p 0.9", "--top-p 0.9: .* needs --top-k, .* add --top-k 256"),
         ("--top-k 257", "--top-k 257: must be a number from 0 to 256"),

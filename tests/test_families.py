@@ -21,8 +21,8 @@ from minirl.run.budget import num_parameters
 from support.engines import CPU, hidden_states, make_engine, scores_of
 from support.families import CASES, DELTA_NET, PUBLISHED, check_peft, family_table, make_checkpoint, twin
 from support.marks import slow
-from support.resuming import digests, interrupted_copy
-from support.scripts import read_metrics, run_in_pool
+from support.resuming import resume
+from support.scripts import read_metrics, trained
 
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 # One case of each family: the last, which has most features.
@@ -85,20 +85,16 @@ def folder_of(embedded_model, tmp_path):
 def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(
     two_ranks, runs, folder_of, name, script
 ):
-    folder, run = folder_of(name), f"{name}-{script[6:-3]}"
+    folder = folder_of(name)
     data = f"--data {folder.parent}/data.jsonl --reward {folder.parent}/reward.py:distinct"
-    flags = f"--model {folder} {data} {TINY} --max-new-tokens 8 --lr 1e-3 --temperature 9 --run-name"
-    run_in_pool(two_ranks, script, f"{flags} {run}", runs=runs)
-    for line in read_metrics(runs / run):
+    flags = f"--model {folder} {data} {TINY} --max-new-tokens 8 --lr 1e-3 --temperature 9"
+    run = trained(two_ranks, runs / f"{name}-{script[6:-3]}", script, flags)
+    for line in read_metrics(run):
         assert line["policy/logp_equal_frac"] == 1
-    before, after = (
-        load_file(path / "model.safetensors") for path in (folder, runs / run / "checkpoints/000002")
-    )
+    before, after = (load_file(path / "model.safetensors") for path in (folder, run / "checkpoints/000002"))
     assert before.keys() == after.keys()
     assert [key for key in before if torch.equal(before[key], after[key])] == []
-    interrupted_copy(runs / run, f"{run}-resumed", 1)
-    run_in_pool(two_ranks, script, f"{flags} {run}-resumed", runs=runs)
-    assert digests(runs / f"{run}-resumed") == digests(runs / run)
+    resume(two_ranks, script, run, flags)
 
 
 def test_the_page_lists_every_family_with_the_error_of_its_logits():

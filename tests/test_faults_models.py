@@ -6,7 +6,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,8 @@ from minirl.files import durable
 from minirl.model.families import read_config
 from minirl.model.transformer import Transformer
 from minirl.model.weights import load_replica
-from minirl.ranks import time_account
 from minirl.run import embedded_model
-from support.jobs import ROOT, SLACK
+from support.jobs import LIMIT_S, ROOT
 from support.models import RAW_CONFIG, make_folder
 
 
@@ -100,11 +98,10 @@ def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path
     script = "from minirl.model.folders import resolve_folder; resolve_folder('owner/missing')"
     nowhere = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-c", script]
-    began = time.monotonic()
+    environment = os.environ | nowhere
     done = subprocess.run(
-        command, env=os.environ | nowhere, cwd=ROOT, capture_output=True, text=True, check=False
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
-    assert time.monotonic() - began < 10 * SLACK
     assert "InputError: --model owner/missing: neither a local folder nor available from" in done.stderr
 
 
@@ -143,18 +140,6 @@ def test_row_36_a_folder_without_a_tokenizer_is_named(folder):
     """The weights alone cannot be prompted."""
     with pytest.raises(InputError, match=str(folder)):
         Tokenizer(folder)
-
-
-def test_row_42_a_clock_that_jumps_changes_no_time(monkeypatch):
-    """Durations come from the monotonic clock, whatever the wall clock does."""
-    wall = iter([1e9, -1e9, 5e9, 0.0] * 100)
-    monkeypatch.setattr(time, "time", lambda: next(wall))
-    time_account.this_process.begin()
-    for _ in range(3):
-        with time_account.this_process.spent_on("decode"):
-            time.sleep(0.001)
-    elapsed, seconds = time_account.this_process.take()
-    assert 0.003 <= seconds["decode"] <= elapsed < 1
 
 
 @pytest.fixture

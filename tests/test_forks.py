@@ -114,14 +114,12 @@ LOAD = """\
 OPTIMIZERS = re.findall(
     r"```python\n(policy = .*?)```", (ROOT / "docs" / "bring_your_own.md").read_text(), re.DOTALL
 )
-SGD = OPTIMIZERS[0].replace("AdamW(groups", "SGD(groups, momentum=0.9")
 
 
 @pytest.mark.parametrize(
     ("name", "lines", "is_trained"),
     [
         ("frozen", OPTIMIZERS[0], lambda name: "embed_tokens" not in name),
-        slow("sgd", SGD, lambda name: "embed_tokens" not in name),
         ("muon", OPTIMIZERS[1], lambda name: "proj" in name),
     ],
 )

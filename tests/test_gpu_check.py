@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from support.jobs import ROOT
-from support.marks import slow
+from support.jobs import LIMIT_S, ROOT, wait_for
 from support.models import RAW_CONFIG, make_folder
 from support.texts import TOKENS, save_tokenizer
 
@@ -38,14 +37,23 @@ def test_only_figures_as_expected_are_a_success(gpu_check, figures, is_good, mon
 
 
 @pytest.mark.parametrize(
-    ("program", "status"),
-    [("raise ValueError('broken')", "failed"), ("import time; time.sleep(60)", "too slow")],
+    ("program", "limit_s", "status"),
+    [("raise ValueError('broken')", LIMIT_S, "failed"), ("import time; time.sleep(60)", 0.1, "too slow")],
 )
-def test_a_check_that_fails_or_hangs_ends_and_says_why(gpu_check, program, status, monkeypatch, tmp_path):
-    broken = tmp_path / "broken.py"
-    broken.write_text(f"print('begun', flush=True); {program}")
+def test_a_check_that_fails_or_hangs_ends_and_says_why(
+    gpu_check, program, limit_s, status, monkeypatch, tmp_path
+):
+    broken, has_begun = tmp_path / "broken.py", tmp_path / "begun"
+    broken.write_text(f"print('begun', flush=True); open({str(has_begun)!r}, 'w'); {program}")
+
+    class Popen(subprocess.Popen):
+        def communicate(self, *args, **options):
+            wait_for(has_begun.exists, "the program has not begun")
+            return super().communicate(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setattr(gpu_check, "__file__", str(broken))
-    monkeypatch.setitem(gpu_check.CHECKS, "waits", gpu_check.Check(gpu_check.waits, 2))
+    monkeypatch.setitem(gpu_check.CHECKS, "waits", gpu_check.Check(gpu_check.waits, limit_s))
     outcome = gpu_check.run_alone("waits", "cpu", tmp_path)
     assert outcome.status == status
     assert "begun" in outcome.error
@@ -65,22 +73,6 @@ def test_a_check_passes_on_the_cpu(gpu_check, name, runs):
 def test_a_check_is_run_in_a_process_of_its_own(gpu_check, tmp_path):
     outcome = gpu_check.run_alone("waits", "cpu", tmp_path)
     assert gpu_check.is_good(outcome, "cpu"), outcome
-
-
-@pytest.mark.parametrize("ranks", [1, slow(2)])
-def test_a_run_is_started_with_its_flags_on_each_rank(gpu_check, ranks, tmp_path):
-    """And with the given folder for its runs."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        'os.write(1, f\'{os.environ.get("RANK", 0)} {sys.argv[1:]} {os.environ["MINIRL_RUNS"]}\\n\'.encode())'
-    )
-    job = gpu_check.start_script(
-        str(script), "--seed", "1", runs=tmp_path, ranks=ranks, stdout=subprocess.PIPE
-    )
-    printed = job.communicate()[0].decode().splitlines()
-    assert job.returncode == 0
-    assert sorted(printed) == [f"{rank} ['--seed', '1'] {tmp_path}" for rank in range(ranks)]
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ from support.engines import make_engine, make_request, scores_of
 from support.families import check_peft, logit_error
 from support.marks import slow
 from support.rank_pool import RankPool
-from support.resuming import digests, interrupted_copy
-from support.scripts import read_config, read_metrics, reward_of, run_in_pool, write_rows
+from support.resuming import resume
+from support.scripts import read_config, read_metrics, reward_of, run_in_pool, trained, write_rows
 
 CPU = torch.device("cpu")
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
@@ -227,19 +227,17 @@ def small_run(folder, kind, **keys):
 def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(two_ranks, runs, tmp_path, kind):
     script, more = RUNS[kind]
     folder, flags = small_run(tmp_path, kind)
-    flags += f" {more} --num-steps 2 --save-every 1 --run-name"
-    run_in_pool(two_ranks, script, f"{flags} {kind}", runs=runs)
-    for line in read_metrics(runs / kind):
+    flags += f" {more} --num-steps 2 --save-every 1"
+    run = trained(two_ranks, runs / kind, script, flags)
+    for line in read_metrics(run):
         assert line["policy/logp_equal_frac"] == 1
     if "lora" not in more:
         before, after = (
-            load_file(path / "model.safetensors") for path in (folder, runs / kind / "checkpoints/000002")
+            load_file(path / "model.safetensors") for path in (folder, run / "checkpoints/000002")
         )
         assert before.keys() == after.keys()
         assert not all(torch.equal(before[name], after[name]) for name in before)
-    interrupted_copy(runs / kind, f"{kind}-resumed", 1)
-    run_in_pool(two_ranks, script, f"{flags} {kind}-resumed", runs=runs)
-    assert digests(runs / f"{kind}-resumed") == digests(runs / kind)
+    resume(two_ranks, script, run, flags)
 
 
 def passing_types():
@@ -286,8 +284,10 @@ if __name__ == "__main__":
     for kinds in passing_types():
         print(len(kinds), ", ".join(f"`{kind}`" for kind in kinds))
         with tempfile.TemporaryDirectory() as made:
-            trained = {kind: trains(ranks, Path(made), kind) for kind in kinds}
+            are_right = {kind: trains(ranks, Path(made), kind) for kind in kinds}
         print(
-            sum(trained.values()), "train; not", [kind for kind, is_right in trained.items() if not is_right]
+            sum(are_right.values()),
+            "train; not",
+            [kind for kind, is_right in are_right.items() if not is_right],
         )
     ranks.stop()

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minirl.generation.engine import Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
-from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica
 from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
@@ -62,7 +61,7 @@ def assert_equal_gradients(model, got, oracle, expected):
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_logits_scores_and_parameter_gradients_equal_transformers(name):
     """Every feature of every family computes the same as in transformers, in a packed stream of sequences: the logits,
-    the logprobs of the next tokens, and the gradient of each parameter."""
+    the logprobs of the next tokens, and the gradient of each parameter. Pitfall 3."""
     oracle, lengths = make_checkpoint(name), (1, 129, 30, 300)
     model = twin(oracle)
     assert model.config.layer_windows == CASES[name][2]
@@ -122,42 +121,6 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(name):
     assert 0 < relative_error(got, exact) <= 1.1 * expected_error
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_gradients_do_not_cross_sequences_or_time(name):
-    """A position's logits have a gradient of exactly 0 in neighbours, later tokens and past its windows. Pitfall 2."""
-    model = twin(make_checkpoint(name))
-    lengths, row = (40, 90, 60), 40 + 80
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randperm(model.config.vocab_size, generator=generator)[: sum(lengths)]  # each token once
-    embedded = []
-    model.model.embed_tokens.register_forward_hook(lambda _, __, output: embedded.append(output))
-    row_logits = logits(model, tokens, lengths)[row]
-    (grad,) = torch.autograd.grad(row_logits.square().sum(), embedded)
-    windows = model.config.layer_windows
-    reach = lengths[0] + lengths[1] if None in windows else sum(window - 1 for window in windows)
-    reached = torch.zeros(sum(lengths), dtype=torch.bool)
-    reached[max(lengths[0], row - reach) : row + 1] = True
-    assert torch.equal(grad.abs().sum(1) > 0, reached)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("name", ALL_CASES)
-@torch.no_grad()
-def test_packed_hidden_states_equal_those_of_each_sequence_alone(name, dtype):
-    """Bit for bit where this machine's products are batch-invariant, whatever is packed together. Pitfalls 2 and 3."""
-    model = twin(make_checkpoint(name)).to(dtype)
-    is_exact = is_batch_invariant(model.config, dtype, CPU)
-    if not is_exact and dtype == torch.bfloat16:
-        pytest.skip("this machine's bf16 products are not batch-invariant")
-    tokens = random_tokens(model, LENGTHS)
-    parts = tokens.split(LENGTHS)
-    packed = hidden_states(model, *parts)
-    assert packed.dtype == dtype
-    for got, part in zip(packed.split(LENGTHS), parts, strict=True):
-        alone = hidden_states(model, part)
-        assert torch.equal(got, alone) if is_exact else relative_error(got, alone) <= 1e-5
-
-
 @pytest.mark.parametrize("lengths", [LENGTHS, ()], ids=["sequences", "no tokens"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, lengths):
@@ -177,7 +140,7 @@ def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, len
 
 
 def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(data_folder):
-    """stories260K: 100 greedy tokens of three prompts, decoded together, and their logits are transformers'."""
+    """stories260K: 100 greedy tokens of three prompts, decoded together."""
     folder = data_folder / "stories260K"
     oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -192,7 +155,3 @@ def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(data
     for rollout, prompt in zip(engine.generate(requests), prompts, strict=True):
         expected = oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100)[0]
         assert rollout.tokens.tolist() == expected.tolist()
-        assert len(rollout.completion) == 100 or rollout.completion[-1] == 1
-        with torch.no_grad():
-            got = logits(model, expected, [len(expected)])
-            assert relative_error(got, oracle(expected[None]).logits[0]) <= 1e-5

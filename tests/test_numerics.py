@@ -1,7 +1,6 @@
 """Row-invariant products: they are the usual products, and a row's bits do not depend on the rows around it."""
 
 import functools
-import itertools
 import random
 
 import pytest
@@ -13,7 +12,6 @@ from minirl.model.layers import ACTIVATIONS, Gate
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
-ROWS = (1, 2, 6, 12, 20, 40, 70, 130, 190)  # mostly not those that the probe tries
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -43,33 +41,6 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
         magnitudes = F.linear(*(term.double().abs() for term in terms))
         assert got.dtype == kind
         assert ((got.double() - exact).abs() <= eps * magnitudes).all()
-
-
-@pytest.mark.parametrize("num_in", [64, 515, 768])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_linear_has_the_gradients_of_torch_linear(num_in, dtype, tolerance):
-    """Tiling the rows changes no gradient of the input, the weight or the bias."""
-    shapes = (130, num_in), (24, num_in), (24,)
-    rounded = [randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
-    grads = []
-    for function, kind in ((batch_invariance.linear, dtype), (F.linear, torch.float64)):
-        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in rounded]
-        function(*leaves).backward(randn(130, 24, seed=3, dtype=dtype).to(kind))
-        grads.append([leaf.grad.double() for leaf in leaves])
-    for got, expected in zip(*grads, strict=True):
-        assert (got - expected).norm() <= tolerance * expected.norm()
-
-
-@pytest.mark.parametrize("width", [1, 31, 32, 131, 172, 384])
-@pytest.mark.parametrize("dtype", EPS, ids=str)
-def test_silu_equals_torch_and_rows_do_not_depend_on_their_batch(width, dtype):
-    """At odd widths too: no element passes the scalar tail of the vectorised kernel, which rounds differently."""
-    x = 4 * randn(200, width, dtype=dtype)
-    got = batch_invariance.activate(x)
-    torch.testing.assert_close(got, F.silu(x))
-    for start, rows in itertools.product(range(9), ROWS):
-        part = slice(start, start + rows)
-        assert torch.equal(batch_invariance.activate(x[part]), got[part])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -185,13 +156,14 @@ def test_without_bf16_instructions_products_are_those_of_fp32_rounded(num_in, mo
     Pitfall 38.
     """
     monkeypatch.setattr(batch_invariance, "has_bf16_instructions", lambda: False)
-    rounded = [randn(*shape, dtype=torch.bfloat16) for shape in ((40, num_in), (24, num_in), (40, 24))]
-    leaves = [factor.clone().requires_grad_() for factor in rounded[:2]]
-    wide_leaves = [factor.float().requires_grad_() for factor in rounded[:2]]
+    shapes = ((40, num_in), (24, num_in), (24,), (40, 24))
+    *rounded, upstream = [randn(*shape, dtype=torch.bfloat16) for shape in shapes]
+    leaves = [factor.clone().requires_grad_() for factor in rounded]
+    wide_leaves = [factor.float().requires_grad_() for factor in rounded]
     got, expected = batch_invariance.linear(*leaves), F.linear(*wide_leaves)
     assert torch.equal(got, expected.bfloat16())
-    got.backward(rounded[2])
-    expected.backward(rounded[2].float())
+    got.backward(upstream)
+    expected.backward(upstream.float())
     for leaf, wide in zip(leaves, wide_leaves, strict=True):
         assert torch.equal(leaf.grad, wide.grad.bfloat16())
     a, b = randn(3, 16, num_in, dtype=torch.bfloat16), randn(3, num_in, 24, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, appended, rollout_of, token_tensor
 from support.collecting import letter_tokenizer
-from support.jobs import wait_for
+from support.jobs import LIMIT_S, wait_for
 from support.rollouts import rewards_of_call
 from support.texts import TEMPLATE, TOKENS, ids, letter_prompts, save_tokenizer
 
@@ -201,10 +201,6 @@ def raises_beside_a_hang(completions):
         raise KeyError("bad")
     (FOLDER / "hangs").touch()
     time.sleep(100)
-
-def naps(completions):
-    time.sleep(0.3)
-    return [None] * len(completions)
 """
 
 
@@ -284,7 +280,7 @@ def test_an_async_function_judges_all_prompts_together(load_reward):
     begun = threading.Barrier(8)
 
     async def meets_all(completions):
-        begun.wait(20)
+        begun.wait(LIMIT_S)
         return [1.0] * len(completions)
 
     functions = {"process": load_reward("meets_all"), "script": meets_all}
@@ -319,7 +315,7 @@ def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_pr
 
     def length(completions):
         calls.append(completions)
-        assert is_open.wait(20)
+        assert is_open.wait(LIMIT_S)
         return [len(text) for text in completions]
 
     queue = add_all({"length": length}, prompts, groups)
@@ -362,9 +358,10 @@ def test_row_23_a_failure_is_raised_while_other_calls_are_under_way(load_reward)
         assert queue.is_busy
 
 
-@pytest.mark.slow
-def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_reward):
-    """Four calls that wait for one worker take longer than one may."""
-    prompts, groups = made_groups(*[("a",)] * 4)
-    queue = add_all({"naps": load_reward("naps", timeout_s=0.9)}, prompts, groups)
-    assert queue.finish(range(4)).rewards.isnan().all()
+def test_row_25_a_calls_time_begins_when_a_worker_has_got_it(load_reward, tmp_path, monkeypatch):
+    """Each of three calls takes 40 s and may take 60. They wait for one worker, the last of them for 80."""
+    prompts, groups = made_groups(*[("a",)] * 3)
+    function = load_reward("waits", timeout_s=60.0)
+    monkeypatch.setattr(function._loop, "time", lambda: 40.0 * len(list(tmp_path.glob("begun_*"))))
+    (tmp_path / "open").touch()
+    assert add_all({"waits": function}, prompts, groups).finish(range(3)).rewards.tolist() == [[1.0]] * 3

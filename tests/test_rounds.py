@@ -2,17 +2,13 @@
 
 import asyncio
 import itertools
-import time
+from types import SimpleNamespace
 
 import pytest
 
+from minirl.episodes import running
 from minirl.episodes.runner import EpisodeRunner
-from support.collecting import (
-    Prompts,
-    collected,
-    make_collector,
-    resumed,
-)
+from support.collecting import Prompts, collected, make_collector, resumed
 
 # The rewards of a prompt wait while there is a file of its name.
 SOURCE = """
@@ -38,12 +34,12 @@ def little_patience(monkeypatch):
 
 
 def waiting_for(gate):
-    """A function whose episodes of the second prompt wait after their first turn until the gate has anything."""
+    """A function whose episodes of the second prompt wait for an event, if any, after their first turn."""
 
     async def patient(episode):
         await episode.generate(max_tokens=3)
-        while episode.row.place == make_prompts().row(1).place and not gate:
-            await asyncio.sleep(0.005)
+        if gate and episode.row.place == make_prompts().row(1).place:
+            await gate.wait()
         await episode.generate(after="ab", max_tokens=3)
 
     return patient
@@ -56,14 +52,14 @@ def ordinals(steps):
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(is_killed):
     """Also after a resume, which begins them again, and beside an evaluation with the same function."""
-    gate = []
+    gate = asyncio.Event()
     collector = make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert 1 in collector.in_flight
     requests = make_prompts().requests([0], group_size=0, num_greedy=1)
     assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
-    gate.append(True)
+    gate.set()
     if is_killed:
         collector = resumed(collector, make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
@@ -71,20 +67,22 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     found = {row[0]: row for row in rows}
     assert len(found) == len(rows), "a prompt comes twice"
     assert 1 in {rollout_id.prompt_ordinal for rollout_id in found}
-    whole = make_collector(make_prompts(), rollout=waiting_for([True]))
+    whole = make_collector(make_prompts(), rollout=waiting_for(None))
     (expected,) = collected(whole, 1, 1 + max(rollout_id.prompt_ordinal for rollout_id in found))
     assert found == {row[0]: row for row in expected if row[0] in found}
 
 
-def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late():
+def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(monkeypatch):
     """An update takes longer than a reply may. For the last one that runs the step would wait forever."""
-    gate = []
-    options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 0.5}
+    now = [0.0]
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    gate = asyncio.Event()
+    options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 60.0}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
     collector._serve(2)
     collector._run_round(0)
-    gate.append(True)
-    time.sleep(1)
+    gate.set()
+    now[0] = 61.0
     collector._run_round(0)
     assert collector._queue.groups.keys() == {0, 1}
 
@@ -96,7 +94,7 @@ def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(
     gate = tmp_path / make_prompts().row(1).prompt
     gate.touch()
     function = load_reward("reward", num_workers=2)
-    options = {"functions": {"reward": function}, "rollout": waiting_for([True]), **OPTIONS}
+    options = {"functions": {"reward": function}, "rollout": waiting_for(None), **OPTIONS}
     collector = make_collector(make_prompts(), **options)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))

@@ -11,6 +11,7 @@ import torch
 
 from minirl.episodes.runner import EpisodeRunner
 from support.forked import fork, make_pipe
+from support.jobs import LIMIT_S
 
 
 class RankPool:
@@ -35,7 +36,7 @@ class RankPool:
             pipe.send((function, args))
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(120), f"rank {rank} has not answered within 120 s"
+            assert pipe.poll(LIMIT_S), f"rank {rank} has not answered"
             answers.append(pipe.recv())
         errors = [error for error, _ in answers if error]
         assert not errors, "\n".join(errors)
