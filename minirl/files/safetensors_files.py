@@ -1,30 +1,35 @@
 """Safetensors files: read lazily, and written one tensor at a time.
 
-The library's own writer needs twice the tensors in memory, and five times as long.
+The library's own writer needs all tensors on the host, and only the owner can read its files.
 """
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.files import durable
 
-# The dtypes that are read and written.
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+# The dtypes that parameters are read from.
+FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
 
 
-def open_tensors(path: Path) -> Any:
-    """Open a file with `safe_open`. Raises InputError naming the file if it is missing or damaged."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file with `safe_open`. Raises InputError naming it if it, or a tensor that the block reads, is corrupt."""
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
+        raise InputError(f"{path}: cannot be read as safetensors ({error}); fetch it again") from None
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -47,11 +52,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+        dtype, num_packed = _stored_form(tensor.dtype)
+        shape = [*tensor.shape[:-1], *(size * num_packed for size in tensor.shape[-1:])]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -60,3 +63,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             flat = tensor.detach().cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
+
+
+@functools.cache
+def _stored_form(dtype: torch.dtype) -> tuple[str, int]:
+    """Return the library's name for a dtype, and the number of values that it counts in one element of torch's."""
+    encoded = save({"": torch.empty(1, dtype=dtype)})
+    end = 8 + int.from_bytes(encoded[:8], "little")
+    entry = json.loads(encoded[8:end])[""]
+    return entry["dtype"], entry["shape"][0]

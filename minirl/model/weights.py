@@ -6,6 +6,7 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
+from minirl.files.safetensors_files import FLOAT_DTYPES, is_finite, open_tensors, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
@@ -151,8 +152,8 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
                 _check_shape(params[name], stored, f"{path}: {name}")
                 dtype = stored.get_dtype()
                 refuse(
-                    dtype not in DTYPE_NAMES.values(),
-                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPE_NAMES.values())}; convert "
+                    dtype not in FLOAT_DTYPES,
+                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(FLOAT_DTYPES)}; convert "
                     "quantized weights",
                 )
     return files
@@ -229,12 +230,24 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
         with open_tensors(path) as file:
             return dict.fromkeys(file.keys(), path)
     index = folder / _INDEX
-    if not index.is_file():
-        raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
+    refuse(
+        not index.is_file(),
+        f"{folder}: no model.safetensors, and no {_INDEX} for shards; fetch it, or convert other formats",
+    )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map; fetch or save it again")
-    return {name: folder / file_name for name, file_name in weight_map.items()}
+    files = {name: folder / str(file_name) for name, file_name in weight_map.items()}
+    names_in = {}
+    for path in filter(os.path.isfile, set(files.values())):
+        with open_tensors(path) as file:
+            names_in[path] = set(file.keys())
+    for name, path in files.items():
+        refuse(
+            name not in names_in.get(path, ()),
+            f"{index}: {name} should be in {path}, but is not; fetch or save both files again",
+        )
+    return files
 
 
 @torch.no_grad()
