@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from minirl.errors import InputError
-from minirl.files.safetensors_files import write_tensors
 from minirl.model.families import config_from_dict, read_config, scalar_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer
@@ -28,7 +27,6 @@ from minirl.model.weights import (
     write_folder,
 )
 from support.families import PUBLISHED, PUBLISHED_KEYS
-from support.resuming import as_text
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -321,18 +319,6 @@ def test_weights_that_are_views_are_saved_as_they_look(tmp_path):
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert stored.keys() == tensors.keys()
     assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
-
-
-def test_tensors_of_any_dtype_are_written_as_they_are(tmp_path):
-    """As a folder's tensors outside of the model may be; also those with two values in a byte."""
-    dtypes = (torch.int64, torch.uint16, torch.complex64, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
-    tensors = {str(dtype): torch.arange(8, dtype=torch.uint8).view(dtype) for dtype in dtypes}
-    tensors["mask"] = torch.tensor(True)
-    write_tensors(tmp_path / "saved", tensors)
-    stored = load_file(tmp_path / "saved")
-    assert {name: as_text(stored[name]) for name in stored} == {
-        name: as_text(tensors[name]) for name in tensors
-    }
 
 
 def test_tokenizer_files_are_copied_and_nothing_else(tmp_path):

@@ -3,31 +3,34 @@
 The library's own writer needs all tensors on the host, and only the owner can read its files.
 """
 
-import functools
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.files import durable
 
-# The dtypes that parameters are read from.
-FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
+# The dtypes of a model's parameters, and those of other tensors, which are saved as they were read.
+FLOAT_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+DTYPE_NAMES = FLOAT_NAMES | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file with `safe_open`. Raises InputError naming it if it, or a tensor that the block reads, is corrupt."""
+def open_tensors(path: Path) -> Any:
+    """Open a file with `safe_open`. Raises InputError naming the file if it is missing or damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be read as safetensors ({error}); fetch it again") from None
 
@@ -52,9 +55,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()
-        dtype, num_packed = _stored_form(tensor.dtype)
-        shape = [*tensor.shape[:-1], *(size * num_packed for size in tensor.shape[-1:])]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -63,12 +68,3 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             flat = tensor.detach().cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
-
-
-@functools.cache
-def _stored_form(dtype: torch.dtype) -> tuple[str, int]:
-    """Return the library's name for a dtype, and the number of values that it counts in one element of torch's."""
-    encoded = save({"": torch.empty(1, dtype=dtype)})
-    end = 8 + int.from_bytes(encoded[:8], "little")
-    entry = json.loads(encoded[8:end])[""]
-    return entry["dtype"], entry["shape"][0]

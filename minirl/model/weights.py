@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import FLOAT_DTYPES, is_finite, open_tensors, write_tensors
+from minirl.files.safetensors_files import DTYPE_NAMES, FLOAT_NAMES, is_finite, open_tensors, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
@@ -111,7 +111,7 @@ def _stored_name(name: str, prefix: str) -> str:
 def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Return the folder's tensors outside of the model that are saved with it (`config.kept_weights`).
 
-    A model with a scalar head or adapters saves none.
+    A model with a scalar head or adapters saves none. Raises InputError for a dtype that cannot be saved.
     """
     if config.scalar_head or config.adapters or not config.kept_weights:
         return {}
@@ -119,6 +119,7 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     for name, path in _file_of_each_tensor(folder).items():
         if _is_kept(config, name):
             with open_tensors(path) as file:
+                _check_dtype(file.get_slice(name), DTYPE_NAMES, f"{path}: {name}")
                 kept[name] = file.get_tensor(name)
     return kept
 
@@ -150,13 +151,17 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
             for name in sorted(name for name in params if files[name] == path):
                 stored = file.get_slice(name)
                 _check_shape(params[name], stored, f"{path}: {name}")
-                dtype = stored.get_dtype()
-                refuse(
-                    dtype not in FLOAT_DTYPES,
-                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(FLOAT_DTYPES)}; convert "
-                    "quantized weights",
-                )
+                _check_dtype(stored, FLOAT_NAMES, f"{path}: {name}")
     return files
+
+
+def _check_dtype(stored: Any, names: Mapping[torch.dtype, str], label: str) -> None:
+    """Raise InputError, with `label`, if a stored tensor's dtype is none of these."""
+    dtype, expected = stored.get_dtype(), names.values()
+    refuse(
+        dtype not in expected,
+        f"{label} has dtype {dtype}; expected one of {', '.join(expected)}; convert quantized weights",
+    )
 
 
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
