@@ -119,7 +119,11 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     for name, path in _file_of_each_tensor(folder).items():
         if _is_kept(config, name):
             with open_tensors(path) as file:
-                _check_dtype(file.get_slice(name), DTYPE_NAMES, f"{path}: {name}")
+                dtype = file.get_slice(name).get_dtype()
+                refuse(
+                    dtype not in DTYPE_NAMES.values(),
+                    f"{path}: {name} has dtype {dtype}, which cannot be saved with a checkpoint; convert it",
+                )
                 kept[name] = file.get_tensor(name)
     return kept
 
@@ -151,17 +155,13 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
             for name in sorted(name for name in params if files[name] == path):
                 stored = file.get_slice(name)
                 _check_shape(params[name], stored, f"{path}: {name}")
-                _check_dtype(stored, FLOAT_NAMES, f"{path}: {name}")
+                dtype = stored.get_dtype()
+                refuse(
+                    dtype not in FLOAT_NAMES.values(),
+                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(FLOAT_NAMES.values())}; convert "
+                    "quantized weights",
+                )
     return files
-
-
-def _check_dtype(stored: Any, names: Mapping[torch.dtype, str], label: str) -> None:
-    """Raise InputError, with `label`, if a stored tensor's dtype is none of these."""
-    dtype, expected = stored.get_dtype(), names.values()
-    refuse(
-        dtype not in expected,
-        f"{label} has dtype {dtype}; expected one of {', '.join(expected)}; convert quantized weights",
-    )
 
 
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
