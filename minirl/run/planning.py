@@ -46,7 +46,7 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> t
     recorded: the sizes that a resumed run began with, as sums go on rounding alike. Raises InputError for a run that
     does not fit, unless all sizes are given.
     """
-    given = _given_sizes(config, recorded)
+    given = _given_sizes(config, recorded, longest=work.longest)
     forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
     if work.num_ranks == 1 or not config.trains:
         del forms[1]
@@ -85,11 +85,13 @@ def lines(sizes: Sizes, needed: Budget) -> list[str]:
     return [*text, f"{needed.room / 1e9:.3g} GB are left for training and decoding, {kept}"]
 
 
-def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `Sizes` that the flags give, by name. recorded: see `plan`."""
+def _given_sizes(config: RunConfig, recorded: Mapping[str, Any], *, longest: int) -> dict[str, Any]:
+    """Those of `Sizes` that the flags give, by name. recorded: see `plan`. longest: tokens of the longest sequence."""
     # Sums round depending on these.
     kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
     given = {name: recorded[name] for name in kept if name in recorded}
+    if given:  # its prompts or --max-new-tokens may be longer now
+        given["max_tokens_per_microbatch"] = max(longest, given["max_tokens_per_microbatch"])
     for name in (*OPEN_SIZES, "shard_weights"):
         value = getattr(config, name)
         if value != "auto":
