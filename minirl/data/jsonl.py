@@ -16,7 +16,7 @@ BLANK = b" \t\r\n" + codecs.BOM_UTF8
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
     """Load a task without rewards; its rows have text or chat prompts, the files `eval_data` are held out."""
     return Task(
-        name=Path(data).stem,
+        name="jsonl",
         train_rows=read_rows(data),
         eval_sets={path: read_rows(path) for path in eval_data},
         rewards={},
