@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import DTYPE_NAMES, FLOAT_NAMES, is_finite, open_tensors, write_tensors
+from minirl.files.safetensors_files import is_finite, open_tensors, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
@@ -39,6 +39,7 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "*.jinja",
 )
+_DTYPES = ("F32", "BF16", "F16", "F64")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -111,7 +112,7 @@ def _stored_name(name: str, prefix: str) -> str:
 def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Return the folder's tensors outside of the model that are saved with it (`config.kept_weights`).
 
-    A model with a scalar head or adapters saves none. Raises InputError for a dtype that cannot be saved.
+    A model with a scalar head or adapters saves none.
     """
     if config.scalar_head or config.adapters or not config.kept_weights:
         return {}
@@ -119,11 +120,6 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     for name, path in _file_of_each_tensor(folder).items():
         if _is_kept(config, name):
             with open_tensors(path) as file:
-                dtype = file.get_slice(name).get_dtype()
-                refuse(
-                    dtype not in DTYPE_NAMES.values(),
-                    f"{path}: {name} has dtype {dtype}, which cannot be saved with a checkpoint; convert it",
-                )
                 kept[name] = file.get_tensor(name)
     return kept
 
@@ -157,8 +153,8 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
                 _check_shape(params[name], stored, f"{path}: {name}")
                 dtype = stored.get_dtype()
                 refuse(
-                    dtype not in FLOAT_NAMES.values(),
-                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(FLOAT_NAMES.values())}; convert "
+                    dtype not in _DTYPES,
+                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(_DTYPES)}; convert "
                     "quantized weights",
                 )
     return files
@@ -299,8 +295,7 @@ def write_folder(
     """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
 
     Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`.
-    Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's
-    form.
+    peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents = dict(tokenizer_files)
