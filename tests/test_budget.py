@@ -16,6 +16,7 @@ from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
 from minirl.run.budget import USABLE, Sizes, budget, choose_sizes
+from minirl.run.planning import free_memory
 from minirl.training.batch import Batch
 from support import models
 from support.engines import CPU, cached_model
@@ -24,6 +25,31 @@ from support.memory import make_workload, saved_bytes
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
 TOGETHER = {"shard_weights": True, "shard_gradients": True}
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "free"),
+    [
+        ("0::/", {}, 2048_000),
+        ("0::/a/b", {"max": "max", "current": 5}, 2048_000),
+        ("0::/a/b", {"a/b/max": 900, "a/b/current": 300, "a/max": 800, "a/current": 500}, 310),
+        ("0::/host/path", {"max": 9_000_000, "current": 9}, 2048_000),
+        ("4:cpu:/a\n5:memory:/host", {"memory/limit_in_bytes": 700, "memory/usage_in_bytes": 300}, 410),
+    ],
+)
+def test_free_memory_is_what_the_tightest_control_group_allows(tmp_path, group, limits, free):
+    """Of both versions, with the cache that can be reclaimed; also where a container sees its host's path."""
+    proc, groups = tmp_path / "proc", tmp_path / "sys" / "fs" / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
+    (proc / "self" / "cgroup").write_text(f"{group}\n")
+    for name, value in limits.items():
+        folder = (groups / name).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"memory.{(groups / name).name}").write_text(f"{value}\n")
+        (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 10\n")
+    assert free_memory(tmp_path) == free
+
 
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),

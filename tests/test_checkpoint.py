@@ -312,14 +312,12 @@ def test_the_newest_and_the_best_checkpoints_stay(keep, scores, left):
     assert resumed_step() == 1_000_001
 
 
-def test_row_08_an_old_checkpoint_that_cannot_be_read_or_deleted_stays_and_ends_no_save():
-    """A user may delete `resume/` to save space, and whose folder it is cannot be told."""
-    folder = save_steps([1, 2], scores=[0.9, 0.1]) / "checkpoints"
-    shutil.rmtree(folder / "000001" / "resume")
-    with saving(keep=1) as saver:
-        (folder / ".old-000002" / "in-the-way").mkdir(parents=True)
-        saver.save(3, 0.2)
-    assert [path.name for path in checkpoints_in(saver.run.path)] == ["000001", "000002", "000003"]
+def test_row_08_an_old_checkpoint_that_cannot_be_read_stays_and_ends_no_save():
+    """A user may delete `resume/` to save space."""
+    folder = save_steps([1])
+    shutil.rmtree(folder / "checkpoints" / "000001" / "resume")
+    save_steps([2, 3], keep=1)
+    assert [path.name for path in checkpoints_in(folder)] == ["000001", "000003"]
 
 
 def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):

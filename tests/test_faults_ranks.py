@@ -181,14 +181,14 @@ time.sleep(300)
     ("body", "codes", "message"),
     [
         (
-            "joined()\nif rank == 1:\n    raise RewardError('few')\nprocess_group.barrier()",
+            "joined()\nif rank == 1:\n    raise RewardError('/home/igloo/a')\nprocess_group.barrier()",
             [1, 4],
-            r"error: few \[rank 1, step 3, phase reward\]",
+            r"error: /home/igloo/a \[rank 1, step 3, phase reward\]",
         ),
         (
-            "joined()\nif rank == 1:\n    raise KeyError('a')\nprocess_group.barrier()",
+            "joined()\nif rank == 1:\n    raise RuntimeError('gloo')\nprocess_group.barrier()",
             [1, 1],
-            r"rank 1, step 3, phase reward raised:\nTraceback(.|\n)*KeyError: 'a'",
+            r"rank 1, step 3, phase reward raised:\nTraceback(.|\n)*RuntimeError: gloo",
         ),
         ("raise InputError('no')", [2, 2], r"error: no \[rank \d, before the first step\]"),
         ("joined()\nraise InputError('no')", [2, 2], r"error: no \[rank \d, step 3, phase reward\]"),

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from minirl.episodes.episode import one_turn
-from minirl.errors import RolloutError
+from minirl.errors import InputError, RolloutError
+from minirl.files.user_code import find_functions
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
 from support.collecting import (
@@ -145,6 +146,24 @@ async def rollout(episode):
     print("hello from", episode.row.place)
     await episode.generate()
 """
+
+
+def test_files_of_one_name_are_two_modules_which_import_what_lies_beside_them(tmp_path):
+    """Python holds one module of a name: where a second one would be the other folder's, the file is refused."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        for name in (folder.name, "random"):
+            (folder / f"{name}_beside.py").write_text("def f(): pass")
+            (folder / f"by_{name}.py").write_text(f"from {name}_beside import f")
+        (folder / "mine.py").write_text((folder / f"by_{folder.name}.py").read_text())
+    (f,), (g,) = (find_functions(str(tmp_path / folder / "mine.py"), "f") for folder in "ab")
+    assert f is not g
+    find_functions(str(tmp_path / "a" / "by_random.py"), "f")
+    said = (
+        f"imports random_beside, which is {tmp_path}/a/random_beside.py here already, not the one beside it"
+    )
+    with pytest.raises(InputError, match=said):
+        find_functions(str(tmp_path / "b" / "by_random.py"), "f")
 
 
 def test_a_file_is_loaded_once_beside_its_modules_and_prints(tmp_path, capsys):

@@ -67,9 +67,16 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
     return rows
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's fields. Raises InputError if two have one name, of which JSON's readers drop one."""
+    fields = dict(pairs)
+    refuse(len(fields) < len(pairs), f"a field is repeated, of {[name for name, _ in pairs]}")
+    return fields
+
+
 def _parse_object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:

@@ -13,15 +13,26 @@ from torch import Tensor
 from minirl.errors import InputError
 from minirl.files import durable
 
+# The file that names the shards of a model's folder.
+INDEX = "model.safetensors.index.json"
+
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file with `safe_open`. Raises InputError naming the file if it, or a tensor of it, cannot be read."""
+    """Open a file with `safe_open`. Raises InputError, also in the block, for a file or tensor that cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors ({error}); fetch it again") from None
+        raise InputError(
+            f"{path}: cannot be read as safetensors ({error}); fetch it again, with {INDEX} if it has one"
+        ) from None
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Read a tensor of a file. Raises like `open_tensors`."""
+    with open_tensors(path) as file:
+        return file.get_tensor(name)
 
 
 def is_finite(tensor: Tensor) -> bool:

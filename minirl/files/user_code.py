@@ -8,6 +8,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from typing import Any
 
 from minirl.errors import InputError, refuse
@@ -17,10 +18,6 @@ OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file
 # The most characters that the trainer receives of each.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
-
-
-class UnusableError(Exception):
-    """Why a user's code cannot be used; it needs no traceback."""
 
 
 def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
@@ -44,32 +41,47 @@ def loading(what: str) -> Iterator[None]:
     """Raise the errors of user code that is loaded in the block as InputError, beginning with `what`."""
     try:
         yield
-    except (UnusableError, InputError) as reason:
+    except InputError as reason:
         raise InputError(f"{what}: {reason}") from None
     except (Exception, SystemExit) as error:
         raise InputError(f"{what}: raised\n{users_traceback(error)}") from None
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
-    """Return functions of one file or module. Raises UnusableError; exceptions of its code pass through."""
+    """Return functions of one file or module. Raises InputError; exceptions of its code pass through."""
     module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
-        raise UnusableError(f"{source} has no function {missing[0]}")
+        raise InputError(f"{source} has no function {missing[0]}")
     return [getattr(module, name) for name in names]
 
 
 @functools.cache
 def _run_file(file: str) -> types.ModuleType:
-    """Run a Python file as a module, once in a process; it may import what lies beside it."""
-    sys.path.append(os.path.dirname(os.path.abspath(file)))
-    module = types.ModuleType(f"user_file_{os.path.basename(file).removesuffix('.py')}")
+    """Run a Python file as a module, once in a process; it may import what lies beside it, which comes first.
+
+    Raises InputError if a module of another folder has the name of one beside it that it imports: Python holds one.
+    """
+    path = os.path.abspath(file)
+    folder = os.path.dirname(path)
+    module = types.ModuleType(f"user_file:{path}")
     module.__file__ = file
     # dataclasses and pickle look a class's module up there.
     sys.modules[module.__name__] = module
     with open(file, "rb") as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
+    sys.path[:] = [folder, *sys.path, folder]
     exec(code, module.__dict__)
+    sys.path.remove(
+        folder
+    )  # the first one: imports of this package must not find the user's files before others
+    for name in sys.modules.keys() & set(code.co_names):
+        beside = PathFinder.find_spec(name, [folder])
+        found = getattr(sys.modules[name], "__file__", None)
+        refuse(
+            beside and beside.origin not in (None, found),
+            f"imports {name}, which is {found} here already, not the one beside it; rename one of them",
+        )
     return module
 
 

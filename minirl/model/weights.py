@@ -6,7 +6,6 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import is_finite, open_tensors, write_tensors
+from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
@@ -40,7 +39,6 @@ _TOKENIZER_FILES = (
     "*.jinja",
 )
 _DTYPES = ("F32", "BF16", "F16", "F64")
-_INDEX = "model.safetensors.index.json"
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
@@ -97,11 +95,7 @@ def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[s
 def _joined(config: ModelConfig, names: Sequence[str], files: Mapping[str, Path]) -> Tensor:
     """The parameter that the folder stores in the tensors of these names."""
     assert config.other is not None
-    parts = {}
-    for name in names:
-        with open_tensors(files[name]) as file:
-            parts[name] = file.get_tensor(name)
-    return config.other.joined(parts)
+    return config.other.joined({name: read_tensor(files[name], name) for name in names})
 
 
 def _stored_name(name: str, prefix: str) -> str:
@@ -116,12 +110,8 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """
     if config.scalar_head or config.adapters or not config.kept_weights:
         return {}
-    kept = {}
-    for name, path in _file_of_each_tensor(folder).items():
-        if _is_kept(config, name):
-            with open_tensors(path) as file:
-                kept[name] = file.get_tensor(name)
-    return kept
+    files = _file_of_each_tensor(folder)
+    return {name: read_tensor(files[name], name) for name in files if _is_kept(config, name)}
 
 
 def _is_kept(config: ModelConfig, name: str) -> bool:
@@ -169,11 +159,7 @@ def _check_shape(param: Tensor, stored: Any, label: str) -> None:
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
     """Raise InputError if the stored head differs from the embedding that the config ties it to."""
-    stored = []
-    for name in ("lm_head.weight", embedding):
-        with open_tensors(files[name]) as file:
-            stored.append(file.get_tensor(name))
-    if not torch.equal(*stored):
+    if not torch.equal(*(read_tensor(files[name], name) for name in ("lm_head.weight", embedding))):
         raise InputError(
             f"{files['lm_head.weight']}: lm_head.weight differs from {embedding} although config.json "
             "has tie_word_embeddings=true; set it to false, or remove the tensor"
@@ -230,23 +216,20 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     if path.is_file():
         with open_tensors(path) as file:
             return dict.fromkeys(file.keys(), path)
-    index = folder / _INDEX
+    index = folder / INDEX
     refuse(
         not index.is_file(),
-        f"{folder}: no model.safetensors, and no {_INDEX} for shards; fetch it, or convert other formats",
+        f"{folder}: no model.safetensors, and no {INDEX} for shards; fetch it, or convert other formats",
     )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map; fetch or save it again")
-    files = {name: folder / str(file_name) for name, file_name in weight_map.items()}
-    names_in = {}
-    for path in filter(os.path.isfile, set(files.values())):
-        with open_tensors(path) as file:
-            names_in[path] = set(file.keys())
-    for name, path in files.items():
+    files = {}
+    for name, file_name in weight_map.items():
+        files[name] = folder / str(file_name)
         refuse(
-            name not in names_in.get(path, ()),
-            f"{index}: {name} should be in {path}, but is not; fetch or save both files again",
+            not files[name].is_file(),
+            f"{index}: {name} should be in {file_name!r}, which is no file beside it; fetch or save it again",
         )
     return files
 

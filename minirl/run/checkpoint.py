@@ -178,15 +178,14 @@ def _check_remembered(path: Path) -> None:
 def prune(run_folder: Path, *, keep: int) -> None:
     """Delete a run's checkpoints, except the newest `keep` (0: delete none) and the best by held-out score.
 
-    Of equal scores the newest is the best. A checkpoint that cannot be read or deleted stays.
+    Of equal scores the newest is the best. A checkpoint that cannot be read stays.
     """
     checkpoints = checkpoints_in(run_folder)
     scores = {}
     for path in checkpoints:
         with contextlib.suppress(Exception):  # a damaged file may hold anything
-            scores[path] = float(_read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf))
+            scores[path] = _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
     best = max(reversed(scores), key=scores.__getitem__, default=None)
     for path in checkpoints[:-keep]:
         if path in scores and path != best:
-            with contextlib.suppress(OSError):
-                durable.remove_folder(path)
+            durable.remove_folder(path)
