@@ -27,28 +27,29 @@ QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.Q
 TOGETHER = {"shard_weights": True, "shard_gradients": True}
 
 
-@pytest.mark.parametrize(
-    ("group", "limits", "free"),
-    [
-        ("0::/", {}, 2048_000),
-        ("0::/a/b", {"max": "max", "current": 5}, 2048_000),
-        ("0::/a/b", {"a/b/max": 900, "a/b/current": 300, "a/max": 800, "a/current": 500}, 310),
-        ("0::/host/path", {"max": 9_000_000, "current": 9}, 2048_000),
-        ("4:cpu:/a\n5:memory:/host", {"memory/limit_in_bytes": 700, "memory/usage_in_bytes": 300}, 410),
-    ],
-)
-def test_free_memory_is_what_the_tightest_control_group_allows(tmp_path, group, limits, free):
+def test_free_memory_is_what_the_tightest_control_group_allows(tmp_path):
     """Of both versions, with the cache that can be reclaimed; also where a container sees its host's path."""
-    proc, groups = tmp_path / "proc", tmp_path / "sys" / "fs" / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
-    (proc / "self" / "cgroup").write_text(f"{group}\n")
-    for name, value in limits.items():
-        folder = (groups / name).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"memory.{(groups / name).name}").write_text(f"{value}\n")
-        (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 10\n")
-    assert free_memory(tmp_path) == free
+
+    def write(folder, **numbers):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, number in numbers.items():
+            (tmp_path / folder / f"memory.{name}").write_text(f"{number}\n")
+
+    write("proc/self")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:    2000 kB")
+    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/\n5:memory:/a/b\n0::/of/host\n")
+    write("sys/fs/cgroup", max="max", current=900, stat="inactive_file 10")
+    assert free_memory(tmp_path) == 2048_000
+    for folder, limit in {"a": 1500, "a/b": 2000}.items():
+        numbers = {
+            "limit_in_bytes": limit,
+            "usage_in_bytes": 600,
+            "stat": "inactive_file 3\ntotal_inactive_file 7",
+        }
+        write(f"sys/fs/cgroup/memory/{folder}", **numbers)
+    assert free_memory(tmp_path) == 907
+    write("sys/fs/cgroup", max=1000)
+    assert free_memory(tmp_path) == 110
 
 
 WORKLOADS = {

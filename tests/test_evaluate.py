@@ -116,12 +116,11 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
     flags = {"eval_data": ["a.jsonl"], "data": "train.jsonl", "reward": ["mine.py:f"], "max_new_tokens": 9}
     (tmp_path / "args.json").write_text(json.dumps(flags | {"seed": 3, "lr": 1.0, "temperature": 0.5}))
     for step in ("000009", "000010"):
-        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "resume").mkdir(parents=True)
     how = {"model": str(tmp_path / "checkpoints" / step), "max_new_tokens": 9}
     repeated = Config(eval_data=("a.jsonl",), reward=("mine.py:f",), **how)
     assert parsed(["--model", str(tmp_path)]) == parsed(["--model", how["model"]]) == repeated
     copied = shutil.copytree(how["model"], tmp_path / "copied" / step)
-    (copied / "config.json").touch()
     assert parsed(["--model", str(copied)]) == Config(model=str(copied))
     config = parsed(["--model", str(tmp_path), *"--data c.jsonl --reward episode".split()])
     assert config == Config(data="c.jsonl", eval_data=(), reward=("episode",), **how)

@@ -148,22 +148,19 @@ async def rollout(episode):
 """
 
 
-def test_files_of_one_name_are_two_modules_which_import_what_lies_beside_them(tmp_path):
-    """Python holds one module of a name: where a second one would be the other folder's, the file is refused."""
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        folder.mkdir()
-        for name in (folder.name, "random"):
-            (folder / f"{name}_beside.py").write_text("def f(): pass")
-            (folder / f"by_{name}.py").write_text(f"from {name}_beside import f")
-        (folder / "mine.py").write_text((folder / f"by_{folder.name}.py").read_text())
-    (f,), (g,) = (find_functions(str(tmp_path / folder / "mine.py"), "f") for folder in "ab")
-    assert f is not g
-    find_functions(str(tmp_path / "a" / "by_random.py"), "f")
-    said = (
-        f"imports random_beside, which is {tmp_path}/a/random_beside.py here already, not the one beside it"
-    )
+def test_files_of_one_name_are_two_modules_of_which_none_gets_the_others_helpers(tmp_path):
+    """Python holds one module of a name: a file that would get another one than that beside it is refused."""
+    first, second = tmp_path / "a" / "mine.py", tmp_path / "b" / "mine.py"
+    for path in (first, second):
+        path.parent.mkdir()
+        path.with_name("both_have.py").touch()
+        path.write_text("import both_have\ndef f(): pass")
+    (f,) = find_functions(str(first), "f")
+    said = f"imports both_have, which is {tmp_path}/a/both_have.py here already, not the one beside it"
     with pytest.raises(InputError, match=said):
-        find_functions(str(tmp_path / "b" / "by_random.py"), "f")
+        find_functions(str(second), "f")
+    second.write_text("def f(): pass")
+    assert find_functions(str(second), "f") != [f] == find_functions(str(first), "f")
 
 
 def test_a_file_is_loaded_once_beside_its_modules_and_prints(tmp_path, capsys):

@@ -185,7 +185,7 @@ def prune(run_folder: Path, *, keep: int) -> None:
     for path in checkpoints:
         with contextlib.suppress(Exception):  # a damaged file may hold anything
             scores[path] = _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
-    best = max(reversed(scores), key=scores.__getitem__, default=None)
+    best = max(reversed(scores), key=scores.__getitem__)
     for path in checkpoints[:-keep]:
         if path in scores and path != best:
             durable.remove_folder(path)

@@ -40,20 +40,20 @@ def this_machine(device: torch.device) -> Machine:
 def free_memory(root: Path = Path("/")) -> int:
     """The bytes of the host that its processes may still take, at most as many as their control groups allow."""
     (available,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
-    free = [1024 * int(available)]
+    free = 1024 * int(available)
     # The lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see the path of
     # its host, while its own group is mounted above all: each parent is asked.
     lines = (root / "proc/self/cgroup").read_text()
     for controllers, path in re.findall(r"^\d+:(|.*\bmemory\b.*):/(.*)$", lines, re.MULTILINE):
-        limit, usage = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         group = root / "sys/fs/cgroup" / controllers / path
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # no group, or its limit is "max"
-                limited, used = (int((folder / f"memory.{name}").read_text()) for name in (limit, usage))
+                limit, usage, stat = ((folder / f"memory.{name}").read_text() for name in (*names, "stat"))
                 # The last one counts the groups within, too. This cache is given up before memory runs out.
-                *_, cached = re.findall(r"inactive_file (\d+)", (folder / "memory.stat").read_text())
-                free.append(limited - used + int(cached))
-    return min(free)
+                *_, cached = re.findall(r"inactive_file (\d+)", stat)
+                free = min(free, int(limit) - int(usage) + int(cached))
+    return free
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> tuple[Sizes, Budget]:
@@ -62,7 +62,13 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> t
     recorded: the sizes that a resumed run began with, as sums go on rounding alike. Raises InputError for a run that
     does not fit, unless all sizes are given.
     """
-    given = _given_sizes(config, recorded)
+    # Sums round depending on these.
+    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
+    given = {name: recorded[name] for name in kept if name in recorded}
+    for name in (*OPEN_SIZES, "shard_weights"):
+        value = getattr(config, name)
+        if value != "auto":
+            given[name] = {"on": True, "off": False}.get(value, value)
     forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
     if work.num_ranks == 1 or not config.trains:
         del forms[1]
@@ -99,18 +105,6 @@ def lines(sizes: Sizes, needed: Budget) -> list[str]:
     is_kept = needed.fits(keeps_cache=True)
     kept = "beside each other: the cache stays" if is_kept else "in turns: the cache is made again each time"
     return [*text, f"{needed.room / 1e9:.3g} GB are left for training and decoding, {kept}"]
-
-
-def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `Sizes` that the flags give, by name. recorded: see `plan`."""
-    # Sums round depending on these.
-    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
-    given = {name: recorded[name] for name in kept if name in recorded}
-    for name in (*OPEN_SIZES, "shard_weights"):
-        value = getattr(config, name)
-        if value != "auto":
-            given[name] = {"on": True, "off": False}.get(value, value)
-    return given
 
 
 def workload(
