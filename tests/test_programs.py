@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import pickle
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from minirl.episodes.episode import one_turn
-from minirl.errors import InputError, RolloutError
+from minirl.errors import RolloutError
 from minirl.files.user_code import find_functions
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
@@ -148,19 +149,16 @@ async def rollout(episode):
 """
 
 
-def test_files_of_one_name_are_two_modules_of_which_none_gets_the_others_helpers(tmp_path):
-    """Python holds one module of a name: a file that would get another one than that beside it is refused."""
-    first, second = tmp_path / "a" / "mine.py", tmp_path / "b" / "mine.py"
-    for path in (first, second):
+def test_files_of_one_name_are_two_modules_each_with_the_helpers_beside_it(tmp_path):
+    """Though the helpers have one name too, and import others, at once or in a function. pickle finds their classes."""
+    for folder in "ab":
+        path = tmp_path / folder / "mine.py"
         path.parent.mkdir()
-        path.with_name("both_have.py").touch()
-        path.write_text("import both_have\ndef f(): pass")
-    (f,) = find_functions(str(first), "f")
-    said = f"imports both_have, which is {tmp_path}/a/both_have.py here already, not the one beside it"
-    with pytest.raises(InputError, match=said):
-        find_functions(str(second), "f")
-    second.write_text("def f(): pass")
-    assert find_functions(str(second), "f") != [f] == find_functions(str(first), "f")
+        path.with_name("random.py").write_text("from below import Where\nimport mine, random")
+        path.with_name("below.py").write_text(f"class Where:\n    folder = {folder!r}")
+        path.write_text("import random\ndef f():\n    import below\n    return random.Where(), below.Where()")
+        (f,) = find_functions(str(path), "f")
+        assert [pickle.loads(pickle.dumps(where)).folder for where in f()] == [folder] * 2
 
 
 def test_a_file_is_loaded_once_beside_its_modules_and_prints(tmp_path, capsys):

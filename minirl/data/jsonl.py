@@ -70,7 +70,7 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's fields. Raises InputError if two have one name, of which JSON's readers drop one."""
     fields = dict(pairs)
-    refuse(len(fields) < len(pairs), f"a field is repeated, of {[name for name, _ in pairs]}")
+    refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields
 
 

@@ -1,5 +1,6 @@
 """Find a user's functions, and show their exceptions. Standard library only: a reward worker starts quickly."""
 
+import builtins
 import contextlib
 import functools
 import importlib
@@ -8,7 +9,6 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
 from typing import Any
 
 from minirl.errors import InputError, refuse
@@ -56,33 +56,36 @@ def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
     return [getattr(module, name) for name in names]
 
 
-@functools.cache
 def _run_file(file: str) -> types.ModuleType:
-    """Run a Python file as a module, once in a process; it may import what lies beside it, which comes first.
-
-    Raises InputError if a module of another folder has the name of one beside it that it imports: Python holds one.
-    """
+    """Run a Python file as a module, once in a process; it may import what lies beside it, which comes first."""
     path = os.path.abspath(file)
-    folder = os.path.dirname(path)
-    module = types.ModuleType(f"user_file:{path}")
-    module.__file__ = file
+    name = f"user_file:{path}".replace(".", ":")  # no parts of a package
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.append(os.path.dirname(path))  # for packages
+    module = types.ModuleType(name)
+    module.__file__ = path
+    own_import = functools.partial(_import_beside, path)
+    module.__dict__["__builtins__"] = vars(builtins) | {"__import__": own_import}
     # dataclasses and pickle look a class's module up there.
-    sys.modules[module.__name__] = module
-    with open(file, "rb") as source:
-        code = compile(source.read(), file, "exec", dont_inherit=True)
-    sys.path[:] = [folder, *sys.path, folder]
-    exec(code, module.__dict__)
-    sys.path.remove(
-        folder
-    )  # the first one: imports of this package must not find the user's files before others
-    for name in sys.modules.keys() & set(code.co_names):
-        beside = PathFinder.find_spec(name, [folder])
-        found = getattr(sys.modules[name], "__file__", None)
-        refuse(
-            beside and beside.origin not in (None, found),
-            f"imports {name}, which is {found} here already, not the one beside it; rename one of them",
-        )
+    sys.modules[name] = module
+    try:
+        with open(path, "rb") as source:
+            code = compile(source.read(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Import for a user's file; one beside it becomes a module of its own, as another folder may have its name."""
+    path = os.path.join(os.path.dirname(file), f"{name}.py")
+    loaded = sys.modules.get(name)
+    if path == file or not os.path.isfile(path) or getattr(loaded, "__file__", None) == path:
+        return builtins.__import__(name, *arguments, **options)
+    return _run_file(path)
 
 
 def shown(value: Any) -> str:

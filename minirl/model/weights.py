@@ -7,7 +7,7 @@ are loaded one at a time, straight into each rank's shard. `families` reads the 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -74,7 +74,9 @@ def load_weights(model: Transformer, folder: Path) -> None:
         elif stored not in files:
             fill(param, first_values(name, param.shape), name)
         elif more:
-            fill(param, _joined(config, [stored, *more], files), name)
+            assert config.other is not None
+            parts = {part: read_tensor(files[part], part) for part in (stored, *more)}
+            fill(param, config.other.joined(parts), name)
         else:
             label = f"{files[stored]}: {stored}"
             # Open the file for each tensor: while a file is open, its pages stay in memory once read.
@@ -90,12 +92,6 @@ def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[s
     if config.other is not None:
         return config.other.stored(tensors)
     return {_stored_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
-
-
-def _joined(config: ModelConfig, names: Sequence[str], files: Mapping[str, Path]) -> Tensor:
-    """The parameter that the folder stores in the tensors of these names."""
-    assert config.other is not None
-    return config.other.joined({name: read_tensor(files[name], name) for name in names})
 
 
 def _stored_name(name: str, prefix: str) -> str:
