@@ -141,8 +141,6 @@ def test_a_notebook_with_its_own_event_loop_can_collect():
 
 
 ONE_FILE = """
-import helper_beside
-
 async def rollout(episode):
     print("hello from", episode.row.place)
     await episode.generate()
@@ -161,8 +159,7 @@ def test_files_of_one_name_are_two_modules_each_with_the_helpers_beside_it(tmp_p
         assert [pickle.loads(pickle.dumps(where)).folder for where in f()] == [folder] * 2
 
 
-def test_a_file_is_loaded_once_beside_its_modules_and_prints(tmp_path, capsys):
-    (tmp_path / "helper_beside.py").touch()
+def test_a_file_is_loaded_once_and_prints(tmp_path, capsys):
     path = tmp_path / "mine.py"
     config = RunConfig(rollout=f"{path}:rollout")
     path.write_text(ONE_FILE)

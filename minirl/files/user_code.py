@@ -2,13 +2,13 @@
 
 import builtins
 import contextlib
-import functools
 import importlib
 import os
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from minirl.errors import InputError, refuse
@@ -65,8 +65,7 @@ def _run_file(file: str) -> types.ModuleType:
     sys.path.append(os.path.dirname(path))  # for packages
     module = types.ModuleType(name)
     module.__file__ = path
-    own_import = functools.partial(_import_beside, path)
-    module.__dict__["__builtins__"] = vars(builtins) | {"__import__": own_import}
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(_import_beside, path)}
     # dataclasses and pickle look a class's module up there.
     sys.modules[name] = module
     try:
@@ -82,8 +81,8 @@ def _run_file(file: str) -> types.ModuleType:
 def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any:
     """Import for a user's file; one beside it becomes a module of its own, as another folder may have its name."""
     path = os.path.join(os.path.dirname(file), f"{name}.py")
-    loaded = sys.modules.get(name)
-    if path == file or not os.path.isfile(path) or getattr(loaded, "__file__", None) == path:
+    is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # by the script, for example
+    if path == file or is_loaded or not os.path.isfile(path):
         return builtins.__import__(name, *arguments, **options)
     return _run_file(path)
 
