@@ -16,6 +16,7 @@ from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
 from minirl.run.budget import USABLE, Sizes, budget, choose_sizes
+from minirl.run.planning import free_memory
 from minirl.training.batch import Batch
 from support import models
 from support.engines import CPU, cached_model
@@ -24,6 +25,32 @@ from support.memory import make_workload, saved_bytes
 
 QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.QWEN_7B, models.QWEN_32B))
 TOGETHER = {"shard_weights": True, "shard_gradients": True}
+
+
+def test_free_memory_is_what_the_tightest_control_group_allows(tmp_path):
+    """Of both versions, with the cache that can be reclaimed; also where a container sees its host's path."""
+
+    def write(folder, **numbers):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, number in numbers.items():
+            (tmp_path / folder / f"memory.{name}").write_text(f"{number}\n")
+
+    write("proc/self")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:    2000 kB")
+    (tmp_path / "proc/self/cgroup").write_text("1:cpu:/\n5:memory:/a/b\n0::/of/host\n")
+    write("sys/fs/cgroup", max="max", current=900, stat="inactive_file 10")
+    assert free_memory(tmp_path) == 2048_000
+    for folder, limit in {"a": 1500, "a/b": 2000}.items():
+        numbers = {
+            "limit_in_bytes": limit,
+            "usage_in_bytes": 600,
+            "stat": "inactive_file 3\ntotal_inactive_file 7",
+        }
+        write(f"sys/fs/cgroup/memory/{folder}", **numbers)
+    assert free_memory(tmp_path) == 907
+    write("sys/fs/cgroup", max=1000)
+    assert free_memory(tmp_path) == 110
+
 
 WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),

@@ -283,7 +283,7 @@ def without_folder(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("num_bytes", "cause"),
     [
-        (10_000, "model.safetensors: File too large"),
+        (10_000, r"model.safetensors: .*File too large \(os error 27\)"),
         (30_000, "0-of-1.pt: File too large"),
         (60_000, "progress.pt: File too large"),
         (None, "checkpoints/.*: Not a directory"),
@@ -319,6 +319,14 @@ def test_the_newest_and_the_best_checkpoints_stay(keep, scores, left):
     assert resumed_step() == 1_000_001
 
 
+def test_row_08_an_old_checkpoint_that_cannot_be_read_stays_and_ends_no_save():
+    """A user may delete `resume/` to save space."""
+    folder = save_steps([1])
+    shutil.rmtree(folder / "checkpoints" / "000001" / "resume")
+    save_steps([2, 3], keep=1)
+    assert [path.name for path in checkpoints_in(folder)] == ["000001", "000003"]
+
+
 def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):
     """Types, dtypes and bits, NaN included, though the script changes them afterwards; else it is refused at the save.
 
@@ -335,8 +343,8 @@ def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):
         progress = saver.checkpoints.restore(copied)
     os.umask(before)
     assert as_text(progress["extra"]) == expected
-    modes = [path.stat().st_mode & 0o777 for path in (saver.run.path, copied / "resume", copied)]
-    assert modes == [0o700, 0o700, 0o777]
+    files = (saver.run.path, copied / "resume", copied, copied / "model.safetensors")
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o700, 0o700, 0o777, 0o666]
     for value in (np.float64(1), len):
         with (
             saving() as saver,

@@ -332,6 +332,7 @@ def write(tmp_path):
     ("line", "said"),
     [
         (b'{"prompt": "a", }', "not JSON: .* at column 17"),
+        (b'{"prompt": "a", "x": {"b": 1, "b": 2}}', r"cannot be read: a field is repeated: \['b'\]"),
         (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits"),
         (b'["a"]', r"expected an object, got \['a'\]"),
         (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),

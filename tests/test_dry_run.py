@@ -156,7 +156,7 @@ def test_nothing_is_made(tmp_path, monkeypatch):
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently.
 
-    It goes on in the same run of wandb.
+    But a microbatch takes the longest sequence of the new flags. It goes on in the same run of wandb.
     """
     flags = f"{TINY} --run-name sizes"
     run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)
@@ -170,6 +170,8 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     assert "shard_gradients True" in output
     resumed = json.loads(path.read_text())
     assert (resumed["max_tokens_per_microbatch"], resumed["wandb_id"]) == (40, args["wandb_id"])
+    output = run_in_pool(one_rank, "train_grpo.py", flags, "--num-steps 3 --max-new-tokens 50", runs=runs)
+    assert "max_tokens_per_microbatch 59," in output  # the longest prompt has 9
 
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from statistics import fmean
 
 import pytest
@@ -109,14 +110,19 @@ def test_one_and_two_ranks_give_the_numbers_of_training(one_rank, two_ranks, run
 
 
 def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(tmp_path):
-    """Those on the command line win: --data replaces the run's --eval-data too. Seed and training are not repeated."""
+    """Those on the command line win: --data replaces the run's --eval-data too. Seed and training are not repeated.
+
+    A checkpoint's run is the one whose folder it is in; without its run it is a model.
+    """
     flags = {"eval_data": ["a.jsonl"], "data": "train.jsonl", "reward": ["mine.py:f"], "max_new_tokens": 9}
     (tmp_path / "args.json").write_text(json.dumps(flags | {"seed": 3, "lr": 1.0, "temperature": 0.5}))
     for step in ("000009", "000010"):
-        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "resume").mkdir(parents=True)
     how = {"model": str(tmp_path / "checkpoints" / step), "max_new_tokens": 9}
     repeated = Config(eval_data=("a.jsonl",), reward=("mine.py:f",), **how)
-    assert parsed(["--model", str(tmp_path)]) == repeated
+    assert parsed(["--model", str(tmp_path)]) == parsed(["--model", how["model"]]) == repeated
+    copied = shutil.copytree(how["model"], tmp_path / "copied" / step)
+    assert parsed(["--model", str(copied)]) == Config(model=str(copied))
     config = parsed(["--model", str(tmp_path), *"--data c.jsonl --reward episode".split()])
     assert config == Config(data="c.jsonl", eval_data=(), reward=("episode",), **how)
 

@@ -49,19 +49,25 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(
-        InputError, match=r"model\.safetensors: not a whole safetensors file .*; fetch it again"
+        InputError, match=r"model\.safetensors: cannot be read as safetensors .*; fetch it again"
     ):
         load(folder)
 
 
-def test_row_33_what_the_index_promises_must_be_there(folder):
+@pytest.mark.parametrize("file_name", ["a.safetensors", "gone.safetensors", None, 5, ["a.safetensors"], ""])
+def test_row_33_what_the_index_promises_must_be_there(folder, file_name):
     """A single file wins, as in transformers."""
     path, index = folder / "model.safetensors", folder / INDEX
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(path), "a.safetensors")}))
+    name, *others = tensors = load_file(path)
+    weight_map = {name: file_name, **dict.fromkeys(others, "a.safetensors")}
+    index.write_text(json.dumps({"weight_map": weight_map}))
     load(folder)
+    del tensors[name]
+    save_file(tensors, folder / "a.safetensors")
     path.unlink()
-    with pytest.raises(InputError, match=r"a\.safetensors: not a whole safetensors file"):
+    with pytest.raises(InputError, match=INDEX) as refused:
         load(folder)
+    assert all(word in str(refused.value) for word in (name, str(file_name)))
 
 
 def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
@@ -120,7 +126,7 @@ def test_row_35_pickles_are_refused_unread(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     with pytest.raises(
-        InputError, match=rf"{folder}: no model\.safetensors and no index; convert other formats"
+        InputError, match=rf"{folder}: no model\.safetensors, and no {INDEX} for shards; fetch it, or convert"
     ):
         load(folder)
     assert not (tmp_path / "canary").exists()

@@ -210,14 +210,14 @@ time.sleep(LIMIT_S)
     ("body", "codes", "message"),
     [
         (
-            "joined()\nif rank == 1:\n    raise RewardError('few')\nprocess_group.barrier()",
+            "joined()\nif rank == 1:\n    raise RewardError('/home/igloo/a')\nprocess_group.barrier()",
             [1, 4],
-            r"error: few \[rank 1, step 3, phase reward\]",
+            r"error: /home/igloo/a \[rank 1, step 3, phase reward\]",
         ),
         (
-            "joined()\nif rank == 1:\n    raise KeyError('a')\nprocess_group.barrier()",
+            "joined()\nif rank == 1:\n    raise RuntimeError('gloo')\nprocess_group.barrier()",
             [1, 1],
-            r"rank 1, step 3, phase reward raised:\nTraceback(.|\n)*KeyError: 'a'",
+            r"rank 1, step 3, phase reward raised:\nTraceback(.|\n)*RuntimeError: gloo",
         ),
         (
             "launch.REPORT_S = LIMIT_S\nraise InputError('no')",

@@ -73,6 +73,8 @@ def train_one_update(rank, folder, options):
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
     tokens = torch.arange(20) % 33
     reference = under_adapters(lambda base, batch: [logprobs_of(base, batch, (20,))])
+    with pytest.raises(TypeError):
+        under_adapters(lambda base, batch: 1 + batch)(model.decoder, "")  # the adapters are on again
     (at_first,) = reference(model.decoder, tokens)
     model.backward(logprobs_of(model.module, tokens, (20,)).sum(), is_last=True)
     model.step(optimizer, lr=0.01, max_grad_norm=0.0)

@@ -287,7 +287,7 @@ def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(make_logger
         logger.log(step, {"a": step}, num_steps=3)
     assert logged[2] == {"a": 2}
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\x00\x00\n" + path.read_bytes())
+    path.write_bytes(b'\x00\x00\nnull\n{}\n{"step": null}\n' + path.read_bytes())
     make_logger(after_step=2)
     assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
     expected = {"id": "4a", "mode": "offline", "resume": "allow", "config": {"wandb_id": "4a", "lr": 0.1}}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from minirl.episodes import running
 from minirl.episodes.episode import one_turn
 from minirl.errors import InputError, RolloutError
 from minirl.files.json_files import json_text
+from minirl.files.user_code import find_functions
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
 from minirl.run.load_task import load_rollout
@@ -211,16 +213,25 @@ def test_a_notebook_with_its_own_event_loop_can_collect():
 
 
 ONE_FILE = """
-import helper_beside
-
 async def rollout(episode):
     print("hello from", episode.row.place)
     await episode.generate()
 """
 
 
-def test_a_file_is_loaded_once_beside_its_modules_and_prints(tmp_path, capsys):
-    (tmp_path / "helper_beside.py").touch()
+def test_files_of_one_name_are_two_modules_each_with_the_helpers_beside_it(tmp_path):
+    """Though the helpers have one name too, and import others, at once or in a function. pickle finds their classes."""
+    for folder in "ab":
+        path = tmp_path / folder / "mine.py"
+        path.parent.mkdir()
+        path.with_name("random.py").write_text("from below import Where\nimport mine, random")
+        path.with_name("below.py").write_text(f"class Where:\n    folder = {folder!r}")
+        path.write_text("import random\ndef f():\n    import below\n    return random.Where(), below.Where()")
+        (f,) = find_functions(str(path), "f")
+        assert [pickle.loads(pickle.dumps(where)).folder for where in f()] == [folder] * 2
+
+
+def test_a_file_is_loaded_once_and_prints(tmp_path, capsys):
     path = tmp_path / "mine.py"
     config = RunConfig(rollout=f"{path}:rollout")
     path.write_text(ONE_FILE)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import shutil
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from unittest import mock
@@ -38,23 +39,24 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
     """With a constant learning rate as if it had been asked for all of them at once; a resume says what has changed.
 
     A note names a file of which evaluations take a part. Fault 13. The last lines say where checkpoint, metrics and
-    rollouts are.
+    rollouts are. The run's copy of the script resumes it.
     """
     model = shutil.copytree(embedded_model, tmp_path / "model")
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
     flags = f"{TINY} --model {model} --lr 1e-3 --lr-schedule constant --eval-every 1 --data {data} --eval-data {data}"
     flags += f" --max-new-tokens 20 {reward_of(tmp_path, 'float(len(c))')}"
 
-    def train(name, num_steps):
+    def train(name, num_steps, **options):
         how = f"--run-name {name} --num-steps {num_steps}"
-        return run_in_pool(one_rank, "train_grpo.py", flags, how, runs=runs)
+        return run_in_pool(one_rank, "train_grpo.py", flags, how, runs=runs, **options)
 
     for line in train("whole", 3).splitlines()[-3:]:
         assert Path(line.split()[1]).exists()
     train("grown", 2)
     shutil.rmtree(model)
     assert "already finished; a greater --num-steps continues it" in train("grown", 2)
-    output = train("grown", 3)
+    copy = shutil.copy(tmp_path / "mine.py", runs / "grown")
+    output = train("grown", 3, under=partial(mock.patch, "sys.argv", [copy]))
     assert "note: this run last started with other flags: --num-steps 3 (was 2)\n" in output
     assert f"note: eval: {data}: only the first 8 of 10 rows\n" in output
     grown, whole = ([untimed(line) for line in read_metrics(runs / name)] for name in ("grown", "whole"))

@@ -156,7 +156,8 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
     mine = tmp_path / "mine.py"
     mine.write_text("def three(completions): pass\ndef four(completions): pass")
     row = {"question": "q", "prompt": "q", "answer": "#### 3"}
-    data = str(write_rows(tmp_path / "rows.jsonl", [row]))
+    data = str(write_rows(tmp_path / "gsm8k.jsonl", [row]))
+    assert load_task(RunConfig(data=data, reward_model=("dir",))).name == "jsonl"  # an evaluation's --task
     gsm8k = {"strict": strict_score, "flexible": flexible_score}
     for flags, rewards, logged in (
         (

@@ -16,7 +16,7 @@ BLANK = b" \t\r\n" + codecs.BOM_UTF8
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
     """Load a task without rewards; its rows have text or chat prompts, the files `eval_data` are held out."""
     return Task(
-        name=Path(data).stem,
+        name="jsonl",
         train_rows=read_rows(data),
         eval_sets={path: read_rows(path) for path in eval_data},
         rewards={},
@@ -67,9 +67,16 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
     return rows
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's fields. Raises InputError if two have one name, of which JSON's readers drop one."""
+    fields = dict(pairs)
+    refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
+    return fields
+
+
 def _parse_object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:

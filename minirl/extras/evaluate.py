@@ -87,8 +87,12 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
 
     Raises InputError if the run has no checkpoint.
     """
-    if os.path.isdir(os.path.join(model, "resume")):  # a checkpoint
-        return model, read_json_object(Path(model).resolve().parent.parent / "args.json")
+    folder = Path(model).resolve()
+    args = folder.parent.parent / "args.json"
+    if args.is_file() and folder in checkpoints_in(
+        args.parent
+    ):  # one that was copied elsewhere is a model of no run
+        return model, read_json_object(args)
     if os.path.exists(os.path.join(model, "config.json")):
         return model, {}
     try:

@@ -56,9 +56,9 @@ def publish(half_made: Path, folder: Path) -> None:
     """Give a complete folder its final name. Raises OSError if that name is taken by a folder with files."""
     # The files are on the disk already (`new_file`); the lists of files in the folders are not.
     for inner in [*half_made.rglob("*/"), half_made]:
-        _sync_list(inner)
+        sync(inner)
     os.rename(half_made, folder)
-    _sync_list(folder.parent)
+    sync(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -68,9 +68,9 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _sync_list(folder: Path) -> None:
-    """Wait until the list of files of a folder is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

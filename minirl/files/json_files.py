@@ -24,12 +24,12 @@ def _plain(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a run's file with one on each line, without lines that a kill cut off. Raises OSError."""
-    objects = []
+    """Read the objects of a run's file, one a line; other lines, such as a kill leaves, are skipped. Raises OSError."""
+    values = []
     for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            objects.append(json.loads(line))
-    return objects
+        with contextlib.suppress(ValueError, RecursionError):
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

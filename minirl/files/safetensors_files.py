@@ -1,30 +1,38 @@
-"""Safetensors files: read lazily, and written one tensor at a time.
+"""Safetensors files: read lazily, and written through to the disk."""
 
-The library's own writer needs twice the tensors in memory, and five times as long.
-"""
-
-import json
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from minirl.errors import InputError
 from minirl.files import durable
 
-# The dtypes that are read and written.
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+# The file that names the shards of a model's folder.
+INDEX = "model.safetensors.index.json"
 
 
-def open_tensors(path: Path) -> Any:
-    """Open a file with `safe_open`. Raises InputError naming the file if it is missing or damaged."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file with `safe_open`. Raises InputError, also in the block, for a file or tensor that cannot be read."""
     try:
-        return safe_open(path, framework="pt")
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
+        raise InputError(
+            f"{path}: cannot be read as safetensors ({error}); fetch it again, with {INDEX} if it has one"
+        ) from None
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Read a tensor of a file. Raises like `open_tensors`."""
+    with open_tensors(path) as file:
+        return file.get_tensor(name)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -39,24 +47,15 @@ def is_finite(tensor: Tensor) -> bool:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a file of these tensors, on any device, and wait until it is on the disk.
 
-    Needs host memory for one tensor at a time. Raises OSError naming the file.
+    The host takes a copy of those that are on a GPU or not contiguous. Raises OSError naming the file.
     """
-    # The format: size of the header (8 bytes, little-endian), header (JSON, padded with spaces to a multiple
-    # of 8 bytes), data.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with durable.new_file(path) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with durable.naming(path):
+        path.touch()
+        mode = path.stat().st_mode
+        try:
+            save_file(whole, path, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error)) from None
+        path.chmod(mode)  # `save_file` lets only the owner read it
+        durable.sync(path)

@@ -1,13 +1,14 @@
 """Find a user's functions, and show their exceptions. Standard library only: a reward worker starts quickly."""
 
+import builtins
 import contextlib
-import functools
 import importlib
 import os
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from minirl.errors import InputError, refuse
@@ -17,10 +18,6 @@ OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file
 # The most characters that the trainer receives of each.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
-
-
-class UnusableError(Exception):
-    """Why a user's code cannot be used; it needs no traceback."""
 
 
 def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
@@ -44,33 +41,50 @@ def loading(what: str) -> Iterator[None]:
     """Raise the errors of user code that is loaded in the block as InputError, beginning with `what`."""
     try:
         yield
-    except (UnusableError, InputError) as reason:
+    except InputError as reason:
         raise InputError(f"{what}: {reason}") from None
     except (Exception, SystemExit) as error:
         raise InputError(f"{what}: raised\n{users_traceback(error)}") from None
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
-    """Return functions of one file or module. Raises UnusableError; exceptions of its code pass through."""
+    """Return functions of one file or module. Raises InputError; exceptions of its code pass through."""
     module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
-        raise UnusableError(f"{source} has no function {missing[0]}")
+        raise InputError(f"{source} has no function {missing[0]}")
     return [getattr(module, name) for name in names]
 
 
-@functools.cache
 def _run_file(file: str) -> types.ModuleType:
-    """Run a Python file as a module, once in a process; it may import what lies beside it."""
-    sys.path.append(os.path.dirname(os.path.abspath(file)))
-    module = types.ModuleType(f"user_file_{os.path.basename(file).removesuffix('.py')}")
-    module.__file__ = file
+    """Run a Python file as a module, once in a process; it may import what lies beside it, which comes first."""
+    path = os.path.abspath(file)
+    name = f"user_file:{path}".replace(".", ":")  # no parts of a package
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.path.append(os.path.dirname(path))  # for packages
+    module = types.ModuleType(name)
+    module.__file__ = path
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(_import_beside, path)}
     # dataclasses and pickle look a class's module up there.
-    sys.modules[module.__name__] = module
-    with open(file, "rb") as source:
-        code = compile(source.read(), file, "exec", dont_inherit=True)
-    exec(code, module.__dict__)
+    sys.modules[name] = module
+    try:
+        with open(path, "rb") as source:
+            code = compile(source.read(), path, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Import for a user's file; one beside it becomes a module of its own, as another folder may have its name."""
+    path = os.path.join(os.path.dirname(file), f"{name}.py")
+    is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # by the script, for example
+    if path == file or is_loaded or not os.path.isfile(path):
+        return builtins.__import__(name, *arguments, **options)
+    return _run_file(path)
 
 
 def shown(value: Any) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from torch import Tensor
 from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
-from minirl.files.safetensors_files import DTYPE_NAMES, is_finite, open_tensors, write_tensors
+from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
@@ -41,7 +41,7 @@ _TOKENIZER_FILES = (
     "*.jinja",
     "additional_chat_templates/*.jinja",
 )
-_INDEX = "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
@@ -77,7 +77,9 @@ def load_weights(model: Transformer, folder: Path) -> None:
         elif stored not in files:
             fill(param, first_values(name, param.shape), name)
         elif more:
-            fill(param, _joined(config, [stored, *more], files), name)
+            assert config.other is not None
+            parts = {part: read_tensor(files[part], part) for part in (stored, *more)}
+            fill(param, config.other.joined(parts), name)
         else:
             label = f"{files[stored]}: {stored}"
             # Open the file for each tensor: while a file is open, its pages stay in memory once read.
@@ -95,16 +97,6 @@ def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[s
     return {_stored_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
 
 
-def _joined(config: ModelConfig, names: Sequence[str], files: Mapping[str, Path]) -> Tensor:
-    """The parameter that the folder stores in the tensors of these names."""
-    assert config.other is not None
-    parts = {}
-    for name in names:
-        with open_tensors(files[name]) as file:
-            parts[name] = file.get_tensor(name)
-    return config.other.joined(parts)
-
-
 def _stored_name(name: str, prefix: str) -> str:
     """Return a parameter's name in a folder, whose prefix may differ from "model."."""
     return prefix + name.removeprefix("model.") if name.startswith("model.") else name
@@ -117,12 +109,8 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """
     if config.scalar_head or config.adapters or not config.kept_weights:
         return {}
-    kept = {}
-    for name, path in _file_of_each_tensor(folder).items():
-        if _is_kept(config, name):
-            with open_tensors(path) as file:
-                kept[name] = file.get_tensor(name)
-    return kept
+    files = _file_of_each_tensor(folder)
+    return {name: read_tensor(files[name], name) for name in files if _is_kept(config, name)}
 
 
 def _is_kept(config: ModelConfig, name: str) -> bool:
@@ -154,8 +142,8 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
                 _check_shape(params[name], stored, f"{path}: {name}")
                 dtype = stored.get_dtype()
                 refuse(
-                    dtype not in DTYPE_NAMES.values(),
-                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPE_NAMES.values())}; convert "
+                    dtype not in _DTYPES,
+                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(_DTYPES)}; convert "
                     "quantized weights",
                 )
     return files
@@ -170,11 +158,7 @@ def _check_shape(param: Tensor, stored: Any, label: str) -> None:
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
     """Raise InputError if the stored head differs from the embedding that the config ties it to."""
-    stored = []
-    for name in ("lm_head.weight", embedding):
-        with open_tensors(files[name]) as file:
-            stored.append(file.get_tensor(name))
-    if not torch.equal(*stored):
+    if not torch.equal(*(read_tensor(files[name], name) for name in ("lm_head.weight", embedding))):
         raise InputError(
             f"{files['lm_head.weight']}: lm_head.weight differs from {embedding} although config.json "
             "has tie_word_embeddings=true; set it to false, or remove the tensor"
@@ -226,13 +210,22 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     if path.is_file():
         with open_tensors(path) as file:
             return dict.fromkeys(file.keys(), path)
-    index = folder / _INDEX
-    if not index.is_file():
-        raise InputError(f"{folder}: no model.safetensors and no index; convert other formats to safetensors")
+    index = folder / INDEX
+    refuse(
+        not index.is_file(),
+        f"{folder}: no model.safetensors, and no {INDEX} for shards; fetch it, or convert other formats",
+    )
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map; fetch or save it again")
-    return {name: folder / file_name for name, file_name in weight_map.items()}
+    files = {}
+    for name, file_name in weight_map.items():
+        files[name] = folder / str(file_name)
+        refuse(
+            not files[name].is_file(),
+            f"{index}: {name} should be in {file_name!r}, which is no file beside it; fetch or save it again",
+        )
+    return files
 
 
 def fingerprint(folder: Path) -> int:
@@ -292,8 +285,7 @@ def write_folder(
     """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
 
     Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`.
-    Needs memory for one tensor at a time. peft_config: the tensors are those of adapters, which are written in PEFT's
-    form.
+    peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     contents = dict(tokenizer_files)
     # `torch_dtype` is the older name of `dtype`.

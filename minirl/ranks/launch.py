@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ START_S = 300.0  # between the starts of two ranks
 REPEATED_S = 1.0  # a second signal sooner than this is ignored: torchrun may deliver one signal twice
 REPORT_S = 3.0  # from an error on one rank to its report, in which the other ranks may meet the same one
 POLL_S = 0.1  # between two looks at the other ranks
+GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
 START = "before the first step"  # the phase of a rank that has nothing to save
 
 
@@ -176,7 +178,9 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
     where = f"rank {_rank()}, {this_process.phase}"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code, ""  # the parser of flags has printed why
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+    # gloo's errors have no class of their own, but begin with the place in its source.
+    is_gloos = type(error) is RuntimeError and GLOO_SOURCE.search(str(error))
+    if isinstance(error, dist.DistError) or is_gloos:
         lost = ", ".join(missing) or "another rank"
         cause = str(error).partition("\n")[0]
         return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"

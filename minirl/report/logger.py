@@ -164,7 +164,7 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
 
 
 def _cut_metrics(path: Path, last_step: int) -> None:
-    """Cut metrics.jsonl back to this step, without the lines that a kill cut off."""
+    """Cut metrics.jsonl back to this step, without damaged lines."""
     lines = read_json_lines(path) if path.is_file() else []
-    steps = [line for line in lines if line["step"] <= last_step]
+    steps = [line for line in lines if line.get("step") in range(last_step + 1)]
     durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))

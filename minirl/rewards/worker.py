@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from json import dumps, loads
 from typing import Any, BinaryIO, NamedTuple
 
-from minirl.files.user_code import UnusableError, find_functions, users_traceback
+from minirl.errors import InputError
+from minirl.files.user_code import find_functions, users_traceback
 from minirl.rewards.values import Answer, validate_rewards
 
 LOADING = 0  # the number of the first answer
@@ -56,7 +57,7 @@ def main() -> None:
         (function,) = find_functions(source, name)
         parameters = parameters_of(function)
     except BaseException as error:
-        reason = str(error) if isinstance(error, UnusableError) else _raised(error)
+        reason = str(error) if isinstance(error, InputError) else _raised(error)
         send({"number": LOADING, "error": reason})
         return
     is_async = inspect.iscoroutinefunction(function)

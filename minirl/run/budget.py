@@ -189,13 +189,15 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
 def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
     """The sizes for a rank: an update's come first, then the requests; the cache gets the rest.
 
-    Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
+    Given sizes stay, but a microbatch can hold the longest sequence, which may have become longer since the run began.
+    If nothing fits, these are the smallest that the longest request needs.
     """
     for share, *switches in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
         # Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
         shard, recompute = switches if work.offloads_optimizer else reversed(switches)
-        tokens = max(work.longest, work.enough_tokens // share)
-        sizes = dataclasses.replace(Sizes(1, work.longest, tokens, recompute, shard), **given)
+        tokens = max(work.longest, given.get("max_tokens_per_microbatch", work.enough_tokens // share))
+        smallest = Sizes(1, work.longest, tokens, recompute, shard)
+        sizes = dataclasses.replace(smallest, **{**given, "max_tokens_per_microbatch": tokens})
         needed = budget(work, sizes)
         if needed.fits():
             break

@@ -12,6 +12,7 @@ a run resumes from the newest. An old checkpoint is deleted only after the renam
 Training waits for a save. Files are read with torch's `weights_only`, which runs no code from them.
 """
 
+import contextlib
 import functools
 import math
 import secrets
@@ -205,13 +206,14 @@ def _check_remembered(path: Path) -> None:
 def prune(run_folder: Path, *, keep: int) -> None:
     """Delete a run's checkpoints, except the newest `keep` (0: delete none) and the best by held-out score.
 
-    Of equal scores the newest is the best.
+    Of equal scores the newest is the best. A checkpoint that cannot be read stays.
     """
     checkpoints = checkpoints_in(run_folder)
-    scores = {
-        path: _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf) for path in checkpoints
-    }
-    best = max(reversed(checkpoints), key=scores.__getitem__)
+    scores = {}
+    for path in checkpoints:
+        with contextlib.suppress(Exception):  # a damaged file may hold anything
+            scores[path] = _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
+    best = max(reversed(scores), key=scores.__getitem__)
     for path in checkpoints[:-keep]:
-        if path != best:
+        if path in scores and path != best:
             durable.remove_folder(path)

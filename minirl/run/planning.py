@@ -1,5 +1,6 @@
 """What the memory budget needs to know of a run: its machine, its models and their lengths."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -32,12 +33,27 @@ class Machine(NamedTuple):
 
 def this_machine(device: torch.device) -> Machine:
     """The ranks of this run, with the free bytes of the tightest (collective; before `start` of this rank alone)."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-        free = 1024 * int(available) // world_size()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // world_size()
     return Machine(device.type, world_size(), min(gather_objects(free)))
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """The bytes of the host that its processes may still take, at most as many as their control groups allow."""
+    (available,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
+    free = 1024 * int(available)
+    # The lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see the path of
+    # its host, while its own group is mounted above all: each parent is asked.
+    lines = (root / "proc/self/cgroup").read_text()
+    for controllers, path in re.findall(r"^\d+:(|.*\bmemory\b.*):/(.*)$", lines, re.MULTILINE):
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        group = root / "sys/fs/cgroup" / controllers / path
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no group, or its limit is "max"
+                limit, usage, stat = ((folder / f"memory.{name}").read_text() for name in (*names, "stat"))
+                # The last one counts the groups within, too. This cache is given up before memory runs out.
+                *_, cached = re.findall(r"inactive_file (\d+)", stat)
+                free = min(free, int(limit) - int(usage) + int(cached))
+    return free
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> tuple[Sizes, Budget]:
@@ -46,7 +62,13 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> t
     recorded: the sizes that a resumed run began with, as sums go on rounding alike. Raises InputError for a run that
     does not fit, unless all sizes are given.
     """
-    given = _given_sizes(config, recorded)
+    # Sums round depending on these.
+    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
+    given = {name: recorded[name] for name in kept if name in recorded}
+    for name in (*OPEN_SIZES, "shard_weights"):
+        value = getattr(config, name)
+        if value != "auto":
+            given[name] = {"on": True, "off": False}.get(value, value)
     forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
     if work.num_ranks == 1 or not config.trains:
         del forms[1]
@@ -83,18 +105,6 @@ def lines(sizes: Sizes, needed: Budget) -> list[str]:
     is_kept = needed.fits(keeps_cache=True)
     kept = "beside each other: the cache stays" if is_kept else "in turns: the cache is made again each time"
     return [*text, f"{needed.room / 1e9:.3g} GB are left for training and decoding, {kept}"]
-
-
-def _given_sizes(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `Sizes` that the flags give, by name. recorded: see `plan`."""
-    # Sums round depending on these.
-    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
-    given = {name: recorded[name] for name in kept if name in recorded}
-    for name in (*OPEN_SIZES, "shard_weights"):
-        value = getattr(config, name)
-        if value != "auto":
-            given[name] = {"on": True, "off": False}.get(value, value)
-    return given
 
 
 def workload(

@@ -4,6 +4,7 @@ A script makes a `Run` from its `Setup`, loops over `steps`, ends each with `fin
 Nothing here calls back into the script: a fork that needs something else writes it into its own loop.
 """
 
+import contextlib
 import gc
 import itertools
 import random
@@ -94,7 +95,8 @@ class Run:
         )
         script = Path(sys.argv[0])
         if rank() == 0 and script.suffix == ".py" and script.is_file():
-            shutil.copyfile(script, self._folder / script.name)
+            with contextlib.suppress(shutil.SameFileError):  # the copy itself is running
+                shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())

@@ -24,14 +24,17 @@ def unparked(model: Transformer, device: torch.device) -> Iterator[None]:
     them do not wait for the host. On the CPU nothing is copied. Not collective.
     """
     host = []
-    for parameter in model.parameters():
-        if device.type == "cuda":
-            parameter.data = parameter.data.pin_memory()  # a pinned tensor is returned as it is
-        host.append(parameter.data)
-        parameter.data = parameter.data.to(device, non_blocking=True)
-    yield
-    for parameter, parked in zip(model.parameters(), host, strict=True):
-        parameter.data = parked
+    try:
+        for parameter in model.parameters():
+            if device.type == "cuda":
+                parameter.data = parameter.data.pin_memory()  # a pinned tensor is returned as it is
+            host.append(parameter.data)
+            parameter.data = parameter.data.to(device, non_blocking=True)
+        yield
+    finally:
+        # The device may have had no room for all of them.
+        for parameter, parked in zip(model.parameters(), host, strict=False):
+            parameter.data = parked
 
 
 class FrozenModel:
@@ -84,9 +87,10 @@ def under_adapters(outputs: Outputs) -> Outputs:
         scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}
         for layer in scales:
             layer.lora_scale = 0.0
-        streams = outputs(model, batch)
-        for layer, scale in scales.items():
-            layer.lora_scale = scale
-        return streams
+        try:
+            return outputs(model, batch)
+        finally:
+            for layer, scale in scales.items():
+                layer.lora_scale = scale
 
     return outputs_of

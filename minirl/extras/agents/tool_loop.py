@@ -24,7 +24,7 @@ from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
 from minirl.episodes.running import UserRollout
-from minirl.files.user_code import UnusableError
+from minirl.errors import InputError
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
@@ -38,11 +38,11 @@ def of_tools(tools: Sequence[Callable[..., Any]]) -> UserRollout:
 def of_environment(factory: Callable[[], Any]) -> UserRollout:
     """Return the rollout of the class of --environment, of which it makes an object to see the methods.
 
-    Raises UnusableError, and InputError for a method without a schema. Exceptions of the class pass through.
+    Raises InputError. Exceptions of the class pass through.
     """
     environment = factory()
     if not hasattr(environment, "reset"):
-        raise UnusableError(f"{factory.__name__} has no method reset(**row)")
+        raise InputError(f"{factory.__name__} has no method reset(**row)")
     return UserRollout(
         rollout_of((), factory),
         tool_schemas(methods_of(environment)),
