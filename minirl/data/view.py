@@ -67,7 +67,7 @@ def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     tokenizer = tokenizer.with_tools(rollout.episode.tools)
     turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
     answer = functools.partial(_answer, tokenizer, rollout)
-    return as_plain(conversation(cast(str | Messages, begun), turns, answer))
+    return conversation(cast(str | Messages, begun), turns, answer)
 
 
 def conversation(
@@ -90,15 +90,6 @@ def conversation(
         if not goes_on:
             add_answer(messages, answer(start, turn))
     return messages
-
-
-def as_plain(messages: Messages) -> Messages:
-    """Return messages with the fields that JSON surely holds."""
-    plain = []
-    for message in messages:
-        structures = {key: message[key] for key in ("content", "tool_calls") if key in message}
-        plain.append({key: value for key, value in message.items() if isinstance(value, str)} | structures)
-    return plain
 
 
 def _answer(tokenizer: Tokenizer, rollout: Rollout, start: int, turn: TurnFacts) -> str | dict[str, Any]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minirl.data.task import Row, is_messages
-from minirl.data.view import as_plain
+from minirl.data.task import Row
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, refuse
@@ -126,12 +125,11 @@ class RunningEpisode:
             (branch, _seen(branch)) for branch in episode.branches.values() if branch.turns
         ]
         turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
-        prompt = as_plain(last.prompt) if is_messages(last.prompt) else last.prompt
         return replace(
             seen,
             finish_reason=finish_reason,
             branch_end=ends[last.number],
-            episode=EpisodeRecord(turns, rewards, episode.environment, prompt, last.tools, row),
+            episode=EpisodeRecord(turns, rewards, episode.environment, last.prompt, last.tools, row),
             earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
         )
 
@@ -268,8 +266,8 @@ def _seen(branch: Branch) -> Rollout:
 
 
 def plain_facts(turn: Turn) -> TurnFacts:
-    """Return what is stored of a turn: of messages what JSON holds. Raises InputError for what it cannot hold."""
-    facts = TurnFacts(**turn.numbers(), inserted=as_plain(turn.inserted))
+    """Return what is stored of a turn. Raises InputError for what JSON cannot hold."""
+    facts = TurnFacts(**turn.numbers(), inserted=turn.inserted)
     try:
         json_text(vars(facts))
     except (TypeError, ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from minirl.errors import InputError, RewardError, escaped
+from minirl.files.json_files import json_text
 from minirl.files.user_code import MAX_REPR, source_and_name
 from minirl.ranks.process_group import rank
 from minirl.rewards.functions import checked_rewards
@@ -161,7 +162,7 @@ class _Process:
         """Send a request; returns its answer. Raises _WorkerError."""
         number = next(self._numbers)
         self.calls[number] = asyncio.get_running_loop().create_future()
-        self._requests.write(json.dumps({**request, "number": number}).encode() + b"\n")
+        self._requests.write(json_text({**request, "number": number}).encode() + b"\n")
         return await self.answer(number, timeout_s)
 
     async def answer(self, number: int, timeout_s: float) -> dict[str, Any]:
