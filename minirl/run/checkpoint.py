@@ -17,6 +17,7 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,26 @@ from minirl.training.sharded_model import ShardedModel
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 
 PROGRESS_FILE = "resume/progress.pt"
+
+
+@dataclass
+class Progress:
+    """How far the run is, and the script's memory: a checkpoint saves it with the models.
+
+    step: steps done. update: optimizer steps done, which is the version of the weights. first_update: those done before
+    this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out
+    scores of this step, if the run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later
+    step. extra: values that the script has to remember, see `run.Run`.
+    """
+
+    step: int = 0
+    update: int = 0
+    first_update: int = 0
+    num_served: int = 0
+    before: dict[str, float] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    in_flight: list[int] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:

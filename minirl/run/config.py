@@ -19,7 +19,7 @@ from minirl.model.folders import resolve_folder
 from minirl.run.flags import flag_of
 
 if TYPE_CHECKING:
-    from minirl.run.run import Progress
+    from minirl.run.checkpoint import Progress
 
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
