@@ -26,7 +26,7 @@ _PREFIX = "base_model.model."
 # The decoder's prefix in transformers' classes of vision models, and in those of older versions.
 _IN_VISION_MODEL = r"^(model\.language_model|language_model\.model)\."
 # Names of modules that PEFT takes for experts, which transformers stacks, even if they are shared experts.
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
@@ -105,9 +105,9 @@ def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    has_experts = config.other is not None and config.other.has_experts
-    parameters = [f"{name}.weight" for name in targets if has_experts and name in _OF_EXPERTS]
-    modules: Any = [name for name in targets if f"{name}.weight" not in parameters]
+    of_experts = _OF_EXPERTS if config.other is not None and config.other.has_experts else ()
+    parameters = [f"{name}.weight" for name in of_experts if name in targets]
+    modules: Any = [name for name in targets if name not in of_experts]
     if config.weight_prefix != "model.":  # the layers of the vision part may have the same names
         modules = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names

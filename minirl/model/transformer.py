@@ -171,7 +171,10 @@ class Transformer(nn.Module):
             self._add_adapters(config.adapters)
 
     def _add_adapters(self, adapters: Adapters) -> None:
-        """Give the layers' linear layers adapters, and freeze all else but a scalar head."""
+        """Give the layers' linear layers adapters, and freeze all else but a scalar head.
+
+        Raises InputError if there are none.
+        """
         linear = [module for module in self.model.layers.modules() if isinstance(module, Linear)]
         refuse(
             not linear,

@@ -3,7 +3,7 @@
     runs/NAME/checkpoints/000050/    a Hugging Face folder of the policy, in the compute dtype
     .../000050/value/                the same for each further model, by its name
     .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state
-    .../000050/resume/progress.pt    the fields of `Progress`, with the script's `extra`
+    .../000050/resume/progress.pt    the fields of `Progress`, with the script's `extra`; the adapters' bases and shapes
 
 Every rank writes its files into .half-000050-TOKEN and syncs them to the disk. When all have done so, rank 0 renames
 the folder to 000050: that makes it a checkpoint. So a kill at any moment, or a full disk, leaves whole checkpoints, and
@@ -47,7 +47,7 @@ class Progress:
     step: steps done. update: optimizer steps done, which is the version of the weights. first_update: those done before
     this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out
     scores of this step, if the run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later
-    step. extra: values that the script has to remember, see `Run`.
+    step. extra: values that the script has to remember, see `run.Run`.
     """
 
     step: int = 0
@@ -104,7 +104,8 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
 
-        Returns the fields of `Progress`. Raises InputError for a checkpoint of other models.
+        Returns the fields of `Progress`. Raises InputError for a checkpoint of other models or adapters; the base of
+        adapters may be at another path.
         """
         progress = _read(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")

@@ -50,7 +50,7 @@ def open_run_folder(name: str) -> RunFolder:
 
     A run resumes from its newest checkpoint; what a killed save left is removed.
 
-    Raises InputError if the name is a path, or if the folder is in use, not a run's, or not writable.
+    Raises InputError if the name is a path, or if the folder is in use, not a run's, not writable, or on another node.
     """
     plain_name = re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name)
     refuse(
