@@ -31,6 +31,9 @@ import asyncio, signal, threading
 
 DESCRIBED = []
 
+def install():
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -55,7 +58,7 @@ def describe(name: str) -> dict:
         name: The thing.
     """
     DESCRIBED.append(name)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    install()
     return {"name": name, "letters": list(name), "calls": len(DESCRIBED)}
 
 def lookup(function: str) -> list[tuple]:

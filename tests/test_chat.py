@@ -37,7 +37,8 @@ CONTENTS = (
     "日本 😀 e\u0301",
     "\x00\x01\u2028",
 )
-LOOKUP = {"type": "function", "function": {"name": "lookup", "description": "Look up.", "parameters": {}}}
+# Its name is in the template, too.
+LOOKUP = {"type": "function", "function": {"name": "end", "description": "Look up.", "parameters": {}}}
 
 
 @pytest.fixture
@@ -125,13 +126,17 @@ WITH_CALLS = CHATML.replace(
 
 @pytest.mark.parametrize("role", ["developer", "function", "system", "tool", "assistant"])
 def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, role):
-    """Roles that it does not know, and calls. Fault 22."""
+    """Roles that it does not know, and calls, also those of a message that the answer is to continue. Fault 22."""
     message = {"role": role, "content": "b", **({"tool_calls": [CALL]} if role == "assistant" else {})}
     prompt = [message, {"role": "user", "content": "a"}]
     with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{role}"):
         make(ONLY_KNOWN).encode(Row(prompt, {}, "f:1"))
     prompt_ids = make(WITH_CALLS).encode(Row([read_message(message, "f:1"), prompt[1]], {}, "f:1"))
     assert prompt_ids[-1] == 10
+    with pytest.raises(InputError, match=r"^f:1: the chat template of .* does not show a tool call"):
+        make(WITH_CALLS).encode(
+            Row([prompt[1], {"role": "assistant", "content": "b", "tool_calls": [CALL]}], {}, "f:1")
+        )
 
 
 def test_messages_are_read_as_users_and_clients_write_them(make):
@@ -144,6 +149,11 @@ def test_messages_are_read_as_users_and_clients_write_them(make):
     ]
     read = read_prompt(prompt, "f:1")
     assert read == read_prompt(read, "f:1")
+    called = read[1]["tool_calls"][0]
+    assert read_message({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, "")["tool_calls"] == [
+        called
+    ]
+    assert read_message({"role": "tool", "content": []}, "")["content"] == []
     shown = make(WITH_CALLS).backend.decode(make(WITH_CALLS).encode(Row(read, {}, "f:1")))
     assert "user\nab<|im_end|>" in shown
     assert '"arguments": {"a": 3}' in shown
@@ -155,11 +165,12 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_ch
     """Where the model's files name none that the template writes; not those of texts. Pitfall 14."""
     template, end = CHAT_TEMPLATES[name]
     save_chat_tokenizer(tmp_path, template, end)
-    assert Tokenizer(tmp_path).chat_stop_ids == Tokenizer(tmp_path).stop_ids or "not closed" in name
+    assert Tokenizer(tmp_path).chat_stop_ids == Tokenizer(tmp_path).stop_ids
     save_chat_tokenizer(tmp_path, template, "</s>")
     tokenizer = Tokenizer(tmp_path)
     (eos_id,) = tokenizer.stop_ids
-    after = tokenizer.apply_template(conversation(), "f:1", is_prompt=False).partition(ANSWER)[2]
+    text = tokenizer.apply_template(conversation({"role": "user", "content": ""}), "f:1", is_prompt=False)
+    after = text.partition(ANSWER)[2]
     ends = {*tokenizer.encode_text(after.strip(), "f:1")[:1]}
     assert tokenizer.stop_ids_of(conversation()) == ends | {eos_id}
     assert tokenizer.stop_ids_of("text") == {eos_id}
@@ -171,7 +182,7 @@ def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
     (row,) = read_rows(str(tmp_path / "rows.jsonl"))
     assert row.columns == {"n": 1}
     assert "Look up." in make(WITH_TOOLS).backend.decode(make(WITH_TOOLS).encode(row))
-    with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show the tool lookup"):
+    with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show the tool end"):
         make(CHATML).encode(row)
     with pytest.raises(InputError, match=r"rows.jsonl:1: has tools of its own, and so has the run"):
         make(WITH_TOOLS, tools=[{**LOOKUP, "function": {"name": "other"}}]).encode(row)
@@ -202,8 +213,8 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     ("template", "tools", "error"),
     [
         (None, [LOOKUP], "f:1: a chat prompt, but this tokenizer has no chat template"),
-        (CHATML, [LOOKUP], "f:1: the chat template of .* does not show the tool lookup"),
-        (WITH_TOOLS, [lookup, LOOKUP], "two have the name 'lookup'"),
+        (CHATML, [LOOKUP], "f:1: the chat template of .* does not show the tool end"),
+        (WITH_TOOLS, [LOOKUP, LOOKUP], "two have the name 'end'"),
         (WITH_TOOLS, [untyped], "'untyped': no JSON schema can be made of it"),
         (WITH_TOOLS, [{"name": "lookup"}], "expected a function, or a schema"),
     ],
@@ -232,6 +243,8 @@ GOOD_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "<tool>"]}}\n</to
         ("hi<|im_end|>", "", {"content": "hi"}),
         ("<think>\na\n</think>\n\nb", "", {"reasoning_content": "a", "content": "b"}),
         ("a</think>b<|im_end|>", "assistant\n<think>\n", {"reasoning_content": "a", "content": "b"}),
+        (f"{GOOD_CALL}</think>b", "<think>\nso, ", {"reasoning_content": GOOD_CALL, "content": "b"}),
+        ("a", "<think><|im_end|>\n<|im_start|>assistant\n", {"content": "a"}),
         (
             f"so: {GOOD_CALL}\n{GOOD_CALL}<|im_end|>",
             "",

@@ -41,6 +41,8 @@ LATER = {
     "await episode.generate(after={'role': 'user', 'content': 'a'})": "messages after a text prompt; see --chat",
     "await episode.generate(after=[10_000])": r"generate\(after=...\): token id 10000, and the model has 48",
     "await episode.generate(stop=[7])": NO_STOP,
+    "await episode.generate(stop=None)": NO_STOP,
+    "await episode.generate(after=torch.ones(2))": rf"generate\(after=tensor.*\): {NO_AFTER}",
     "await episode.generate(stop=['a', ''])": NO_STOP,
     "await episode.generate(max_tokens=0)": r"generate\(max_tokens=0\): must be at least 1",
     "await episode.generate(max_tokens='7')": r"generate\(max_tokens='7'\): must be at least 1",
@@ -58,7 +60,7 @@ WRONG += [
     (f"await episode.generate(max_tokens=3); {code}", said, "after turn 1") for code, said in LATER.items()
 ]
 SOURCE = """
-import asyncio, math, sys, threading
+import asyncio, math, sys, threading, torch
 from minirl.episodes import running
 
 has_failed = threading.Event()

@@ -78,8 +78,10 @@ def test_a_row_belongs_to_its_episode_alone():
     async def spoiling(episode):
         episode.row.columns["board"].append("x")
         episode.prompt.append({"role": "user", "content": "b"})
+        episode.tools.append({"type": "function", "function": {"name": "f"}})
         episode.row.prompt[0]["content"] += "!"
-        await episode.generate(max_tokens=2)
+        turn = await episode.generate(max_tokens=2)
+        turn.ids.clear()
         return float(len(episode.row.columns["board"]))
 
     def here(rollouts, board, prompts):

@@ -14,7 +14,7 @@ from minirl.data.task import check_text
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
 
-# The tag and blanks that begin reasoning; the text before an answer may end with them.
+# Reasoning may begin before a turn, in its own message: that is the text after the last special token.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
@@ -35,8 +35,10 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
     if writes_hermes(tokenizer):
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
         # Otherwise each turn of a long episode would decode everything before it.
-        tail = tokenizer.decode(before[-TAIL_TOKENS:], skip_special_tokens=False)
-        return _hermes_message(text, has_begun_thinking=tail.rstrip().endswith("<think>"))
+        tail = before[-TAIL_TOKENS:].tolist()
+        special = [i for i, token in enumerate(tail, 1) if _without_special(tokenizer, [token]) == []]
+        said = tokenizer.decode(tail[max(special, default=0) :], skip_special_tokens=False)
+        return _hermes_message(text, has_begun_thinking=said.rfind("<think>") > said.rfind("</think>"))
     prefix = tokenizer.decode(before, skip_special_tokens=False)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     return _by_response_template(tokenizer, text, prefix)

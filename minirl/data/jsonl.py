@@ -46,7 +46,7 @@ def _to_row(fields: dict[str, Any], place: str) -> Row:
             name in columns,
             f"{place}: field {name!r} has the name of an argument of reward functions; rename the field",
         )
-    return Row(prompt, columns, place, tools or None)
+    return Row(prompt, columns, place, None if tools == [] else tools)
 
 
 def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:

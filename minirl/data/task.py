@@ -34,17 +34,18 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
         raise InputError(f"{place}: {message!r:.80}: expected a message, an object with role and content")
     content = message.get("content")
     calls = message.get("tool_calls")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text", "")) for part in content)
-    is_result = message["role"] == "tool" and isinstance(content, list)
+    is_tool = message["role"] == "tool"
+    if isinstance(content, list) and all(map(_is_text_part, content)) and (content or not is_tool):
+        content = "".join(part["text"] for part in content)
     refuse(
-        not is_result and not isinstance(content, str | None),
+        not (is_tool and isinstance(content, list)) and not isinstance(content, str | None),
         f"{place}: content is {content!r:.80}; only text content is supported",
     )
+    refuse(
+        message.get("function_call"), f"{place}: function_call is an older form of tool_calls; write these"
+    )
     read = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    read["content"] = content or ""
+    read["content"] = "" if content is None else content
     if calls:
         try:
             read["tool_calls"] = list(map(_read_call, calls))
@@ -53,14 +54,19 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     return read
 
 
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _read_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, if they are one."""
-    function = call["function"]
-    arguments = function["arguments"]
+    """Return a tool call with its arguments as an object, if they are one. Raises TypeError and LookupError."""
+    name = call["function"]["name"] + ""
+    arguments: Any = call["function"]["arguments"] or {}
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         read = json.loads(arguments)
         arguments = read if isinstance(read, dict) else arguments
-    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+    kept = {key: call[key] for key in ("id", "type") if key in call}
+    return {**kept, "function": {"name": name, "arguments": arguments}}
 
 
 def read_prompt(prompt: Any, place: str) -> "str | Messages":

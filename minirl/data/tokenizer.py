@@ -79,7 +79,8 @@ class Tokenizer:
         """See which special tokens the tokenizer puts around a text, and how it decodes the anchor's ids."""
         alone = self.encode_text(DECODED_ANCHOR, str(self.folder))
         framed = list(self.backend(DECODED_ANCHOR)["input_ids"])
-        first = next((i for i in range(len(framed)) if framed[i : i + len(alone)] == alone), 0)
+        starts = (i for i in range(len(framed)) if alone and framed[i : i + len(alone)] == alone)
+        first = next(starts, len(framed))
         self._bos_ids, self._eos_ids = framed[:first], framed[first + len(alone) :]
         self._anchor_ids = alone
         self._anchor_texts = [self._decode(alone, is_skipped) for is_skipped in (False, True)]
@@ -134,7 +135,7 @@ class Tokenizer:
             ends = self.backend.decode(self._eos_ids)
             notes.append(f"the tokenizer writes {ends} after texts; prompts go without, to be completed")
         if self.stop_ids_of(prompt) != self.stop_ids:
-            ends = ", ".join(self.backend.convert_ids_to_tokens(sorted(self.chat_stop_ids)))
+            ends = ", ".join(self.backend.convert_ids_to_tokens(sorted(self.chat_stop_ids & self.known_ids)))
             notes.append(
                 f"turns stop at {ends}; one of them is from the chat template, not the model's files"
             )
@@ -156,7 +157,7 @@ class Tokenizer:
             return str(row.prompt)
         messages = as_messages(row.prompt)
         text = shown.apply_template(messages, row.place, is_prompt=True)
-        shown.check_shown(messages, row.place)
+        shown.check_shown(messages, row.place, is_prompt=True)
         return text
 
     def for_prompt(self, tools: list[dict[str, Any]] | None, place: str) -> "Tokenizer":
@@ -188,10 +189,10 @@ class Tokenizer:
         messages = list(as_messages(prompt))
         add_answer(messages, first)
         messages += others
-        self.check_shown(messages, place)
+        self.check_shown(messages, place, is_prompt=False)
         return self.encode_text(self.apply_template(messages, place, is_prompt=False), place)
 
-    def check_shown(self, messages: Messages, place: str) -> None:
+    def check_shown(self, messages: Messages, place: str, *, is_prompt: bool) -> None:
         """Raise InputError naming `place` if the chat template leaves out a message, a tool call or a tool.
 
         Templates drop roles that they do not know, and tools, without a word. It renders marks in place of the texts,
@@ -201,10 +202,13 @@ class Tokenizer:
         if form in self._shown_forms:
             return
         marked, marks = marked_messages(messages)
-        text = self.apply_template(marked, place, is_prompt=messages[-1]["role"] != "assistant")
-        self.refuse_hidden(
-            marks | {name: f"the tool {name}" for name in map(tool_name, self.tools)}, text, place
-        )
+        shown = copy.copy(self)
+        shown.tools = []
+        for tool in self.tools:
+            name = _CALL.format(len(marks))
+            marks[name] = f"the tool {tool_name(tool)}"
+            shown.tools.append({**tool, "function": {**tool["function"], "name": name}})
+        self.refuse_hidden(marks, shown.apply_template(marked, place, is_prompt=is_prompt), place)
         self._shown_forms.add(form)
 
     def refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
@@ -254,13 +258,15 @@ class Tokenizer:
             )
 
     def _turn_end_ids(self) -> set[int]:
-        """Return the special token that the chat template writes after an answer, unless a stop id follows too."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
+        """Return the special token that the chat template writes after an answer, unless it writes a stop id there."""
+        texts = (("user", "a"), ("assistant", ANSWER), ("user", _CONTENT))
+        messages = [{"role": role, "content": text} for role, text in texts]
         try:
             text = self.apply_template(messages, str(self.folder), is_prompt=False)
         except InputError:  # no template, or one for other conversations
             return set()
-        after = self.encode_appended(text.rpartition(ANSWER)[2].lstrip(), str(self.folder))
+        between = text.rpartition(ANSWER)[2].partition(_CONTENT)[0].lstrip()
+        after = self.encode_appended(between, str(self.folder))
         is_stopped = not self.stop_ids.isdisjoint(after)
         return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
 
@@ -284,7 +290,9 @@ class Tokenizer:
         for anchor in ANCHORS:
             before = self.encode_text(anchor, place)
             ids = self.encode_text(anchor + text, place)
-            if before and ids[: len(before)] == before:
+            # Some tokenizers read a line end as a space.
+            is_kept = before and self._decode(before, False).removeprefix(" ") == anchor
+            if is_kept and ids[: len(before)] == before:
                 return ids[len(before) :]
         return self.encode_text(text, place)
 

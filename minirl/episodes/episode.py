@@ -108,12 +108,12 @@ class Turn(TurnFacts):
     tokenizer: Tokenizer
     tokens: BranchTokens
 
-    @functools.cached_property
+    @property
     def ids(self) -> list[int]:
         """The sampled token ids, including the stop token."""
         return self._listed(self._rollout.tokens)
 
-    @functools.cached_property
+    @property
     def logprobs(self) -> list[float]:
         """The sampled tokens' logprobs, when they were sampled."""
         return self._listed(self._rollout.sample_logprobs)
@@ -224,11 +224,11 @@ class Branch:
         also a single message; None for nothing. Raises InputError naming an argument that is wrong, after `end`, and
         while another turn of the episode is sampled.
         """
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = [after] if isinstance(after, dict) else after
-        if is_messages(appended or ""):
+        if appended is not None and is_messages(appended):
             # Copies: the caller may go on to change its messages.
-            appended = [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended or ()]
+            appended = [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended]
         asked = Generate("" if appended is None else appended, strings, max_tokens, self.number)
         asked.check()
         return await self.ask(asked)
@@ -258,7 +258,7 @@ class Episode(Branch):
         self.row = row
         self.request = request
         self.seed = request.key
-        self.tools = tools or []
+        self.tools = copy.deepcopy(tools or [])
         self.is_chat = is_chat
         self.temperature = request.temperature
         self.environment: Any = None
@@ -305,10 +305,10 @@ class Episode(Branch):
         """
         if not is_token_ids(prompt):
             prompt = read_prompt(prompt, "branch(...): the prompt")
-        # The caller may go on to change its list of messages; the branch keeps the present ones.
-        own = copy.deepcopy(prompt)
+        # The caller may go on to change its lists; the branch keeps the present ones.
+        own, own_tools = copy.deepcopy((prompt, tools))
         number = 1 + len(self._further)
-        branch = Branch(own, self.max_tokens, number=number, tools=tools)
+        branch = Branch(own, self.max_tokens, number=number, tools=own_tools)
         branch.ask = self.ask
         self._further[number] = branch
         return branch

@@ -4,6 +4,7 @@ Flags without effect are accepted. A fork with other rules changes or leaves out
 """
 
 import dataclasses
+from numbers import Real
 from typing import Any
 
 from minirl.errors import refuse
@@ -90,7 +91,10 @@ def _check_values(config: RunConfig) -> None:
         for value in given if isinstance(given, tuple) else (given,):
             is_empty = isinstance(value, str) and not value.strip()
             refuse(is_empty, f"{flag}: is empty; leave it out")
-            is_number = isinstance(value, int | float)
+            is_number = isinstance(value, Real)
+            refuse(
+                is_number and not isinstance(value, int | float), f"{flag} {value!r}: give a number of Python"
+            )
             refuse(
                 is_number and not abs(value) <= MAX_NUMBER, f"{flag} {value}: must be finite and below 2**63"
             )

@@ -165,6 +165,8 @@ def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
 def whiten(values: Tensor) -> Tensor:
     """Shift and scale values [M_r] to mean 0 and variance 1 over all ranks (collective)."""
     mean, variance = mean_and_variance(values)
+    if variance.sqrt() <= RELATIVE_ERROR * mean.abs():  # they differ by rounding errors
+        return torch.zeros_like(values)
     whitened = (values.double().cpu() - mean) * torch.rsqrt(variance + 1e-8)
     return whitened.to(values)
 

@@ -94,6 +94,11 @@ CHAT_TEMPLATES = {
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
         "<|user|>",
     ),
+    "eos ends the conversation": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}",
+        "<|end|>",
+    ),
     "two closing tokens": (
         CHATML.replace(
             "{{ m.content }}",

@@ -145,10 +145,8 @@ class EpisodeTools:
             return await function(**arguments)
         call = functools.partial(function, **arguments)
         # Only the main thread may install a signal handler, such as an alarm that ends a slow query.
-        names = function.__code__.co_names if hasattr(function, "__code__") else ()
-        used = [function.__globals__.get(name) for name in names]
-        uses_signals = any(value is signal or value is signal.signal for value in used)
-        return call() if uses_signals else await in_thread(self._thread, call)
+        value = call() if _uses_signals(function) else await in_thread(self._thread, call)
+        return await value if inspect.isawaitable(value) else value
 
     async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Return `_message` of a call's result; a tool's exception is a result too."""
@@ -176,3 +174,18 @@ def _message(name: str, result: Any) -> dict[str, Any]:
     if isinstance(content, str):
         content = content.encode("utf-8", "replace").decode()
     return {"role": "tool", "name": name, "content": content}
+
+
+def _uses_signals(function: Any) -> bool:
+    """Return whether a function names the module `signal`, or another function that does."""
+    waiting = [getattr(function, "__func__", function)]
+    seen = set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if inspect.isfunction(function) and function not in seen:
+            seen.add(function)
+            named = [function.__globals__.get(name) for name in function.__code__.co_names]
+            if any(value is signal or value is signal.signal for value in named):
+                return True
+            waiting += filter(inspect.isfunction, named)
+    return False
