@@ -67,11 +67,6 @@ class Generate:
     max_tokens: int | None
     branch: int
 
-    @property
-    def inserted(self) -> Messages:
-        """The appended messages."""
-        return list(self.after) if is_messages(self.after) else []
-
     def check(self) -> None:
         """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
         is_after = isinstance(self.after, str | list | tuple)
