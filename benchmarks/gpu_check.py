@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from workload import ROOT, start_script
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "fla-core")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 Figures = dict[str, float | str]
 
 
@@ -86,7 +86,6 @@ def environment(place: Place) -> Figures:
     if not place.is_cuda:
         return figures
     from minirl.model.attention import kernel_for
-    from minirl.model.device_kernels import has_fla
 
     device = torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
@@ -96,7 +95,6 @@ def environment(place: Place) -> Figures:
         "memory_gib": properties.total_memory / 2**30,
         "cuda": str(torch.version.cuda),
         "packed_kernel": kernel_for(device, torch.bfloat16),
-        "delta_rule": "fla" if has_fla(device, torch.bfloat16) else "torch",
     }
 
 

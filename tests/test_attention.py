@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from minirl.model import attention, device_kernels, padding, portable_attention
+from minirl.model import attention, padding, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
@@ -194,7 +194,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
         if source is not None:
             (package / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    device_kernels.can_import.cache_clear()
+    attention.has_flash_attn.cache_clear()
     with mock.patch.dict(sys.modules):
         sys.modules.pop("flash_attn", None)
         for _ in range(2):
@@ -202,7 +202,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
         assert (
             kernel_for(torch.device("cuda"), torch.float32) == kernel_for(CPU, torch.bfloat16) == "portable"
         )
-    device_kernels.can_import.cache_clear()
+    attention.has_flash_attn.cache_clear()
     output = capsys.readouterr().out
     assert note in output
     assert output.count("\n") == bool(note)

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import device_kernels, portable_attention
+from minirl.model import portable_attention
+from minirl.ranks.process_group import print0
 
 if TYPE_CHECKING:
     from minirl.extras.delta_net.rule import ChunkIndex, DeltaStates
@@ -37,10 +38,26 @@ PAGED_BLOCK = 128
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
-    if not device_kernels.may_be_of_packages(device, dtype):
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "portable"
-    has_flash_attn = device_kernels.can_import("flash_attn", "flash_attn_varlen_func")
-    return "flash" if has_flash_attn else "varlen"
+    return "flash" if has_flash_attn() else "varlen"
+
+
+@functools.cache
+def has_flash_attn() -> bool:
+    """Return whether flash-attn's kernel can be imported. Not collective.
+
+    If the package is installed and it cannot, rank 0 prints why, once: it was built for another torch, or a folder has
+    its name.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except Exception as error:  # a mismatched build may raise anything
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
+            reason = " ".join(str(error).split())
+            print0(f"note: torch's kernel replaces that of flash_attn, which cannot be imported: {reason}")
+        return False
+    return True
 
 
 def decode_kernel_for(device: torch.device) -> str:
