@@ -207,11 +207,9 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
             own.append((*branch.rollout_id, rank(), *lengths, rollout.is_truncated, *rewards_of_rollout))
     # No two branches have the same id.
     rows = sorted(itertools.chain(*gather_objects(own)))
-    integers = torch.tensor([row[:7] for row in rows], dtype=torch.int64).view(-1, 7)
-    is_truncated = torch.tensor([row[7] for row in rows], dtype=torch.bool)
-    all_rewards = torch.tensor([row[8:] for row in rows], dtype=torch.float64)
-    columns = [*integers.T, is_truncated, all_rewards.view(len(rows), rewards.shape[1])]
-    return RolloutTable(*columns)
+    # fp64 has every integer of the table.
+    numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 8 + rewards.shape[1])
+    return RolloutTable(*numbers[:, :7].long().T, numbers[:, 7].bool(), numbers[:, 8:])
 
 
 def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
@@ -271,11 +269,14 @@ def exchange(
             sent[receiver].append(index_of[rollout_id])
         if receiver == rank():
             arriving[sender].append(row)
-    parts = [own.select(indices)._streams() for indices in sent]
-    num_tokens = [int(table.num_tokens[rows].sum()) for rows in arriving]
+    outgoing = own.select(list(itertools.chain(*sent)))
+    num_sent = [sum(own.lengths[i] for i in indices) for indices in sent]
+    num_received = [int(table.num_tokens[rows].sum()) for rows in arriving]
     received = {}
-    for name in own._streams():
-        received[name] = _all_to_all([part[name] for part in parts], num_tokens)
+    with spent_on("wait_ranks"):
+        for name, stream in outgoing._streams().items():
+            received[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
+            dist.all_to_all_single(received[name], stream, num_received, num_sent)
     rows = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64)
     unsorted = dataclasses.replace(
         own,
@@ -302,14 +303,3 @@ def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
     """The prompt of a branch: the first branches of a prompt's rollouts share one, every other branch has its own."""
     own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
     return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
-
-
-@spent_on("wait_ranks")
-def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
-    """Send parts[r] to rank r; returns the received parts, end to end in rank order (collective).
-
-    received_counts: how many elements each rank sends this one.
-    """
-    received = parts[0].new_empty(sum(received_counts), *parts[0].shape[1:])
-    dist.all_to_all_single(received, torch.cat(parts), received_counts, [len(part) for part in parts])
-    return received
