@@ -209,7 +209,8 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     rows = sorted(itertools.chain(*gather_objects(own)))
     # fp64 has every integer of the table.
     numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 8 + rewards.shape[1])
-    return RolloutTable(*numbers[:, :7].long().T, numbers[:, 7].bool(), numbers[:, 8:])
+    columns = [*numbers[:, :7].long().T, numbers[:, 7].bool(), numbers[:, 8:]]
+    return RolloutTable(*columns)
 
 
 def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
