@@ -220,14 +220,11 @@ def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C].
 
-    All three may have more rows than the index has (see `padding.pad_rows`); the result is 0 there.
+    All three may have more rows than the index, which has one or more (see `padding.pad_rows`); the result is 0 there.
     """
     num_padded, num_heads, dim = q.shape
     num_kv = k.shape[1]
     num_hidden = len(index.output_index) // num_kv
-    if num_hidden == 0:
-        # Zeros that depend on all three, so that each has a gradient.
-        return 0 * q + 0 * (k.sum() + v.sum())
     groups = num_heads // num_kv
     q = q.reshape(-1, groups * dim)
     k = k.reshape(-1, dim)
