@@ -196,13 +196,13 @@ def compiled(place: Place) -> Figures:
     """How many times as fast `torch.compile` makes what no kernel computes, with backward."""
     from cuda_decode import timed
 
-    from minirl.model.rotation import Rotation, rotate
+    from minirl.model.rotation import rotate
     from minirl.training.scoring import outputs_of_head
 
     rows, hidden, vocab = (8192, 3584, 151936) if place.is_cuda else (8, 64, 512)
     device = torch.device(place.device)
     angles = torch.rand(rows, 1, 128, device=device)
-    rotation = Rotation(angles.cos(), angles.sin())
+    rotation = torch.stack([angles.cos(), angles.sin()])
     targets, heat = torch.arange(rows, device=device), torch.ones(rows, 1, device=device)
     cases: dict[str, tuple[Callable[..., Tensor], Sequence[tuple[int, ...]]]] = {
         "rotation": (lambda x: rotate(x, rotation), [(rows, 28, 128)]),
