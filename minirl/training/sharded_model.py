@@ -111,7 +111,6 @@ class ShardedModel:
         self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
         self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
         self._names = list(parameters)
-        self._sliced: set[str] = set()
         self.compute_weights: dict[str, Tensor]
         if self.shards_weights:
             self._share_layers(config, device)
@@ -181,14 +180,14 @@ class ShardedModel:
         if not config.scalar_head and self.masters:
             self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
             self.decoder.shards = Shards()
-            for path, layer in self.decoder.model.layers.named_modules(prefix=layers_path):
+            for layer in self.decoder.model.layers.modules():
                 if isinstance(layer, Linear):
-                    self._sliced |= {f"{path}.{name}" for name in layer.shard(self.decoder.shards)}
+                    layer.shard(self.decoder.shards)
             self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
             _assign(self.decoder, roots)
             layers = dict(self.decoder.model.layers.named_parameters(prefix=layers_path))
             self.compute_weights |= layers
-            for name in self._frozen.keys() & self._sliced:
+            for name in self._frozen.keys() & layers.keys():
                 shard = _local(self._frozen[name])
                 if shard.shape == layers[name].shape and shard.device == layers[name].device:
                     layers[name].data = shard  # both share one storage
@@ -348,7 +347,7 @@ class ShardedModel:
         for name, weight in self.compute_weights.items():
             if name in parameters:
                 shard = _local(parameters[name]).detach()
-                if name in self._sliced or world_size() == 1:
+                if len(weight) < len(parameters[name]) or world_size() == 1:
                     weight[: len(shard)].copy_(shard, non_blocking=True)
                 else:
                     gathered.append((weight, shard))
