@@ -110,7 +110,6 @@ class ShardedModel:
         parameters: dict[str, Tensor] = dict(self.module.named_parameters())
         self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
         self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
-        self._names = list(parameters)
         self.compute_weights: dict[str, Tensor]
         if self.shards_weights:
             self._share_layers(config, device)
@@ -171,12 +170,11 @@ class ShardedModel:
     def _share_layers(self, config: ModelConfig, device: torch.device) -> None:
         """Gather the root's weights, and make a decoder of this rank's rows if the model decodes (collective)."""
         self._units[-1].unshard()
-        modules = self.module.named_modules()
-        layers_path = next(path for path, module in modules if module is self.module.model.layers)
-        roots = dict(self.module.named_parameters(remove_duplicate=False))
-        roots = {name: root for name, root in roots.items() if not name.startswith(f"{layers_path}.")}
+        of_layers = set(self.module.model.layers.parameters())
+        named = self.module.named_parameters(remove_duplicate=False)
+        roots = {name: root for name, root in named if root not in of_layers}
         self.scorer = self.decoder = self.module
-        self.compute_weights = {name: parameter for name, parameter in roots.items() if name in self._names}
+        self.compute_weights = {name: root for name, root in self.module.named_parameters() if name in roots}
         if not config.scalar_head and self.masters:
             self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
             self.decoder.shards = Shards()
@@ -185,7 +183,7 @@ class ShardedModel:
                     layer.shard(self.decoder.shards)
             self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
             _assign(self.decoder, roots)
-            layers = dict(self.decoder.model.layers.named_parameters(prefix=layers_path))
+            layers = {name: own for name, own in self.decoder.named_parameters() if name not in roots}
             self.compute_weights |= layers
             for name in self._frozen.keys() & layers.keys():
                 shard = _local(self._frozen[name])
@@ -207,8 +205,8 @@ class ShardedModel:
         elif not self.shards_weights:
             return self.compute_weights if keep else {}
         gathered = {}
-        for name in filter(sharded.__contains__, self._names):
-            whole = sharded[name].full_tensor()
+        for name, parameter in sharded.items():
+            whole = parameter.full_tensor()
             if keep:
                 gathered[name] = whole.detach().to("cpu", dtype)
         return gathered
