@@ -12,6 +12,7 @@ tables and rotations are fp32 (fp64 in an fp64 model).
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import functools
 import math
 
 import torch
@@ -84,7 +85,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden_size = config.hidden_size
         inner_size = config.intermediate_size
-        self.activation = config.activation
+        self.activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[config.activation])
         self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
         self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
@@ -93,11 +94,8 @@ class MLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         # On the CPU the activation, computed again, takes 4 % of the MLP's time or more.
         if x.device.type == "cpu":
-            return self.down_proj(self._activate(gate) * up)
-        return self.down_proj(Gate.apply(gate, up, self._activate))
-
-    def _activate(self, x: Tensor) -> Tensor:
-        return batch_invariance.activate(x, ACTIVATIONS[self.activation])
+            return self.down_proj(self.activate(gate) * up)
+        return self.down_proj(Gate.apply(gate, up, self.activate))
 
 
 class DecoderLayer(nn.Module):
@@ -140,9 +138,10 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, recompute_layers: bool):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList()
-        for layer in range(config.num_hidden_layers):
-            self.layers.append(DecoderLayer(config, layer, is_recomputed=recompute_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, is_recomputed=recompute_layers)
+            for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config)
 
 
