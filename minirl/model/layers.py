@@ -85,7 +85,9 @@ class Linear(nn.Linear):
         for name in ("weight", "bias", "lora_B"):
             whole = getattr(self, name, None)
             if whole is not None:
-                own = whole.new_zeros(shards.width(len(whole)), *whole.shape[1:])
+                # Rounded up: the last ranks have zeros for some.
+                num_rows = -(-len(whole) // shards.size)
+                own = whole.new_zeros(num_rows, *whole.shape[1:])
                 setattr(self, name, nn.Parameter(own, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
