@@ -287,17 +287,11 @@ def exchange(
         **received,
     )
     batch = unsorted.select(rows.argsort().tolist())
-    _check_shared_prompts(batch)
+    # The model computes the tokens of a shared prompt once.
+    layout = batch.layout()
+    computed = batch.tokens[layout.computed_tokens]
+    assert computed[layout.hidden_index].equal(batch.tokens), "one prompt's rollouts begin differently"
     return batch
-
-
-def _check_shared_prompts(batch: Batch) -> None:
-    """Assert that rollouts of one prompt begin with the same tokens, as the batch's layout presumes."""
-    sequences = batch.tokens.split(batch.lengths)
-    # `shared` is empty if no two rollouts have one prompt.
-    for tokens, (parent, num_shared) in zip(sequences, batch.layout().shared, strict=False):
-        is_same = torch.equal(tokens[:num_shared], sequences[parent][:num_shared])
-        assert is_same, "one prompt's rollouts begin differently"
 
 
 def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
