@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.model import portable_attention
@@ -147,12 +146,12 @@ class PackedLayout:
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """The start of each sequence in the stream, and the end of the last one; int32 [N + 1]."""
-        return self._upload(_cumulative(self.lengths))
+        return self._upload(_limits(self.lengths))
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """The same limits among the T' tokens that the model computes; int32 [N + 1]."""
-        return self._upload(_cumulative(self.num_own))
+        return self._upload(_limits(self.num_own))
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
@@ -234,9 +233,8 @@ class PackedLayout:
         return {}
 
 
-def _cumulative(lengths: Sequence[int]) -> Tensor:
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    return F.pad(ends, (1, 0)).to(torch.int32)
+def _limits(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 @dataclass(frozen=True)
