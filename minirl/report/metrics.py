@@ -248,11 +248,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     found = defaultdict(float, metrics)  # names that no rank has counted are missing
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
     generation_s = sum(found[f"time/{cause}"] for cause in time_account.OF_GENERATION)
-    rates = {
-        "perf/tok_s_gen": (found["count/sampled_tokens"], generation_s),
-        "perf/tok_s_train": (num_trained, found["time/update"]),
-    }
-    for name, (num_tokens, spent) in rates.items():
-        if spent > 0:
-            all_metrics[name] = num_tokens / spent
+    if generation_s > 0:
+        all_metrics["perf/tok_s_gen"] = found["count/sampled_tokens"] / generation_s
+    if found["time/update"] > 0:
+        all_metrics["perf/tok_s_train"] = num_trained / found["time/update"]
     return all_metrics
