@@ -294,11 +294,11 @@ class ShardedModel:
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
-        tensors = {f"masters.{name}": master for name, master in self.masters.items()}
+        tensors = {}
         for name, master in self.masters.items():
-            for kind, value in optimizer.state.get(master, {}).items():
-                tensors[f"{kind}.{name}"] = value
-        return {name: _local(tensor).detach() for name, tensor in sorted(tensors.items())}
+            for kind, tensor in {"masters": master, **optimizer.state.get(master, {})}.items():
+                tensors[f"{kind}.{name}"] = _local(tensor).detach()
+        return dict(sorted(tensors.items()))
 
     @torch.no_grad()
     def load_state(
