@@ -24,9 +24,8 @@ def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, ...]:
     for rope in config.ropes:
         angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
         cos, sin = angle.cos(), angle.sin()
-        full_cos = rope.amplitude * torch.cat([cos, cos], -1)
-        signed_sin = rope.amplitude * torch.cat([-sin, sin], -1)
-        tables.append(torch.stack([full_cos, signed_sin])[:, :, None].to(device))
+        rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+        tables.append((rope.amplitude * rotation[:, :, None]).to(device))
     return tuple(tables)
 
 
