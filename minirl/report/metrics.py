@@ -14,7 +14,6 @@ from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
 from minirl.training.kl import kl_penalty
-from minirl.training.losses import is_clipped
 
 
 class StepMetrics:
@@ -226,11 +225,14 @@ def add_clip(
 ) -> None:
     """Add the shares of a microbatch's sampled tokens that the lower and the upper clip act on. ratio [T].
 
-    The other arguments are those of `losses.is_clipped`.
+    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper one where ratio > 1 + clip_high and A > 0.
+    is_weight: the ratio is only a weight of the loss (CISPO) and is clipped for any advantage A.
     """
-    low, high = is_clipped(
-        ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high, is_weight=is_weight
-    )
+    low = ratio < 1 - clip_low
+    high = ratio > 1 + clip_high
+    if not is_weight:
+        low = low & (micro.advantages < 0)
+        high = high & (micro.advantages > 0)
     metrics.add_values("policy/clip_frac_low", low[micro.loss_index])
     metrics.add_values("policy/clip_frac_high", high[micro.loss_index])
 
