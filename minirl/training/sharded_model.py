@@ -241,10 +241,9 @@ class ShardedModel:
         ]
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, fused=True)
         for master in self.masters.values():
-            if master.requires_grad:
-                num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
-                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[master] = {"step": num_steps, **moments}
+            num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
+            moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[master] = {"step": num_steps, **moments}
         return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
@@ -259,9 +258,9 @@ class ShardedModel:
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
         """
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for master in self.masters.values():
-            if id(master) not in trained:
+            if master not in trained:
                 master.grad = None
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = _total_norm(gradients) if gradients else 0.0
