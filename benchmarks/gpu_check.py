@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from workload import ROOT, start_script
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn", "fla-core")
+PACKAGES = ("torch", "transformers", "triton", "flash-attn")
 Figures = dict[str, float | str]
 
 
@@ -86,7 +86,6 @@ def environment(place: Place) -> Figures:
     if not place.is_cuda:
         return figures
     from minirl.model.attention import kernel_for
-    from minirl.model.device_kernels import has_fla
 
     device = torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
@@ -96,7 +95,6 @@ def environment(place: Place) -> Figures:
         "memory_gib": properties.total_memory / 2**30,
         "cuda": str(torch.version.cuda),
         "packed_kernel": kernel_for(device, torch.bfloat16),
-        "delta_rule": "fla" if has_fla(device, torch.bfloat16) else "torch",
     }
 
 
@@ -198,13 +196,13 @@ def compiled(place: Place) -> Figures:
     """How many times as fast `torch.compile` makes what no kernel computes, with backward."""
     from cuda_decode import timed
 
-    from minirl.model.rotation import Rotation, rotate
+    from minirl.model.rotation import rotate
     from minirl.training.scoring import outputs_of_head
 
     rows, hidden, vocab = (8192, 3584, 151936) if place.is_cuda else (8, 64, 512)
     device = torch.device(place.device)
     angles = torch.rand(rows, 1, 128, device=device)
-    rotation = Rotation(angles.cos(), angles.sin())
+    rotation = torch.stack([angles.cos(), angles.sin()])
     targets, heat = torch.arange(rows, device=device), torch.ones(rows, 1, device=device)
     cases: dict[str, tuple[Callable[..., Tensor], Sequence[tuple[int, ...]]]] = {
         "rotation": (lambda x: rotate(x, rotation), [(rows, 28, 128)]),

@@ -28,9 +28,7 @@ EXTRAS = sorted(
     if path.stem not in ("__init__", "__pycache__")
 )
 TINY = "--num-steps 1 --prompts-per-step 4 --group-size 4 --save-every 1"
-HEAVY = (
-    "matplotlib transformers wandb flash_attn fla torch.distributed.fsdp huggingface_hub tokenizers".split()
-)
+HEAVY = "matplotlib transformers wandb flash_attn torch.distributed.fsdp huggingface_hub tokenizers".split()
 
 
 def module_name(path):

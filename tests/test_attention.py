@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from minirl.model import attention, device_kernels, padding, portable_attention
+from minirl.model import attention, padding, portable_attention
 from minirl.model.attention import PackedLayout, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
@@ -180,7 +180,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
         if source is not None:
             (package / "__init__.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    device_kernels.can_import.cache_clear()
+    attention.has_flash_attn.cache_clear()
     with mock.patch.dict(sys.modules):
         sys.modules.pop("flash_attn", None)
         for _ in range(2):
@@ -188,7 +188,7 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
         assert (
             kernel_for(torch.device("cuda"), torch.float32) == kernel_for(CPU, torch.bfloat16) == "portable"
         )
-    device_kernels.can_import.cache_clear()
+    attention.has_flash_attn.cache_clear()
     output = capsys.readouterr().out
     assert note in output
     assert output.count("\n") == bool(note)
@@ -228,11 +228,11 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
             v = values[blocks].transpose(1, 2).flatten(0, 1)[:num_keys]
             expected = attend_packed(q[i].expand(num_keys, -1, -1), k, v, [num_keys], window)[-1]
             assert_same(got[i], expected, min_queries(dim, dtype) is not None)
-        return index.num_sharing
+        return [num_queries for _, num_queries in index.block_sets[1:]]
 
     for chosen in (rows, rows[::-1], rows[3:6], rows[-1:]):
-        num_sharing = check(chosen)
-        assert num_sharing == (1 if window == 1 else 17) or len(chosen) < 17
+        shared = check(chosen)
+        assert shared == ([] if window == 1 else [17 * groups]) or len(chosen) < 17
     for row in rows[1:8:3]:
         cache.free(row)
     left = [row for row in rows if row not in rows[1:8:3]]

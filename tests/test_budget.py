@@ -12,7 +12,6 @@ from minirl.generation.kv_cache import KVCache
 from minirl.model import attention
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
-from minirl.model.rotation import Rotation
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
 from minirl.run.budget import USABLE, Sizes, budget, choose_sizes
@@ -105,14 +104,13 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     layout = Batch((64,), torch.arange(64), torch.arange(64) > 0).layout()
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
-        rope = torch.empty(64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
-        rotation = Rotation(rope, rope)
+        rotation = torch.empty(2, 64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
 
         def bytes_of(number, config=config, rotation=rotation):
             with torch.device("meta"):
                 layer = DecoderLayer(config, number).to(torch.bfloat16)
                 x = torch.empty(64, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-            return saved_bytes(layer, partial(layer, x, rotation, layout)) - rotation.cos.nbytes
+            return saved_bytes(layer, partial(layer, x, rotation, layout)) - rotation.nbytes
 
         delta_nets = config.delta_net.layers if config.delta_net else ()
         saved = sum(

@@ -1,16 +1,12 @@
-"""Gated delta nets: states of packed, shared and cached sequences, and fla's kernels."""
+"""Gated delta nets: states of packed, shared and cached sequences."""
 
-import sys
-import types
 from dataclasses import replace
 
 import pytest
 import torch
 
-from minirl.model import device_kernels
 from minirl.model.attention import PackedLayout
 from minirl.model.transformer import is_batch_invariant
-from support import stub_fla
 from support.engines import (
     CPU,
     cached_model,
@@ -55,51 +51,6 @@ def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_eac
         gradients.append(torch.autograd.grad(loss, model.parameters(), allow_unused=True))
     for got, expected in zip(*gradients, strict=True):
         assert expected is None or (got - expected).norm() <= 1e-4 * expected.norm()
-
-
-def test_fla_is_asked_for_what_the_chunks_compute(monkeypatch):
-    """Outputs and gradients, also of sequences that begin where others are not at an end."""
-    model = cached_model("states", torch.float64)
-    layout = PackedLayout(LENGTHS, CPU, shared=SHARED)
-    tokens = torch.cat(tokens_of(LENGTHS, SHARED))[layout.computed_tokens]
-    results = []
-    for has_fla in (False, True):
-        if has_fla:
-            stub_fla.install(monkeypatch)
-        outputs = model(tokens, layout.positions, layout)[layout.hidden_index]
-        loss = (outputs * torch.linspace(-1, 1, outputs.shape[1])).square().sum()
-        gradients = torch.autograd.grad(loss, model.parameters(), allow_unused=True)
-        results.append([outputs, *(gradient for gradient in gradients if gradient is not None)])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
-
-
-def test_requests_decode_on_from_states_that_fla_prefilled(monkeypatch):
-    """Wherever in a chunk the prompt ends. Slots hold NaN before, so a prefill must write its whole slot."""
-    model = cached_model("states", torch.float64)
-    expected = make_engine(model).generate(mixed_requests())
-    stub_fla.install(monkeypatch)
-    engine = make_engine(model, keeps_cache=True)
-    engine.submit(mixed_requests())
-    for states in engine._cache.states.values():
-        for pool in states:
-            pool.fill_(torch.nan)
-    rollouts = {rollout.rollout_id: rollout for rollout in finish(engine, len(expected))}
-    for twin in expected:
-        rollout = rollouts[twin.rollout_id]
-        assert rollout.tokens.equal(twin.tokens)
-        torch.testing.assert_close(rollout.sample_logprobs, twin.sample_logprobs, rtol=0, atol=1e-6)
-
-
-def test_fla_is_used_on_cuda_in_16_bits_if_it_can_be_imported(monkeypatch, capsys):
-    """Else torch's form; an installed package that lacks the function is said once."""
-    places = [("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.bfloat16)]
-    for functions in ({"chunk_gated_delta_rule": print}, {}):
-        device_kernels.can_import.cache_clear()
-        monkeypatch.setitem(sys.modules, stub_fla.MODULE, types.SimpleNamespace(**functions))
-        chosen = [device_kernels.has_fla(torch.device(device), dtype) for device, dtype in places]
-        assert chosen == [bool(functions), False, False]
-        assert capsys.readouterr().out.count("'chunk_gated_delta_rule'") == (not functions)
-    device_kernels.can_import.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)

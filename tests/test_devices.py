@@ -17,7 +17,6 @@ from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.losses import value_loss
 from minirl.training.scoring import value_batch
-from support import stub_fla
 from support.engines import make_engine, make_model, mixed_requests, score_at
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
@@ -103,7 +102,7 @@ OBJECTIVES = {
 def test_an_update_on_a_device_has_the_gradients_of_the_host(
     device, monkeypatch, attention, config, adapters, lengths
 ):
-    """Microbatches, logprobs, loss, metrics and gradients, of states by fla; also of an empty microbatch."""
+    """Microbatches, logprobs, loss, metrics and gradients; also of an empty microbatch."""
     # In backward nothing is pretended, so nothing can be computed again there.
     monkeypatch.setattr(
         "minirl.extras.delta_net.layer.checkpoint", lambda function, *args, use_reentrant: function(*args)
@@ -111,8 +110,6 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
     gradients = []
     for place in (CPU, device):
         model = make_model(attention, torch.float64, adapters=adapters).to(place)
-        if place == device:
-            stub_fla.install(monkeypatch)
         micro = make_batch().to(place).select(lengths)
         new, entropy = score_at(model, micro, 0.75)
         loss, ratio = train_grpo.token_loss(config, micro, new, entropy)

@@ -134,8 +134,8 @@ def weights_held(rank, folder, options):
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
     model.refresh()
     assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
-    for name in model._frozen.keys() & model._sliced:
-        weight, shard = model.compute_weights[name], model._frozen[name]
+    for name, shard in model._frozen.items():
+        weight = model.compute_weights[name]
         if 2 * len(weight) == len(shard):
             assert shard.to_local().data_ptr() == weight.data_ptr(), "two storages"
     return [

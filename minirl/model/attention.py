@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model import device_kernels, portable_attention
+from minirl.model import portable_attention
+from minirl.ranks.process_group import print0
 
 if TYPE_CHECKING:
     from minirl.extras.delta_net.rule import ChunkIndex, DeltaStates
@@ -37,10 +37,26 @@ PAGED_BLOCK = 128
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
-    if not device_kernels.may_be_of_packages(device, dtype):
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "portable"
-    has_flash_attn = device_kernels.can_import("flash_attn", "flash_attn_varlen_func")
-    return "flash" if has_flash_attn else "varlen"
+    return "flash" if has_flash_attn() else "varlen"
+
+
+@functools.cache
+def has_flash_attn() -> bool:
+    """Return whether flash-attn's kernel can be imported. Not collective.
+
+    If the package is installed and it cannot, rank 0 prints why, once: it was built for another torch, or a folder has
+    its name.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except Exception as error:  # a mismatched build may raise anything
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
+            reason = " ".join(str(error).split())
+            print0(f"note: torch's kernel replaces that of flash_attn, which cannot be imported: {reason}")
+        return False
+    return True
 
 
 def decode_kernel_for(device: torch.device) -> str:
@@ -130,12 +146,12 @@ class PackedLayout:
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """The start of each sequence in the stream, and the end of the last one; int32 [N + 1]."""
-        return self._upload(_cumulative(self.lengths))
+        return self._upload(_limits(self.lengths))
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """The same limits among the T' tokens that the model computes; int32 [N + 1]."""
-        return self._upload(_cumulative(self.num_own))
+        return self._upload(_limits(self.num_own))
 
     @functools.cached_property
     def hidden_index(self) -> Tensor:
@@ -150,7 +166,8 @@ class PackedLayout:
         """The same of each sequence, on the host."""
         indices: list[Tensor] = []
         num_hidden = 0
-        for parent, num_shared, num_own in zip(self.parents, self.num_shared, self.num_own, strict=True):
+        shared = self.shared or ((0, 0),) * len(self.lengths)
+        for (parent, num_shared), num_own in zip(shared, self.num_own, strict=True):
             index = torch.arange(num_hidden, num_hidden + num_own)
             if num_shared:
                 index = torch.cat([indices[parent][:num_shared], index])
@@ -169,11 +186,6 @@ class PackedLayout:
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
         return self._upload(concatenated_ranges(self.num_shared, self.num_own))
-
-    @functools.cached_property
-    def parents(self) -> tuple[int, ...]:
-        """The sequence that each one shares its first tokens with; its own number if it shares none."""
-        return tuple(parent for parent, _ in self.shared) or tuple(range(len(self.lengths)))
 
     @functools.cached_property
     def num_shared(self) -> tuple[int, ...]:
@@ -221,9 +233,8 @@ class PackedLayout:
         return {}
 
 
-def _cumulative(lengths: Sequence[int]) -> Tensor:
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    return F.pad(ends, (1, 0)).to(torch.int32)
+def _limits(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -262,6 +273,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
 
             return paged_attention.decode(q, keys, values, *layout.read, window=window)
         return portable_attention.decode(q, keys, values, *layout.read[window])
+    if not any(layout.num_own):
+        # Zeros that depend on all three, so that each has a gradient.
+        return 0 * q + 0 * (k.sum() + v.sum())
     kernel = kernel_for(q.device, q.dtype)
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
@@ -273,43 +287,28 @@ def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str
 ) -> Tensor:
     """Packed attention by flash-attn's or torch's kernel for sequences of varying lengths."""
-    max_keys = max(layout.lengths, default=0)
-    if max_keys == 0:
-        # Zeros that depend on k and v too, so that each has a gradient.
-        return q + 0 * (k.sum() + v.sum())
-    max_queries = max(layout.num_own)
     if layout.shared:
         # Copy shared keys to each sequence. A sequence then has fewer queries than keys, and the kernels take
         # them for its last tokens. So they are: the tokens computed elsewhere are its first ones.
         k = k.index_select(0, layout.hidden_index)
         v = v.index_select(0, layout.hidden_index)
     # How many keys to the left and right of its position a query sees; -1: all.
-    window_size = (-1 if window is None else window - 1, 0)
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if kernel == "flash":
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func as attend_sequences
 
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            layout.cu_queries,
-            layout.cu_seqlens,
-            max_queries,
-            max_keys,
-            causal=True,
-            window_size=window_size,
-        )
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": window_size}
-    if takes_shared_key_heads(varlen_attn):
-        options["enable_gqa"] = True
+        options["causal"] = True
     else:
-        groups = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(groups, 1)
-        v = v.repeat_interleave(groups, 1)
-    out = varlen_attn(q, k, v, layout.cu_queries, layout.cu_seqlens, max_queries, max_keys, **options)
-    assert isinstance(out, Tensor)
+        from torch.nn.attention.varlen import varlen_attn as attend_sequences
+
+        if takes_shared_key_heads(attend_sequences):
+            options["enable_gqa"] = True
+        else:
+            groups = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(groups, 1)
+            v = v.repeat_interleave(groups, 1)
+    limits = layout.cu_queries, layout.cu_seqlens, max(layout.num_own), max(layout.lengths)
+    out: Tensor = attend_sequences(q, k, v, *limits, **options)
     return out
 
 

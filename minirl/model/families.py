@@ -80,29 +80,22 @@ _UNSEEN_KEYS = "attn_logit_softcapping auto_map final_logit_softcapping quantiza
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", "Decoder", _CLASSIFIER)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# The fields of `ModelConfig` with the names and values of config.json's keys.
-_SAME_NAMES = (
+_SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "rms_norm_eps",
-    "tie_word_embeddings",
 )
+# The fields of `ModelConfig` with the names and values of config.json's keys.
+_SAME_NAMES = (*_SIZES, "rms_norm_eps", "tie_word_embeddings")
 # The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
 # comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
 _LARGEST = {
-    "vocab_size": 2**20,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**20,
+    **dict.fromkeys((*_SIZES, "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**20,
-    "num_key_value_heads": 2**20,
-    "head_dim": 2**20,
     "max_position_embeddings": 2**24,
-    **dict.fromkeys(_DELTA_SIZES.values(), 2**20),
 }
 
 
@@ -266,8 +259,10 @@ def _kinds_of_layers(config: Any) -> list[str]:
 def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
     """Return the shape of the layers with a gated delta net, if there are any."""
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
-    sizes = {name: getattr(config, key) for name, key in _DELTA_SIZES.items()} if layers else {}
-    return DeltaNet(layers, **sizes) if layers else None
+    if not layers:
+        return None
+    sizes = {name: getattr(config, key) for name, key in _DELTA_SIZES.items()}
+    return DeltaNet(layers, **sizes)
 
 
 def _max_positions(config: Any) -> int:

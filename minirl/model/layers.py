@@ -79,17 +79,16 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(self.weight.new_zeros(self.out_features, adapters.rank))
         self.lora_scale = adapters.alpha / adapters.rank
 
-    def shard(self, shards: Shards) -> list[str]:
-        """Keep room for a rank's rows of the parameters with a row for each output; returns their names."""
+    def shard(self, shards: Shards) -> None:
+        """Keep room for a rank's rows of the parameters with a row for each output."""
         self.shards = shards
-        names = []
         for name in ("weight", "bias", "lora_B"):
             whole = getattr(self, name, None)
             if whole is not None:
-                own = whole.new_zeros(shards.width(len(whole)), *whole.shape[1:])
+                # Rounded up: the last ranks have zeros for some.
+                num_rows = -(-len(whole) // shards.size)
+                own = whole.new_zeros(num_rows, *whole.shape[1:])
                 setattr(self, name, nn.Parameter(own, requires_grad=False))
-                names.append(name)
-        return names
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shards is None:

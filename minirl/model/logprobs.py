@@ -45,16 +45,6 @@ def log_softmax(logits: Tensor, chunk_totals: Tensor | None) -> Tensor:
     return logits - chunk_totals.logsumexp(-1, keepdim=True)
 
 
-def chunked_entropies(chunk_totals: Tensor, chunk_entropies: Tensor) -> Tensor:
-    """Return entropies [T] from the logsumexps [T, chunks] of vocabulary chunks and the entropies within them.
-
-    The entropy of choosing a chunk, plus the mean entropy of choosing a token within one.
-    """
-    log_shares = torch.log_softmax(chunk_totals, -1)
-    terms = log_shares.exp() * (chunk_entropies - log_shares)
-    return terms.nan_to_num(0.0).sum(-1)
-
-
 def index_in_chunk(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the index of each target in a vocabulary chunk of `width` tokens, and whether the target is in it.
 

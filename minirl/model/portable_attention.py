@@ -220,14 +220,11 @@ def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C].
 
-    All three may have more rows than the index has (see `padding.pad_rows`); the result is 0 there.
+    All three may have more rows than the index, which has one or more (see `padding.pad_rows`); the result is 0 there.
     """
     num_padded, num_heads, dim = q.shape
     num_kv = k.shape[1]
     num_hidden = len(index.output_index) // num_kv
-    if num_hidden == 0:
-        # Zeros that depend on all three, so that each has a gradient.
-        return 0 * q + 0 * (k.sum() + v.sum())
     groups = num_heads // num_kv
     q = q.reshape(-1, groups * dim)
     k = k.reshape(-1, dim)
@@ -259,13 +256,13 @@ class DecodeIndex:
 
     The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
     has a slot at each key head, for the g query heads that share this key head. All blocks of one batched product must
-    have equally many slots, so there are two kinds:
+    have equally many slots, so there are up to two `block_sets`, each with the number of its queries, g for each slot:
 
-    - The `live` blocks have `num_users` slots each at every key head: all blocks of the pool up to the highest one that
+    - The live blocks have `min_users` slots each at every key head: all blocks of the pool up to the highest one that
       is read, which are multiplied where they lie; or, if most of these are not read, only those that are (int64),
       which are copied.
-    - Blocks with more users (a group shares the full blocks of its prompt) are listed in `shared` int64. They
-      come again after the live blocks, with `num_sharing` slots each; their first slots stay empty.
+    - Blocks with more users (a group shares the full blocks of its prompt) come again after the live blocks (int64),
+      with a slot for each of the most users of a block; their first slots stay empty.
 
     Slots are ordered by block, then key head, then user. The kernel gathers rows by these int64 indices:
 
@@ -279,10 +276,10 @@ class DecodeIndex:
 
     Empty slots read row 0, and nothing reads their results. B' is B with the padding of `padding.pad_rows`.
 
-    Example: three requests, two of one prompt whose first block is full; K = 1, g = 2, num_users = 1.
+    Example: three requests, two of one prompt whose first block is full; K = 1, g = 2, min_users = 1.
 
         block tables   request 0: [0, 1]   request 1: [0, 3]   request 2: [2]
-        shared         [0], because block 0 has two users; live = slice(0, 4), num_sharing = 2
+        block_sets     (slice(0, 4), 2), and ([0], 4), because block 0 has two users
         slot           0         1          2          3          4          5
         block          0         1          2          3          0          0
         user           none      request 0  request 2  request 1  request 0  request 1
@@ -292,11 +289,8 @@ class DecodeIndex:
     2 x slot + 1 of the products, so `score` is [10, 6] for head 0 and [11, 7] for head 1.
     """
 
-    live: slice | Tensor
-    num_users: int
-    num_sharing: int
+    block_sets: Sequence[_BlockSet]
     blocks: Tensor
-    shared: Tensor
     query: Tensor
     score: Tensor
     prob: Tensor
@@ -333,6 +327,9 @@ def index_decode(
     num_sharing = int(users_of_block.max())
     shared = numbers[users_of_block > min_users]
     num_slots = (len(users_of_block) * min_users + len(shared) * num_sharing) * num_kv
+    block_sets: list[_BlockSet] = [(live, min_users * groups)]
+    if len(shared):
+        block_sets.append((shared, num_sharing * groups))
     slot_of_entry = _assign_slots(entries, users_of_block, num_users=min_users, num_kv=num_kv)
 
     slot = torch.zeros(num_requests, n, num_kv, dtype=torch.int64)
@@ -358,11 +355,8 @@ def index_decode(
     unused = ~is_used.T  # [n, B]
     unused = F.pad(unused, (0, num_missing), value=True)[:, :, None, None]
     return DecodeIndex(
-        live=live,
-        num_users=min_users,
-        num_sharing=num_sharing,
+        block_sets=block_sets,
         blocks=blocks,
-        shared=shared,
         query=query,
         score=score.flatten(),
         prob=prob,
@@ -409,18 +403,15 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     num_requests, n = index.blocks.shape
     num_kv = keys.shape[1]
     groups = num_heads // num_kv
-    block_sets: list[_BlockSet] = [(index.live, index.num_users * groups)]
-    if len(index.shared):
-        block_sets.append((index.shared, index.num_sharing * groups))
 
     # From requests to slots, multiply, and back to requests; twice. The shapes are in `DecodeIndex`.
     q_rows = q.reshape(-1, groups * dim)
     slot_q = q_rows.index_select(0, index.query).view(-1, dim)
-    slot_scores = _multiply_blocks(slot_q, keys, block_sets)
+    slot_scores = _multiply_blocks(slot_q, keys, index.block_sets)
     scores = slot_scores.index_select(0, index.score).view(num_requests, num_kv, groups, n * BLOCK)
     probs = _softmax(scores, mask, dim)
     slot_probs = probs.view(-1, BLOCK).index_select(0, index.prob)
-    slot_out = _multiply_blocks(slot_probs, values, block_sets)
+    slot_out = _multiply_blocks(slot_probs, values, index.block_sets)
     out = slot_out.index_select(0, index.out).view(n, -1, num_heads, dim)
     if n > 1:
         # Entries without a block have the result of the first block, which must not count twice.

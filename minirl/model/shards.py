@@ -32,10 +32,6 @@ class Shards:
         # The last input, and those of all ranks: the next layer often has the same.
         self._gathered: tuple[Tensor, Tensor] | None = None
 
-    def width(self, num_rows: int) -> int:
-        """Return how many of a weight's rows a rank holds; the last ranks have zeros for some."""
-        return -(-num_rows // self.size)
-
     @spent_on("wait_ranks")
     def join(self, num_rows: int, *, has_tokens: bool) -> bool:
         """Begin a pass; returns whether any rank has tokens; if not, the layers are not run (collective).

@@ -12,6 +12,7 @@ tables and rotations are fp32 (fp64 in an fp64 model).
 In shapes: T tokens, D hidden size, C channels of a head.
 """
 
+import functools
 import math
 
 import torch
@@ -24,7 +25,7 @@ from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.layers import ACTIVATIONS, Gate, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
-from minirl.model.rotation import Rotation, rope_table, rotate
+from minirl.model.rotation import rope_table, rotate
 from minirl.model.shards import Shards
 
 
@@ -37,12 +38,9 @@ class Attention(nn.Module):
         head_dim = config.head_dim
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
+        self.config = config
         self.layer = layer
-        self.window = config.layer_windows[layer]
         self.head_dim = head_dim
-        self.qk_norm = config.qk_norm
-        self.query_multiplier = config.query_multiplier
-        self.has_gate = config.attention_gate
         self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
         self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
@@ -51,20 +49,21 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_size if config.qk_norm_over_heads else head_dim, config)
             self.k_norm = RMSNorm(kv_size if config.qk_norm_over_heads else head_dim, config)
 
-    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self._split_heads(self.v_proj(x))
-        if self.has_gate:  # each head's query, then its gate
+        if self.config.attention_gate:  # each head's query, then its gate
             of_heads = q.unflatten(1, (-1, 2, self.head_dim))
             q, gate = of_heads[:, :, 0].flatten(1), of_heads[:, :, 1].flatten(1)
-        if self.qk_norm:
+        if self.config.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)
-        q = rotate(self._split_heads(q), rotation, self.query_multiplier)
+        q = rotate(self._split_heads(q), rotation, self.config.query_multiplier)
         k = rotate(self._split_heads(k), rotation)
-        out = attend(q, k, v, layout, layer=self.layer, window=self.window).flatten(1)
-        if self.has_gate:
+        window = self.config.layer_windows[self.layer]
+        out = attend(q, k, v, layout, layer=self.layer, window=window).flatten(1)
+        if self.config.attention_gate:
             out = out * batch_invariance.activate(gate, torch.sigmoid)
         return self.o_proj(out)
 
@@ -86,7 +85,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden_size = config.hidden_size
         inner_size = config.intermediate_size
-        self.activation = config.activation
+        self.activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[config.activation])
         self.gate_proj = Linear(hidden_size, inner_size, config.mlp_bias)
         self.up_proj = Linear(hidden_size, inner_size, config.mlp_bias)
         self.down_proj = Linear(inner_size, hidden_size, config.mlp_bias)
@@ -95,11 +94,8 @@ class MLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         # On the CPU the activation, computed again, takes 4 % of the MLP's time or more.
         if x.device.type == "cpu":
-            return self.down_proj(self._activate(gate) * up)
-        return self.down_proj(Gate.apply(gate, up, self._activate))
-
-    def _activate(self, x: Tensor) -> Tensor:
-        return batch_invariance.activate(x, ACTIVATIONS[self.activation])
+            return self.down_proj(self.activate(gate) * up)
+        return self.down_proj(Gate.apply(gate, up, self.activate))
 
 
 class DecoderLayer(nn.Module):
@@ -123,7 +119,7 @@ class DecoderLayer(nn.Module):
         for name in filter(None, config.norms):
             self.add_module(name, RMSNorm(config.hidden_size, config))
 
-    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
         out = self._norm(x, self.norms.before_attention)
         out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
         x = x + self._norm(out, self.norms.after_attention)
@@ -142,9 +138,10 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, recompute_layers: bool):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList()
-        for layer in range(config.num_hidden_layers):
-            self.layers.append(DecoderLayer(config, layer, is_recomputed=recompute_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, is_recomputed=recompute_layers)
+            for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config)
 
 
@@ -206,7 +203,7 @@ class Transformer(nn.Module):
         padded_positions = padding.pad_rows(positions)
         if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
             return self.model.embed_tokens(tokens)  # no rank has tokens
-        rotations = [table.at(padded_positions) for table in rope_table(self.config, tokens.device)]
+        rotations = [table[:, padded_positions] for table in rope_table(self.config, tokens.device)]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.scales_embeddings:
             # Rounded to the dtype of the states, as Gemma was trained.

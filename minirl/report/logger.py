@@ -87,7 +87,7 @@ class Logger:
     def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
         # Each rank encodes its own: rank 0 only puts the lines in order.
-        lines = [(tuple(record["id"]), json_text(record) + "\n") for record in records]
+        lines = [(record["id"], json_text(record) + "\n") for record in records]
         # They may have megabytes: no other rank gets them.
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):

@@ -14,7 +14,6 @@ from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
 from minirl.training.kl import kl_penalty
-from minirl.training.losses import is_clipped
 
 
 class StepMetrics:
@@ -226,11 +225,14 @@ def add_clip(
 ) -> None:
     """Add the shares of a microbatch's sampled tokens that the lower and the upper clip act on. ratio [T].
 
-    The other arguments are those of `losses.is_clipped`.
+    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper one where ratio > 1 + clip_high and A > 0.
+    is_weight: the ratio is only a weight of the loss (CISPO) and is clipped for any advantage A.
     """
-    low, high = is_clipped(
-        ratio, micro.advantages, clip_low=clip_low, clip_high=clip_high, is_weight=is_weight
-    )
+    low = ratio < 1 - clip_low
+    high = ratio > 1 + clip_high
+    if not is_weight:
+        low = low & (micro.advantages < 0)
+        high = high & (micro.advantages > 0)
     metrics.add_values("policy/clip_frac_low", low[micro.loss_index])
     metrics.add_values("policy/clip_frac_high", high[micro.loss_index])
 
@@ -248,11 +250,8 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     found = defaultdict(float, metrics)  # names that no rank has counted are missing
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
     generation_s = sum(found[f"time/{cause}"] for cause in time_account.OF_GENERATION)
-    rates = {
-        "perf/tok_s_gen": (found["count/sampled_tokens"], generation_s),
-        "perf/tok_s_train": (num_trained, found["time/update"]),
-    }
-    for name, (num_tokens, spent) in rates.items():
-        if spent > 0:
-            all_metrics[name] = num_tokens / spent
+    if generation_s > 0:
+        all_metrics["perf/tok_s_gen"] = found["count/sampled_tokens"] / generation_s
+    if found["time/update"] > 0:
+        all_metrics["perf/tok_s_train"] = num_trained / found["time/update"]
     return all_metrics

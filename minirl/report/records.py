@@ -37,7 +37,7 @@ def rollout_records(
     for i, rollout in enumerate(rewarded.rollouts):
         row = rollout.episode.row
         record: dict[str, Any] = {
-            "id": (rollout.rollout_id.prompt_ordinal, rollout.rollout_id.sample),
+            "id": rollout.rollout_id[:2],
             "row": row.place,
             "prompt": row.prompt,
             "completion": rewarded.texts[i],

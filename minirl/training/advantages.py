@@ -69,10 +69,9 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     else:
         raise ValueError(f"baseline {baseline!r} is unknown")
 
-    if norm == "group_std":
-        centred = centred / (_standard_deviation(rewards, [1]) + eps)
-    elif norm == "batch_std":
-        centred = centred / (_standard_deviation(rewards, [0, 1]) + eps)
+    dims = {"group_std": [1], "batch_std": [0, 1]}
+    if norm in dims:
+        centred = centred / (_standard_deviation(rewards, dims[norm]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
     # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.

@@ -66,7 +66,7 @@ class UpdatePlan:
 def plan_updates(
     minibatches: Sequence[Sequence[int]],
     lengths: Sequence[int],
-    prefixes: Sequence[PromptPrefix] = (),
+    prefixes: Sequence[PromptPrefix],
     *,
     num_ranks: int,
     max_tokens: int,
@@ -80,7 +80,7 @@ def plan_updates(
     for minibatch in minibatches:
         by_rank = plan_microbatches(
             [lengths[i] for i in minibatch],
-            [prefixes[i] for i in minibatch] if prefixes else (),
+            [prefixes[i] for i in minibatch],
             num_ranks=num_ranks,
             max_tokens=max_tokens,
         )

@@ -207,10 +207,9 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
             own.append((*branch.rollout_id, rank(), *lengths, rollout.is_truncated, *rewards_of_rollout))
     # No two branches have the same id.
     rows = sorted(itertools.chain(*gather_objects(own)))
-    integers = torch.tensor([row[:7] for row in rows], dtype=torch.int64).view(-1, 7)
-    is_truncated = torch.tensor([row[7] for row in rows], dtype=torch.bool)
-    all_rewards = torch.tensor([row[8:] for row in rows], dtype=torch.float64)
-    columns = [*integers.T, is_truncated, all_rewards.view(len(rows), rewards.shape[1])]
+    # fp64 has every integer of the table.
+    numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 8 + rewards.shape[1])
+    columns = [*numbers[:, :7].long().T, numbers[:, 7].bool(), numbers[:, 8:]]
     return RolloutTable(*columns)
 
 
@@ -271,11 +270,14 @@ def exchange(
             sent[receiver].append(index_of[rollout_id])
         if receiver == rank():
             arriving[sender].append(row)
-    parts = [own.select(indices)._streams() for indices in sent]
-    num_tokens = [int(table.num_tokens[rows].sum()) for rows in arriving]
+    outgoing = own.select(list(itertools.chain(*sent)))
+    num_sent = [sum(own.lengths[i] for i in indices) for indices in sent]
+    num_received = [int(table.num_tokens[rows].sum()) for rows in arriving]
     received = {}
-    for name in own._streams():
-        received[name] = _all_to_all([part[name] for part in parts], num_tokens)
+    with spent_on("wait_ranks"):
+        for name, stream in outgoing._streams().items():
+            received[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
+            dist.all_to_all_single(received[name], stream, num_received, num_sent)
     rows = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64)
     unsorted = dataclasses.replace(
         own,
@@ -285,31 +287,14 @@ def exchange(
         **received,
     )
     batch = unsorted.select(rows.argsort().tolist())
-    _check_shared_prompts(batch)
+    # The model computes the tokens of a shared prompt once.
+    layout = batch.layout()
+    computed = batch.tokens[layout.computed_tokens]
+    assert computed[layout.hidden_index].equal(batch.tokens), "one prompt's rollouts begin differently"
     return batch
-
-
-def _check_shared_prompts(batch: Batch) -> None:
-    """Assert that rollouts of one prompt begin with the same tokens, as the batch's layout presumes."""
-    sequences = batch.tokens.split(batch.lengths)
-    # `shared` is empty if no two rollouts have one prompt.
-    for tokens, (parent, num_shared) in zip(sequences, batch.layout().shared, strict=False):
-        is_same = torch.equal(tokens[:num_shared], sequences[parent][:num_shared])
-        assert is_same, "one prompt's rollouts begin differently"
 
 
 def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
     """The prompt of a branch: the first branches of a prompt's rollouts share one, every other branch has its own."""
     own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
     return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
-
-
-@spent_on("wait_ranks")
-def _all_to_all(parts: list[Tensor], received_counts: list[int]) -> Tensor:
-    """Send parts[r] to rank r; returns the received parts, end to end in rank order (collective).
-
-    received_counts: how many elements each rank sends this one.
-    """
-    received = parts[0].new_empty(sum(received_counts), *parts[0].shape[1:])
-    dist.all_to_all_single(received, torch.cat(parts), received_counts, [len(part) for part in parts])
-    return received

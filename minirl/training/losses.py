@@ -87,21 +87,6 @@ def cispo_loss(
     return -weight * advantages * logprobs
 
 
-def is_clipped(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, is_weight: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return two bool [T]: the tokens that the lower and the upper clip act on.
-
-    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper one where ratio > 1 + clip_high and
-    A > 0. is_weight: the ratio is only a weight of the loss (CISPO) and is clipped for any advantage.
-    """
-    low = ratio < 1 - clip_low
-    high = ratio > 1 + clip_high
-    if is_weight:
-        return low, high
-    return low & (advantages < 0), high & (advantages > 0)
-
-
 @torch.no_grad()
 def importance_weights(
     old_logprobs: Tensor,

@@ -19,7 +19,6 @@ from minirl.model.logprobs import (
     VOCAB_CHUNK,
     chunk_logits,
     chunk_width,
-    chunked_entropies,
     divisor_of,
     index_in_chunk,
     log_softmax,
@@ -234,7 +233,10 @@ def _score_token_chunk(
         entropies[:, i] = _entropies(logprobs)
         first += len(head_chunk)
     target_logprobs = log_softmax(target_logits, totals)[:, 0]
-    return target_logprobs, chunked_entropies(totals, entropies), totals
+    # The entropy of choosing a chunk, plus the mean entropy of choosing a token within one.
+    log_shares = torch.log_softmax(totals, -1)
+    terms = log_shares.exp() * (entropies - log_shares)
+    return target_logprobs, terms.nan_to_num(0.0).sum(-1), totals
 
 
 def _entropies(logprobs: Tensor) -> Tensor:

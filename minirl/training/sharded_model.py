@@ -110,8 +110,6 @@ class ShardedModel:
         parameters: dict[str, Tensor] = dict(self.module.named_parameters())
         self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
         self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
-        self._names = list(parameters)
-        self._sliced: set[str] = set()
         self.compute_weights: dict[str, Tensor]
         if self.shards_weights:
             self._share_layers(config, device)
@@ -172,23 +170,22 @@ class ShardedModel:
     def _share_layers(self, config: ModelConfig, device: torch.device) -> None:
         """Gather the root's weights, and make a decoder of this rank's rows if the model decodes (collective)."""
         self._units[-1].unshard()
-        modules = self.module.named_modules()
-        layers_path = next(path for path, module in modules if module is self.module.model.layers)
-        roots = dict(self.module.named_parameters(remove_duplicate=False))
-        roots = {name: root for name, root in roots.items() if not name.startswith(f"{layers_path}.")}
+        of_layers = set(self.module.model.layers.parameters())
+        named = self.module.named_parameters(remove_duplicate=False)
+        roots = {name: root for name, root in named if root not in of_layers}
         self.scorer = self.decoder = self.module
-        self.compute_weights = {name: parameter for name, parameter in roots.items() if name in self._names}
+        self.compute_weights = {name: root for name, root in self.module.named_parameters() if name in roots}
         if not config.scalar_head and self.masters:
             self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
             self.decoder.shards = Shards()
-            for path, layer in self.decoder.model.layers.named_modules(prefix=layers_path):
+            for layer in self.decoder.model.layers.modules():
                 if isinstance(layer, Linear):
-                    self._sliced |= {f"{path}.{name}" for name in layer.shard(self.decoder.shards)}
+                    layer.shard(self.decoder.shards)
             self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
             _assign(self.decoder, roots)
-            layers = dict(self.decoder.model.layers.named_parameters(prefix=layers_path))
+            layers = {name: own for name, own in self.decoder.named_parameters() if name not in roots}
             self.compute_weights |= layers
-            for name in self._frozen.keys() & self._sliced:
+            for name in self._frozen.keys() & layers.keys():
                 shard = _local(self._frozen[name])
                 if shard.shape == layers[name].shape and shard.device == layers[name].device:
                     layers[name].data = shard  # both share one storage
@@ -208,8 +205,8 @@ class ShardedModel:
         elif not self.shards_weights:
             return self.compute_weights if keep else {}
         gathered = {}
-        for name in filter(sharded.__contains__, self._names):
-            whole = sharded[name].full_tensor()
+        for name, parameter in sharded.items():
+            whole = parameter.full_tensor()
             if keep:
                 gathered[name] = whole.detach().to("cpu", dtype)
         return gathered
@@ -244,10 +241,9 @@ class ShardedModel:
         ]
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, fused=True)
         for master in self.masters.values():
-            if master.requires_grad:
-                num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
-                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[master] = {"step": num_steps, **moments}
+            num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
+            moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[master] = {"step": num_steps, **moments}
         return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
@@ -262,9 +258,9 @@ class ShardedModel:
         Collective. Raises GuardError on all ranks: before the update if the norm is not finite, after it if the
         weights are not, so that they are never saved.
         """
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for master in self.masters.values():
-            if id(master) not in trained:
+            if master not in trained:
                 master.grad = None
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = _total_norm(gradients) if gradients else 0.0
@@ -297,11 +293,11 @@ class ShardedModel:
 
         Names are "masters.NAME", and for the optimizer's state "exp_avg.NAME" and the like.
         """
-        tensors = {f"masters.{name}": master for name, master in self.masters.items()}
+        tensors = {}
         for name, master in self.masters.items():
-            for kind, value in optimizer.state.get(master, {}).items():
-                tensors[f"{kind}.{name}"] = value
-        return {name: _local(tensor).detach() for name, tensor in sorted(tensors.items())}
+            for kind, tensor in {"masters": master, **optimizer.state.get(master, {})}.items():
+                tensors[f"{kind}.{name}"] = _local(tensor).detach()
+        return dict(sorted(tensors.items()))
 
     @torch.no_grad()
     def load_state(
@@ -348,7 +344,7 @@ class ShardedModel:
         for name, weight in self.compute_weights.items():
             if name in parameters:
                 shard = _local(parameters[name]).detach()
-                if name in self._sliced or world_size() == 1:
+                if len(weight) < len(parameters[name]) or world_size() == 1:
                     weight[: len(shard)].copy_(shard, non_blocking=True)
                 else:
                     gathered.append((weight, shard))

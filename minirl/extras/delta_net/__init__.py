@@ -1,1 +1,1 @@
-"""The gated delta net, of Qwen3.5: its rule, its layer, and fla's kernels."""
+"""The gated delta net, of Qwen3.5: its rule and its layer."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minirl.extras.delta_net import rule as delta_rule
 from minirl.extras.delta_net.rule import DeltaRows
-from minirl.model import batch_invariance, device_kernels
+from minirl.model import batch_invariance
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
@@ -76,10 +76,6 @@ class GatedDeltaNet(nn.Module):
             places = self._places(layout.slots, layout.positions[last])
             states.inputs[places] = padded[window[:, last]].transpose(0, 1)
         rows = self._rows(convolved, decay, beta)
-        if device_kernels.has_fla(mixed.device, mixed.dtype) and len(mixed):
-            from minirl.extras.delta_net import fla as fla_delta_rule
-
-            return fla_delta_rule.run_packed(rows, layout, mixed.dtype, states)
         return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
