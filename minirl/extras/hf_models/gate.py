@@ -56,17 +56,14 @@ _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
 
 def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
     """A config with small sizes, and the real window for each of its windows."""
-    windows: dict[int | None, int | None] = {None: None}
+    shortened: dict[int, int] = {}  # by the real window
     text = config.get_text_config()
     heads = text.num_attention_heads
     original = 96 if ends_at_original(text) else 32
 
-    def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: small(str(key), value) for key, value in values.items()}
-
     def small(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return shrink(value)
+            return {name: small(str(name), inner) for name, inner in value.items()}
         if isinstance(value, list) and key.endswith("_factor"):  # of each pair of a head's channels
             return value[: HEAD_DIM // 2]
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -76,16 +73,16 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
         if key == "original_max_position_embeddings":
             return original
         if re.fullmatch(_WINDOW, key):
-            known = [short for short, real in windows.items() if real == value]
-            short = known[0] if known else FIRST_WINDOW + len(windows) - 1
-            windows[short] = value
-            return short
-        sizes = [size for pattern, size in _SIZES if re.fullmatch(pattern, key)]
-        if not sizes and re.fullmatch(r".*heads?", key):
+            return shortened.setdefault(value, FIRST_WINDOW + len(shortened))
+        for pattern, size in _SIZES:
+            if re.fullmatch(pattern, key):
+                return size
+        if re.fullmatch(r".*heads?", key):
             return HEADS if value == heads else min(value, HEADS // 2)
-        return sizes[0] if sizes else value
+        return value
 
-    return type(config).from_dict(shrink(config.to_dict())), windows
+    shrunk = type(config).from_dict(small("", config.to_dict()))
+    return shrunk, {None: None} | {short: real for real, short in shortened.items()}
 
 
 def ends_at_original(config: Any) -> bool:
