@@ -232,8 +232,8 @@ class RunConfig(
     @property
     def reward_models(self) -> dict[str, str]:
         """The models of --reward-model by their rewards' names: reward_model, reward_model_2 and so on."""
-        named = {f"reward_model_{number}": model for number, model in enumerate(self.reward_model, 1)}
-        return {name.removesuffix("_1"): model for name, model in named.items()}
+        numbered = enumerate(self.reward_model, 1)
+        return {f"reward_model_{number}".removesuffix("_1"): model for number, model in numbered}
 
     @property
     def minibatches_per_epoch(self) -> int:
