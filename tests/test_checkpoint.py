@@ -33,7 +33,6 @@ from support.resuming import as_text
 def one_process(monkeypatch):
     """Rank 0 of 1 without a process group."""
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda values: None)
 
 
 class TinyModel:
