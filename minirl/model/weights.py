@@ -107,7 +107,7 @@ def _joined(config: ModelConfig, names: Sequence[str], files: Mapping[str, Path]
 
 def _stored_name(name: str, prefix: str) -> str:
     """Return a parameter's name in a folder, whose prefix may differ from "model."."""
-    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+    return re.sub(r"^model\.", prefix, name)
 
 
 def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ from minirl.model import batch_invariance, padding
 from minirl.model.attention import Layout, PackedLayout, attend
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
-from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer
 
 # Arguments of attention functions that change nothing here: no model is in training mode, so none drops anything.
@@ -85,7 +84,10 @@ def packed_attention(
 
 
 class _BatchInvariant(TorchFunctionMode):
-    """Gives each row of a product, and each element of a function, the same bits in any batch on the CPU."""
+    """Gives each row of a product, and each element of a function, the same bits in any batch on the CPU.
+
+    The functions that it calls itself are torch's own: a mode is off while it handles a call.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,16 +96,14 @@ class _BatchInvariant(TorchFunctionMode):
         if func in _ELEMENTWISE and isinstance(args[0], Tensor) and args[0].is_floating_point():
             x = args[0].reshape(-1)
             padded = F.pad(x, (0, -len(x) % batch_invariance.VECTOR_WIDTH))
-            with torch._C.DisableTorchFunction():
-                return func(padded, *args[1:], **kwargs)[: len(x)].reshape(args[0].shape)
+            return func(padded, *args[1:], **kwargs)[: len(x)].reshape(args[0].shape)
         return func(*args, **kwargs)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., in]."""
     rows = x.reshape(-1, x.shape[-1])
-    with torch._C.DisableTorchFunction():
-        product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
+    product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
     return product[: len(rows)].reshape(*x.shape[:-1], len(weight))
 
 
@@ -114,18 +114,19 @@ class _Linear(Linear):
         return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
 
 
-def _fused_norm(norm: Any) -> Callable[[Tensor], Tensor] | None:
-    """`F.rms_norm` with the norm's weight, which keeps less for backward; None if it is another norm."""
+def _fuse_norm(norm: Any) -> None:
+    """Let a norm run `F.rms_norm` with its weight, which keeps less for backward, unless it is another norm."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
-        return None
+        return
     generator = torch.Generator().manual_seed(0)
     twin = copy.deepcopy(norm).to_empty(device="cpu")
     x, values = torch.randn(2, len(weight), generator=generator)
     with torch.no_grad():
         twin.weight.copy_(values)
         is_same = torch.allclose(twin(x), F.rms_norm(x, x.shape, values, eps), rtol=1e-5)
-    return (lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)) if is_same else None
+    if is_same:
+        norm.forward = lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 
 def build_on_meta(config: Any) -> Any:
@@ -137,9 +138,7 @@ def build_on_meta(config: Any) -> Any:
         hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     hf.set_attn_implementation("minirl")
     for module in hf.modules():
-        fused = _fused_norm(module)
-        if fused is not None:
-            module.forward = fused
+        _fuse_norm(module)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in module._non_persistent_buffers_set:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
@@ -152,16 +151,15 @@ def build_on_meta(config: Any) -> Any:
     return hf.eval()
 
 
-class HFTransformer(nn.Module):
-    """See the module, and `Transformer`."""
+class HFTransformer(Transformer):
+    """See the module."""
 
-    shards: Shards | None = None
     _hf: Any
     model: Any
     lm_head: Any
 
     def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
-        super().__init__()
+        nn.Module.__init__(self)  # the modules are those of `hf`
         self.config = config
         self.recompute_layers = recompute_layers
         # Not registered: the parts of it are parts of this model, by the same names.
@@ -190,10 +188,10 @@ class HFTransformer(nn.Module):
             for layer in layers:
                 layer.forward = functools.partial(self._recompute, layer.forward)
         self._values = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
-        self._place: torch.device | None = None
+        self._place = torch.device("meta")
         self.tie_weights()
         if config.adapters is not None:
-            Transformer._add_adapters(self, config.adapters)  # type: ignore[arg-type]
+            self._add_adapters(config.adapters)
 
     def tie_weights(self) -> None:
         """See `Transformer`. Some heads' biases are tied, too."""
@@ -233,7 +231,6 @@ class HFTransformer(nn.Module):
             self._hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
 
     def _invariance(self) -> Any:
-        assert self._place is not None
         return _BatchInvariant() if self._place.type == "cpu" else nullcontext()
 
     def _recompute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
