@@ -153,18 +153,14 @@ class Run:
         streams, batch_type: see `exchange`.
         """
         table = groups.table
-        left_out: set[int] = set()
+        num_minibatches = self._config.minibatches_per_epoch
+        minibatch = minibatch_of(groups.num_loss_tokens.numel(), num_minibatches)[table.rollout]
         if is_skipped is not None and is_skipped.any():
             skipped = is_skipped.flatten()[table.rollout].nonzero()[:, 0].tolist()
-            left_out = {*skipped} - {random.Random(self.progress.step).choice(skipped)}
-        num_minibatches = self._config.minibatches_per_epoch
-        minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
-        minibatch = minibatch_of(groups.num_loss_tokens.numel(), num_minibatches)
-        for row, own_minibatch in enumerate(minibatch[table.rollout].tolist()):
-            if row not in left_out:
-                minibatches[own_minibatch].append(row)
+            skipped.remove(random.Random(self.progress.step).choice(skipped))
+            minibatch[skipped] = num_minibatches  # none of them
         plan = plan_updates(
-            minibatches,
+            [(minibatch == number).nonzero()[:, 0].tolist() for number in range(num_minibatches)],
             table.num_tokens.tolist(),
             table.prefixes,
             num_ranks=world_size(),
