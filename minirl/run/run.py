@@ -235,10 +235,17 @@ class Run:
         """
         metrics.begin("report")
         is_last = step == self._config.num_steps
-        if self._collector:
-            self.progress.num_served = self._collector.num_served
-        if self._collector and groups is not None:
-            self._add_metrics(metrics, self._collector, groups)
+        collector = self._collector
+        if collector:
+            self.progress.num_served = collector.num_served
+        if collector and groups is not None:
+            add_generation(metrics, collector.engine.take_stats())
+            add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
+            add_rewards(metrics, self._setup.reward_functions, groups.rewards)
+            tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
+            for name in ["sampled_tokens", *tool_counts]:
+                metrics.add_total(f"count/{name}", collector.take_count(name))
+            metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
@@ -249,8 +256,8 @@ class Run:
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
-            if self._collector:
-                self.progress.in_flight = self._collector.in_flight
+            if collector:
+                self.progress.in_flight = collector.in_flight
             self._checkpoints.save(vars(self.progress))
 
     def close(self) -> int:
@@ -269,16 +276,6 @@ class Run:
             f"checkpoint {folder}/checkpoints/{self.progress.step:06d} (for `from_pretrained`, of adapters PEFT's)"
         )
         return 128 + self._stop_signal if self._stop_signal else 0
-
-    def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
-        """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
-        add_generation(metrics, collector.engine.take_stats())
-        add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
-        add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
-        for name in ["sampled_tokens", *tool_counts]:
-            metrics.add_total(f"count/{name}", collector.take_count(name))
-        metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 
 
 def _is_due(step: int, every: int) -> bool:
