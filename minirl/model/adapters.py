@@ -71,12 +71,11 @@ def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
+    tensors = {}
     with open_tensors(folder / WEIGHTS_FILE) as file:
-        stored = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    tensors = {
-        re.sub(_IN_VISION_MODEL, "model.", name.removeprefix(_PREFIX).removesuffix(".weight")): tensor
-        for name, tensor in stored.items()
-    }
+        for name in sorted(file.keys()):
+            layer = name.removeprefix(_PREFIX).removesuffix(".weight")
+            tensors[re.sub(_IN_VISION_MODEL, "model.", layer)] = file.get_tensor(name)
     return rank, alpha, tensors
 
 
@@ -105,9 +104,8 @@ def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    has_experts = config.other is not None and config.other.has_experts
-    parameters = [f"{name}.weight" for name in targets if has_experts and name in _OF_EXPERTS]
-    modules: Any = [name for name in targets if f"{name}.weight" not in parameters]
+    of_experts = _OF_EXPERTS if config.other and config.other.has_experts else ()
+    modules: Any = [name for name in targets if name not in of_experts]
     if config.weight_prefix != "model.":  # the layers of the vision part may have the same names
         modules = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
@@ -120,7 +118,7 @@ def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": modules,
-        "target_parameters": parameters or None,
+        "target_parameters": [f"{name}.weight" for name in targets if name in of_experts] or None,
         "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
     }

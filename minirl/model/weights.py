@@ -296,10 +296,9 @@ def write_folder(
     form.
     """
     contents = dict(tokenizer_files)
-    # `torch_dtype` is the older name of `dtype`.
-    written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
     dtype = next(iter(tensors.values())).dtype
-    written_config["dtype"] = str(dtype).removeprefix("torch.")
+    written_config = {**config, "dtype": str(dtype).removeprefix("torch.")}
+    written_config.pop("torch_dtype", None)  # the older name of `dtype`
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
     if peft_config is None:
         weights_name = "model.safetensors"
