@@ -12,11 +12,10 @@ a run resumes from the newest. An old checkpoint is deleted only after the renam
 Training waits for a save. Files are read with torch's `weights_only`, which runs no code from them.
 """
 
-import functools
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,11 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # The Hugging Face folder of each model within a checkpoint.
-        self._folders = {name: name if i else "" for i, name in enumerate(models)}
         # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: dict[str, dict[str, Any]] = {}
-        self._write_model: dict[str, Callable[..., None]] = {}
+        # On rank 0, for each model what `write_folder` writes beside its weights.
+        self._contents: dict[str, dict[str, Any]] = {}
         for name, (model, _) in models.items():
             shape = model.module.config
             peft = None
@@ -71,13 +69,12 @@ class Checkpoints:
             if rank() != 0:
                 continue
             config = read_json_object(file_of(model.folder, "config.json"))
-            self._write_model[name] = functools.partial(
-                write_folder,
-                config=scalar_config(config) if shape.scalar_head else config,
-                tokenizer_files=read_tokenizer_files(model.folder),
-                kept=kept_tensors(shape, model.folder),
-                peft_config=peft,
-            )
+            self._contents[name] = {
+                "config": scalar_config(config) if shape.scalar_head else config,
+                "tokenizer_files": read_tokenizer_files(model.folder),
+                "kept": kept_tensors(shape, model.folder),
+                "peft_config": peft,
+            }
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
@@ -129,19 +126,28 @@ class Checkpoints:
             ) from None
 
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
-        """Write this rank's files of a checkpoint (collective). Raises OSError."""
+        """Write this rank's files of a checkpoint (collective).
+
+        Raises OSError, and InputError if the script remembers what a checkpoint cannot hold.
+        """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
-        for name, (model, _) in self._models.items():
+        for i, (name, (model, _)) in enumerate(self._models.items()):
             weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:
-                self._write_model[name](folder / self._folders[name], weights)
+                write_folder(folder / name if i else folder, weights, **self._contents[name])
         shards = {name: model.state_tensors(optimizer) for name, (model, optimizer) in self._models.items()}
         _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
         if rank() == 0:
             _write(
                 folder / PROGRESS_FILE, {**progress, "world_size": world_size(), "adapters": self._adapters}
             )
-            _check_remembered(folder / PROGRESS_FILE)
+            try:
+                _read(folder / PROGRESS_FILE)
+            except InputError as error:
+                raise InputError(
+                    "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
+                    f"{error}"
+                ) from None
 
 
 def _file_of_rank(rank: int, world_size: int) -> str:
@@ -169,16 +175,6 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error}); delete {folder} to resume from the checkpoint before"
         ) from None
     return values
-
-
-def _check_remembered(path: Path) -> None:
-    """Raise InputError if the script remembers what a checkpoint cannot hold."""
-    try:
-        _read(path)
-    except InputError as error:
-        raise InputError(
-            f"progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: {error}"
-        ) from None
 
 
 def prune(run_folder: Path, *, keep: int) -> None:
