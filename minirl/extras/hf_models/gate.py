@@ -142,8 +142,8 @@ def make_oracle(small: Any) -> Any:
     """transformers' model with eager attention and values at which everything matters."""
     from transformers import AutoModelForCausalLM
 
-    copied = copy.deepcopy(small)  # a model changes its config's ropes
-    oracle = AutoModelForCausalLM.from_config(copied, dtype=torch.float32, attn_implementation="eager").eval()
+    small = copy.deepcopy(small)  # a model changes its config's ropes
+    oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
     scramble(oracle)

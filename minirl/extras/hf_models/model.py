@@ -104,7 +104,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., in]."""
     rows = x.reshape(-1, x.shape[-1])
     product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
-    return product[: len(rows)].reshape(*x.shape[:-1], len(weight))
+    return product[: len(rows)].unflatten(0, x.shape[:-1])
 
 
 class _Linear(Linear):
@@ -175,10 +175,8 @@ class HFTransformer(Transformer):
         # The caller multiplies by the head; what the model does to logits is then done to hidden states.
         head.forward = lambda states: states
         layers = decoder_layers(hf)
-        decoder = self._modules.get("model") or self.__dict__.setdefault("model", SimpleNamespace())
-        for name, module in (("layers", layers), ("embed_tokens", hf.get_input_embeddings())):
-            if not hasattr(decoder, name):
-                decoder.__dict__[name] = module
+        # What the rest asks of a `Decoder`.
+        self.__dict__["model"] = SimpleNamespace(layers=layers, embed_tokens=hf.get_input_embeddings())
         self.stream = Stream()
         for module in self.modules():
             module.__dict__["stream"] = self.stream
