@@ -109,8 +109,8 @@ def scramble(hf: Any) -> None:
             buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
 
 
-def model_config(config: Any, windows: tuple[int | None, ...], *, is_tied: bool) -> ModelConfig:
-    """The shape of a model of transformers' config. windows: of its layers."""
+def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
+    """The shape of a model of transformers' config, without its layers' windows."""
     text = config.get_text_config()
     inner_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None) or 1
@@ -133,7 +133,7 @@ def model_config(config: Any, windows: tuple[int | None, ...], *, is_tied: bool)
         rms_norm_eps=0.0,
         ropes=(),
         layer_ropes=(),
-        layer_windows=windows,
+        layer_windows=(),
         tie_word_embeddings=is_tied,
     )
 
@@ -177,7 +177,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
         "its attention does not use transformers' AttentionInterface",
     )
     is_tied = oracle.get_output_embeddings().weight is oracle.get_input_embeddings().weight
-    shape = model_config(small, (), is_tied=is_tied)
+    shape = model_config(small, is_tied=is_tied)
     model = HFTransformer(build_on_meta(small), shape)
     model.load_state_dict(oracle.state_dict(), strict=False, assign=True)
     model.tie_weights()
@@ -198,9 +198,12 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
     model.config = dataclasses.replace(shape, layer_windows=windows)
     is_exact = _compare(model, oracle)
-    real = model_config(config, tuple(real_windows[window] for window in windows), is_tied=is_tied)
-    ignored = oracle._keys_to_ignore_on_load_unexpected or ()
-    return dataclasses.replace(real, kept_weights=tuple(ignored)), is_exact
+    real = dataclasses.replace(
+        model_config(config, is_tied=is_tied),
+        layer_windows=tuple(real_windows[window] for window in windows),
+        kept_weights=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
+    )
+    return real, is_exact
 
 
 def _compare(model: Any, oracle: Any) -> bool:
