@@ -93,7 +93,10 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
 
 
 def _load_functions(config: RunConfig, taken: set[str]) -> dict[str, RewardFunction]:
-    """The functions of --reward by name. Raises InputError if one has a name that is taken, or the name of another."""
+    """The functions of --reward by name: in processes, or in this one if they ask for objects that are here.
+
+    Raises InputError if one has a name that is taken, or the name of another.
+    """
     functions: dict[str, RewardFunction] = {}
     for spec in config.reward:
         source, _, name = spec.rpartition(":")
@@ -102,21 +105,15 @@ def _load_functions(config: RunConfig, taken: set[str]) -> dict[str, RewardFunct
             f"--reward {spec}: the name {name!r} is that of another reward or metric; rename the function",
         )
         if spec == EPISODE:
-            functions[spec] = EpisodeReward()
+            functions[name] = EpisodeReward()
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            functions[name] = _load_function(spec, config)
+            functions[name] = workers = RewardWorkers(
+                spec, timeout_s=config.call_timeout, num_workers=config.workers
+            )
+            if asked_of_episodes([workers]) & {"environments", "rollouts"}:
+                workers.stop()
+                with loading(f"--reward {spec}"):
+                    (functions[name],) = find_functions(source, name)
     return functions
-
-
-def _load_function(spec: str, config: RunConfig) -> RewardFunction:
-    """The reward function of a file: in processes, or in this one if it asks for objects that are here."""
-    function = RewardWorkers(spec, timeout_s=config.call_timeout, num_workers=config.workers)
-    if not asked_of_episodes([function]) & {"environments", "rollouts"}:
-        return function
-    function.stop()
-    source, name = source_and_name("--reward", spec)
-    with loading(f"--reward {spec}"):
-        (function_here,) = find_functions(source, name)
-    return function_here
