@@ -8,7 +8,7 @@ the base with the adapters merged.
 import math
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,17 @@ def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Te
     return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
 
 
-def peft_config(config: ModelConfig, names: Collection[str], base: str) -> dict[str, Any]:
+def peft_config(
+    config: ModelConfig, raw: Mapping[str, Any], names: Collection[str], base: str
+) -> dict[str, Any]:
     """The adapter_config.json of a model's adapters.
 
-    names: those of the trained parameters. base: the folder or hub id of the model under the adapters.
+    raw: the model's config.json. names: those of the trained parameters. base: the folder or hub id of the model under
+    the adapters.
     """
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
-    of_experts = _OF_EXPERTS if config.other and config.other.has_experts else ()
+    of_experts = _OF_EXPERTS if config.other and "expert" in str(raw) else ()
     modules: Any = [name for name in targets if name not in of_experts]
     if config.weight_prefix != "model.":  # the layers of the vision part may have the same names
         modules = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"

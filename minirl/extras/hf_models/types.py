@@ -26,11 +26,6 @@ class HFModel:
     text: str
     is_exact: bool
 
-    @property
-    def has_experts(self) -> bool:
-        """See `OtherModel`."""
-        return "expert" in self.text
-
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `OtherModel`."""
         hf = _built(self.text)
