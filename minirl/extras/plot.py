@@ -35,8 +35,8 @@ def read_run(name: str) -> tuple[str, Lines]:
 
 def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
     """Steps and values of a metric, where it is there and finite."""
-    points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
-    return [step for step, _ in points], [value for _, value in points]
+    measured = [line for line in lines if line.get(metric) is not None]
+    return [line["step"] for line in measured], [line[metric] for line in measured]
 
 
 def running_mean(values: list[float]) -> list[float]:

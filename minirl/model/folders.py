@@ -41,13 +41,13 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
 
     patterns = [*_DOWNLOADED_FILES, "*.safetensors"] if with_weights else _DOWNLOADED_FILES
     try:
-        snapshot = snapshot_download(model, allow_patterns=patterns)
+        snapshot = Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise InputError(
             f"{flag} {model}: neither a local folder nor available from the hub ({error})"
         ) from None
-    _hub_ids[Path(snapshot)] = model
-    return Path(snapshot)
+    _hub_ids[snapshot] = model
+    return snapshot
 
 
 def given_name(folder: Path) -> str:

@@ -143,10 +143,10 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
         del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
     unexpected = sorted(files.keys() - params.keys() - _unused_tensors(model, files))
-    if missing or unexpected:
-        raise InputError(
-            f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)"
-        )
+    refuse(
+        missing or unexpected,
+        f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",
+    )
     for path in sorted(set(files.values())):
         with open_tensors(path) as file:
             for name in sorted(name for name in params if files[name] == path):
@@ -164,8 +164,10 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
     """Raise InputError, with `label`, if a stored tensor's shape differs from the parameter's."""
     shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
-    if tuple(shape) != tuple(param.shape):
-        raise InputError(f"{label} has shape {list(shape)}, the model's has {list(param.shape)}")
+    refuse(
+        list(shape) != list(param.shape),
+        f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
+    )
 
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
@@ -205,8 +207,7 @@ def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
 def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
-    unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    unused |= {name for name in files if _is_kept(model.config, name)}
+    unused = {name for name in files if name.endswith("rotary_emb.inv_freq") or _is_kept(model.config, name)}
     if model.config.scalar_head:
         language_model = on_meta(replace(model.config, scalar_head=False))
         unused |= stored_tensors(language_model.config, dict(language_model.named_parameters())).keys()
@@ -265,10 +266,10 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
     if local.numel() == 0:
         return
     local.copy_(stored[rows])
-    if not is_finite(local):
-        raise InputError(
-            f"{label} has values that are not finite; the file is damaged, fetch or save it again"
-        )
+    refuse(
+        not is_finite(local),
+        f"{label} has values that are not finite; the file is damaged, fetch or save it again",
+    )
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:

@@ -91,16 +91,15 @@ class Run:
         self._setup = setup
         self._config = config = setup.config
         self._collector = collector
-        self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
+        self._evaluator = collector and collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self.device = setup.device
         self.max_new_tokens = setup.prompts.max_new_tokens
         self._folder = setup.folder.path
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress()
-        checkpoint = setup.folder.checkpoint
-        if checkpoint is not None:
-            self.progress = Progress(**self._checkpoints.restore(checkpoint))
+        if setup.folder.checkpoint is not None:
+            self.progress = Progress(**self._checkpoints.restore(setup.folder.checkpoint))
             if self.progress.step >= config.num_steps:
                 print0("already finished; a greater --num-steps continues it")
         self.progress.extra = dict(extra or {}) | self.progress.extra
