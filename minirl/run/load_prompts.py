@@ -18,6 +18,9 @@ from minirl.model.weights import check_weights
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.planning import enough_tokens
 
+# The policy's config, the training prompts and the held-out ones.
+LoadedPrompts = tuple[ModelConfig, PromptStream, PromptStream]
+
 
 def load_prompts(
     config: RunConfig,
@@ -27,7 +30,7 @@ def load_prompts(
     tools: Sequence[Tool],
     user_rollout: UserRollout | None,
     scalar_head: bool = False,
-) -> tuple[ModelConfig, PromptStream, PromptStream]:
+) -> LoadedPrompts:
     """The policy's config, and the training prompts and the held-out ones with their tokenizer.
 
     tools, scalar_head: see `Setup`. If the folder has weights, these are checked, too. Raises InputError naming files,

@@ -77,12 +77,18 @@ class Setup:
         self.config = config
         self.task = load_task(config, rewards)
         self._user_rollout = load_rollout(config)
+        load = functools.partial(
+            load_prompts,
+            config,
+            self.task,
+            tools=tools,
+            user_rollout=self._user_rollout,
+            scalar_head=scalar_head,
+        )
         if config.dry_run:
             from minirl.extras.dry_run import print_plan
 
-            print_plan(
-                config, self.task, tools=tools, user_rollout=self._user_rollout, scalar_head=scalar_head
-            )
+            print_plan(config, load)
             sys.exit(0)
         self.device = process_group.start(
             shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
@@ -91,40 +97,28 @@ class Setup:
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         with self.folder.removed_if_refused():
-            self._read_files(tools, scalar_head)
-
-    def _read_files(self, tools: Sequence[Tool], scalar_head: bool) -> None:
-        """Read and check what the flags name, and choose the sizes (collective). Raises InputError."""
-        config = self.config
-        # A checkpoint of adapters has no models: they belong to those that the run began with.
-        self._saved = None if config.adapters else self.folder.checkpoint
-        self.model_folder = self._saved or self._original_model()
-        self.model_config, self.prompts, self.held_out = load_prompts(
-            config,
-            self.task,
-            self.model_folder,
-            tools=tools,
-            user_rollout=self._user_rollout,
-            scalar_head=scalar_head,
-        )
-        self.tokenizer = self.prompts.tokenizer
-        work = workload(
-            config,
-            self.model_config,
-            this_machine(self.device),
-            streams=(self.prompts, self.held_out),
-            value_folder=self.saved_folder("value"),
-        )
-        self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
-        # The first weights: the budget counts them against the memory that was free before.
-        self.reward_functions, self.reward_weights = self._load_rewards()
-        is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
-        self.score_weights = self.reward_weights * is_score
-        num_parts = world_size() if self.sizes.shard_weights else 1
-        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-        # All ranks must score or none.
-        self._is_exact = all(gather_objects(is_invariant))
-        self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
+            # A checkpoint of adapters has no models: they belong to those that the run began with.
+            self._saved = None if config.adapters else self.folder.checkpoint
+            self.model_folder = self._saved or self._original_model()
+            self.model_config, self.prompts, self.held_out = load(self.model_folder)
+            self.tokenizer = self.prompts.tokenizer
+            work = workload(
+                config,
+                self.model_config,
+                this_machine(self.device),
+                streams=(self.prompts, self.held_out),
+                value_folder=self.saved_folder("value"),
+            )
+            self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
+            # The first weights: the budget counts them against the memory that was free before.
+            self.reward_functions, self.reward_weights = self._load_rewards()
+            is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
+            self.score_weights = self.reward_weights * is_score
+            num_parts = world_size() if self.sizes.shard_weights else 1
+            is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
+            # All ranks must score or none.
+            self._is_exact = all(gather_objects(is_invariant))
+            self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
