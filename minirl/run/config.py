@@ -297,5 +297,5 @@ def named_folder(config: RunConfig, name: str) -> Path | None:
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
     """The flags that name code for rollouts, with their values: one, or none."""
-    values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
-    return [(kind, value) for kind, value in values if value]
+    kinds = ("rollout", "tools", "environment")
+    return [(kind, value) for kind in kinds if (value := getattr(config, kind))]
