@@ -116,7 +116,6 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
     num_active = getattr(text, "num_experts_per_tok", None) or 1
     inner_size = max(inner_size, num_active * (getattr(text, "moe_intermediate_size", None) or inner_size))
     num_heads = text.num_attention_heads
-    head_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     num_positions = text.max_position_embeddings
     if ends_at_original(text):
         original = text.rope_parameters.get("original_max_position_embeddings") or num_positions
@@ -128,7 +127,9 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
         num_hidden_layers=text.num_hidden_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
-        head_dim=head_dim or text.hidden_size // num_heads,
+        head_dim=getattr(text, "qk_head_dim", None)
+        or getattr(text, "head_dim", None)
+        or text.hidden_size // num_heads,
         max_position_embeddings=num_positions,
         rms_norm_eps=0.0,
         ropes=(),
@@ -197,13 +198,12 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     )
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
     model.config = dataclasses.replace(shape, layer_windows=windows)
-    is_exact = _compare(model, oracle)
     real = dataclasses.replace(
         model_config(config, is_tied=is_tied),
         layer_windows=tuple(real_windows[window] for window in windows),
         kept_weights=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
     )
-    return real, is_exact
+    return real, _compare(model, oracle)
 
 
 def _compare(model: Any, oracle: Any) -> bool:

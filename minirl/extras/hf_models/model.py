@@ -174,7 +174,10 @@ class HFTransformer(Transformer):
             self.__dict__["lm_head"] = head
         # The caller multiplies by the head; what the model does to logits is then done to hidden states.
         head.forward = lambda states: states
-        layers = decoder_layers(hf)
+        lists = (module for module in hf.modules() if isinstance(module, nn.ModuleList))
+        layers = next((layers for layers in lists if len(layers) == config.num_hidden_layers), None)
+        if layers is None:
+            raise InputError("config.json: it has no list of num_hidden_layers layers")
         # What the rest asks of a `Decoder`.
         self.__dict__["model"] = SimpleNamespace(layers=layers, embed_tokens=hf.get_input_embeddings())
         self.stream = Stream()
@@ -241,13 +244,3 @@ class HFTransformer(Transformer):
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False) if torch.is_grad_enabled() else run(*args)
-
-
-def decoder_layers(hf: Any) -> nn.ModuleList:
-    """The decoder's layers. Raises InputError if the model lacks such a list."""
-    num_layers = hf.config.get_text_config().num_hidden_layers
-    lists = (m for m in hf.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
-    layers = next(lists, None)
-    if layers is None:
-        raise InputError("config.json: it has no list of num_hidden_layers layers")
-    return layers
