@@ -43,8 +43,10 @@ def load_prompts(
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     limits = [model_config.max_position_embeddings]
-    for size in (config.cache_tokens, config.max_tokens_per_microbatch):
-        limits.append(enough_tokens(max_new_tokens) if size == "auto" else size)
+    limits += [
+        enough_tokens(max_new_tokens) if size == "auto" else size
+        for size in (config.cache_tokens, config.max_tokens_per_microbatch)
+    ]
     teacher = named_folder(config, "teacher")
     if teacher is not None:
         limits.append(check_teacher(teacher, tokenizer, model_config).max_position_embeddings)

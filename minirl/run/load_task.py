@@ -15,7 +15,6 @@ from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, 
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
-from minirl.run.flags import flag_of
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
 RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
@@ -30,10 +29,9 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     if not flags:
         return None
     ((kind, spec),) = flags
-    flag = flag_of(kind)
     expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
-    source, name = source_and_name(flag, spec, expected)
-    with loading(f"{flag} {spec}"):
+    source, name = source_and_name(f"--{kind}", spec, expected)
+    with loading(f"--{kind} {spec}"):
         functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
             check_form(functions[0], "a rollout")

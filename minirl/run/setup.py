@@ -278,10 +278,13 @@ class Setup:
         old = self.folder.args.get("flags", {})
         # Through JSON, like the old ones: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
-        changed = [name for name in new if name in old and old[name] != new[name]]
+        changed = [
+            f"{flag_of(name)} {new[name]} (was {old[name]})"
+            for name in new
+            if name in old and old[name] != new[name]
+        ]
         if changed:
-            listed = ", ".join(f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed)
-            print0(f"note: this run last started with other flags: {listed}")
+            print0(f"note: this run last started with other flags: {', '.join(changed)}")
         trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
         for note in trained + self.held_out.notes():
             print0(f"note: {note}")
