@@ -158,10 +158,11 @@ def _ranks_without_error() -> list[str]:
     """Wait until all ranks have met an error, REPORT_S at most; those that have not, with their phases."""
     store = rendezvous()
     store.set(f"phase/{_rank()}", "")
-    keys = {rank: f"phase/{rank}" for rank in range(int(os.environ.get("WORLD_SIZE", 1)))}
+    ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
     until = time.monotonic() + REPORT_S
     while True:
-        phases = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        known = [rank for rank in ranks if store.check([f"phase/{rank}"])]
+        phases = {rank: store.get(f"phase/{rank}").decode() for rank in known}
         missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
         if not missing or time.monotonic() > until:
             return missing
