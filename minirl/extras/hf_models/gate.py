@@ -36,21 +36,21 @@ HEADS = 4
 HEAD_DIM = 16
 # The sizes of the small model, by patterns of the whole key; the first that fits. The feed-forward's width is not a
 # multiple of a vector's, so that functions of it have a scalar tail.
-_SIZES = (
-    (r"vocab_size.*", 128),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 192),
-    (r"qk_head_dim", 2 * HEAD_DIM),
-    (r"mamba_n_heads", 8),
-    (r"mamba_d_head", HEAD_DIM),
-    (r".*(head_dim|head_size|kv_channels)", HEAD_DIM),
-    (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 100),
-    (r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size", 64),
-    (r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num", 4),
-    (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
-    (r"linear_num_(key|value)_heads", 2),
-    (r"n_group|topk_group|num_expert_group", 1),
-    (r"(q|kv)_lora_rank", 32),
-)
+_SIZES = {
+    r"vocab_size.*": 128,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len": 192,
+    r"qk_head_dim": 2 * HEAD_DIM,
+    r"mamba_n_heads": 8,
+    r"mamba_d_head": HEAD_DIM,
+    r".*(head_dim|head_size|kv_channels)": HEAD_DIM,
+    r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp": 100,
+    r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size": 64,
+    r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num": 4,
+    r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts": 2,
+    r"linear_num_(key|value)_heads": 2,
+    r"n_group|topk_group|num_expert_group": 1,
+    r"(q|kv)_lora_rank": 32,
+}
 _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
 
 
@@ -74,7 +74,7 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
             return original
         if re.fullmatch(_WINDOW, key):
             return shortened.setdefault(value, FIRST_WINDOW + len(shortened))
-        for pattern, size in _SIZES:
+        for pattern, size in _SIZES.items():
             if re.fullmatch(pattern, key):
                 return size
         if re.fullmatch(r".*heads?", key):
