@@ -22,7 +22,7 @@ from torch import distributed as dist
 from minirl.errors import InputError, SaveError
 from minirl.model.families import config_from_dict
 from minirl.run.checkpoint import Checkpoints, checkpoints_in
-from minirl.run.run import Progress
+from minirl.run.progress import Progress
 from minirl.run.run_folder import open_run_folder
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.processes import file_limit

@@ -12,7 +12,7 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.run.checks import check_grpo, check_shared
 from minirl.run.flags import flag_of, parse
-from minirl.run.run import Progress
+from minirl.run.progress import Progress
 from support.scripts import read_config, write_rows
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}

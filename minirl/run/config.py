@@ -8,7 +8,7 @@ import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -17,9 +17,7 @@ from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
 from minirl.run.flags import flag_of
-
-if TYPE_CHECKING:
-    from minirl.run.run import Progress
+from minirl.run.progress import Progress
 
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
@@ -252,7 +250,7 @@ class RunConfig(
         default = 2e-4 if self.is_embedded else 1e-6
         return self.lr or default * (10 if self.lora_rank else 1)
 
-    def learning_rate(self, progress: "Progress", peak: float, *, first_step: int = 0) -> float:
+    def learning_rate(self, progress: Progress, peak: float, *, first_step: int = 0) -> float:
         """The learning rate of the next optimizer step.
 
         After step `first_step` it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would

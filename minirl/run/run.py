@@ -10,7 +10,6 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from minirl.report.metrics import (
 from minirl.report.progress_bar import show_progress
 from minirl.report.records import mean_rewards, rollout_records
 from minirl.run.checkpoint import Checkpoints, Models
+from minirl.run.progress import Progress
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
@@ -42,26 +42,6 @@ from minirl.training.loss_weights import minibatch_of
 from minirl.training.losses import sequence_sums
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
-
-
-@dataclass
-class Progress:
-    """How far the run is, and the script's memory: a checkpoint saves it with the models.
-
-    step: steps done. update: optimizer steps done, which is the version of the weights. first_update: those done before
-    this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out
-    scores of this step, if the run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later
-    step. extra: values that the script has to remember, see `Run`.
-    """
-
-    step: int = 0
-    update: int = 0
-    first_update: int = 0
-    num_served: int = 0
-    before: dict[str, float] = field(default_factory=dict)
-    evaluated: dict[str, float] = field(default_factory=dict)
-    in_flight: list[int] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Run:
