@@ -151,7 +151,6 @@ def make_oracle(small: Any) -> Any:
     return oracle
 
 
-@torch.no_grad()
 def check_own(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
     """Compare minirl's own modules of a config with transformers'. Raises InputError if they differ.
 
@@ -165,7 +164,6 @@ def check_own(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> 
     _compare(model, oracle)
 
 
-@torch.no_grad()
 def measure(config: Any) -> tuple[ModelConfig, bool]:
     """The shape of a model by transformers' modules, and whether decoding had the bits of scoring.
 

@@ -161,7 +161,6 @@ class HFTransformer(Transformer):
     def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
         nn.Module.__init__(self)  # the modules are those of `hf`
         self.config = config
-        self.recompute_layers = recompute_layers
         # Not registered: the parts of it are parts of this model, by the same names.
         self.__dict__["_hf"] = hf
         head = hf.get_output_embeddings()
