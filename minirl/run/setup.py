@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction
@@ -111,7 +110,22 @@ class Setup:
             )
             self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
             # The first weights: the budget counts them against the memory that was free before.
-            self.reward_functions, self.reward_weights = self._load_rewards()
+            rewards = dict(self.task.rewards)
+            for reward, model in config.reward_models.items():
+                rewards[reward] = load_reward_model(
+                    resolve_folder(model, flag="--reward-model"),
+                    dtype=self.dtype,
+                    device=self.device,
+                    chat=config.chat,
+                    template_arguments=config.template_arguments,
+                    max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
+                )
+            if config.overlong_buffer:
+                limit = self.prompts.max_new_tokens
+                rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
+            self.reward_functions, self.reward_weights = functions_and_weights(
+                rewards, config.reward_weights, logged=self.task.extra_scores
+            )
             is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
             self.score_weights = self.reward_weights * is_score
             num_parts = world_size() if self.sizes.shard_weights else 1
@@ -295,24 +309,6 @@ class Setup:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
         return resolve_folder(self.config.model)
-
-    def _load_rewards(self) -> tuple[dict[str, RewardFunction], Tensor]:
-        """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
-        config = self.config
-        rewards = dict(self.task.rewards)
-        for name, model in config.reward_models.items():
-            rewards[name] = load_reward_model(
-                resolve_folder(model, flag="--reward-model"),
-                dtype=self.dtype,
-                device=self.device,
-                chat=config.chat,
-                template_arguments=config.template_arguments,
-                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
-            )
-        if config.overlong_buffer:
-            limit = self.prompts.max_new_tokens
-            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
-        return functions_and_weights(rewards, config.reward_weights, logged=self.task.extra_scores)
 
 
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
