@@ -204,6 +204,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     return real, _compare(model, oracle)
 
 
+@torch.no_grad()
 def _compare(model: Any, oracle: Any) -> bool:
     """Generate with both; returns whether decoding has the bits of scoring. Raises InputError if the models differ."""
     engine = Engine(model, max_running_requests=8, cache_tokens=1024, dtype=torch.float32, device=CPU)

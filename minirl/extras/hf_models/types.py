@@ -79,7 +79,6 @@ def _text(raw: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-@torch.no_grad()
 def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None = None) -> Any:
     """What the gate returns: `measure`, or with `read` `check_own`. Raises InputError, naming the type."""
     raw = json.loads(text)
