@@ -15,8 +15,6 @@ from minirl.ranks import launch
 from minirl.ranks.process_group import print0
 from minirl.run.run_folder import find_run
 
-Rollout = Mapping[str, Any]
-
 
 def step_file(run: str, step: int | None) -> Path:
     """The file of a step's rollouts, by default the last step's. Raises InputError if it is missing."""
@@ -31,7 +29,7 @@ def step_file(run: str, step: int | None) -> Path:
     return files[number]
 
 
-def lines_of(rollout: Rollout) -> Iterator[str]:
+def lines_of(rollout: Mapping[str, Any]) -> Iterator[str]:
     """A rollout as text."""
     ordinal, sample = rollout["id"]
     numbers = [f"{key} {shown(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
