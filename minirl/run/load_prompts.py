@@ -47,9 +47,22 @@ def load_prompts(
         enough_tokens(max_new_tokens) if size == "auto" else size
         for size in (config.cache_tokens, config.max_tokens_per_microbatch)
     ]
-    teacher = named_folder(config, "teacher")
-    if teacher is not None:
-        limits.append(check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
+    if teacher_folder := named_folder(config, "teacher"):
+        teacher = read_config(teacher_folder, scalar_head=False)
+        # Each of the policy's token ids must be the same token for the teacher.
+        ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(teacher_folder)))
+        different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
+        refuse(
+            ids != teachers_ids,
+            f"--teacher {teacher_folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take "
+            "a teacher with the same ids",
+        )
+        known = min(max(ids.values()) + 1, model_config.vocab_size)
+        refuse(
+            teacher.vocab_size < known,
+            f"--teacher {teacher_folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
+        )
+        limits.append(teacher.max_position_embeddings)
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
         PromptStream(
@@ -69,24 +82,6 @@ def load_prompts(
         if len(rows) > config.eval_rows
     ]
     return model_config, train, held_out_stream
-
-
-def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
-    """The teacher's config. Raises InputError if one of the policy's token ids is another token for the teacher."""
-    teacher = read_config(folder, scalar_head=False)
-    ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
-    different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
-    refuse(
-        ids != teachers_ids,
-        f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take a teacher "
-        "with the same ids",
-    )
-    known = min(max(ids.values()) + 1, model_config.vocab_size)
-    refuse(
-        teacher.vocab_size < known,
-        f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
-    )
-    return teacher
 
 
 def load_tokenizer(
