@@ -21,6 +21,8 @@ from minirl.run.progress import Progress
 
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
+# The flags that name code for rollouts, and the form of the name after the file.
+ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -295,5 +297,4 @@ def named_folder(config: RunConfig, name: str) -> Path | None:
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
     """The flags that name code for rollouts, with their values: one, or none."""
-    kinds = ("rollout", "tools", "environment")
-    return [(kind, value) for kind in kinds if (value := getattr(config, kind))]
+    return [(kind, value) for kind in ROLLOUT_CODE if (value := getattr(config, kind))]

@@ -13,7 +13,7 @@ from minirl.errors import InputError, refuse
 from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.run.config import RunConfig, rollout_flags
+from minirl.run.config import ROLLOUT_CODE, RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
@@ -29,8 +29,7 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     if not flags:
         return None
     ((kind, spec),) = flags
-    expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
-    source, name = source_and_name(f"--{kind}", spec, expected)
+    source, name = source_and_name(f"--{kind}", spec, ROLLOUT_CODE[kind])
     with loading(f"--{kind} {spec}"):
         functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
