@@ -92,5 +92,6 @@ def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
         return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
     except Exception as error:  # which one depends on the version of transformers
         reason = " ".join(str(error).split())
-        name = raw.get("model_type")
-        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None
+        raise InputError(
+            f"config.json: transformers cannot read model_type {raw.get('model_type')!r}: {reason}"
+        ) from None

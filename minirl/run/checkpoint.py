@@ -119,10 +119,9 @@ class Checkpoints:
                 prune(self._run_folder, keep=self._keep)
             barrier()
         except OSError as error:
-            free = shutil.disk_usage(self._run_folder).free
             raise SaveError(
-                f"{error.filename}: {error.strerror} ({free:,} bytes are free); the checkpoint of step "
-                f"{progress['step']} is not saved, earlier ones are whole"
+                f"{error.filename}: {error.strerror} ({shutil.disk_usage(self._run_folder).free:,} bytes are free); "
+                f"the checkpoint of step {progress['step']} is not saved, earlier ones are whole"
             ) from None
 
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
@@ -170,9 +169,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file may raise anything
-        folder = path.parent.parent
         raise InputError(
-            f"{path}: cannot be read ({error}); delete {folder} to resume from the checkpoint before"
+            f"{path}: cannot be read ({error}); delete {path.parent.parent} to resume from the checkpoint before"
         ) from None
     return values
 

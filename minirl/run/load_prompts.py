@@ -51,11 +51,11 @@ def load_prompts(
         teacher = read_config(teacher_folder, scalar_head=False)
         # Each of the policy's token ids must be the same token for the teacher.
         ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(teacher_folder)))
-        different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
+        different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
         refuse(
             ids != teachers_ids,
-            f"--teacher {teacher_folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take "
-            "a teacher with the same ids",
+            f"--teacher {teacher_folder}: its tokenizer differs from that of {tokenizer.folder}, in "
+            f"{', '.join(different)}; take a teacher with the same ids",
         )
         known = min(max(ids.values()) + 1, model_config.vocab_size)
         refuse(

@@ -58,9 +58,8 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
     the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
-    stems = {Path(path).stem for path in eval_data}
     refuse(
-        len(stems) < len(eval_data),
+        len({Path(path).stem for path in eval_data}) < len(eval_data),
         f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
     )
     name: str = config.task

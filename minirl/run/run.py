@@ -248,11 +248,11 @@ class Run:
             before = self.progress.before.get(name)
             if before is not None:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
-        folder = self._folder
         print0(
-            f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})\n"
-            f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})\n"
-            f"checkpoint {folder}/checkpoints/{self.progress.step:06d} (for `from_pretrained`, of adapters PEFT's)"
+            f"metrics    {self._folder}/metrics.jsonl (python -m minirl.extras.plot {self._folder})\n"
+            f"rollouts   {self._folder}/rollouts/ (python -m minirl.extras.show {self._folder})\n"
+            f"checkpoint {self._folder}/checkpoints/{self.progress.step:06d} "
+            "(for `from_pretrained`, of adapters PEFT's)"
         )
         return 128 + self._stop_signal if self._stop_signal else 0
 

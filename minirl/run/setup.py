@@ -280,9 +280,8 @@ class Setup:
 
     def print_start(self) -> None:
         """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
-        folder = self.folder.path
         print0(
-            f"run {folder}; the same command with --run-name {folder.name} resumes it\n"
+            f"run {self.folder.path}; the same command with --run-name {self.folder.path.name} resumes it\n"
             f"model {self.model_folder}, {world_size()} x {self.device.type} {self.dtype}, "
             f"sampled == training logprobs bitwise: {self._is_exact}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
