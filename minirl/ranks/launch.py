@@ -80,9 +80,9 @@ def rendezvous() -> Any:
 
     Raises InputError without all of torchrun's variables, and torch's DistError if it cannot be reached in START_S.
     """
-    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        return dist.HashStore()
     missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if {"RANK", "WORLD_SIZE"} <= missing:
+        return dist.HashStore()
     refuse(
         missing,
         f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
