@@ -18,7 +18,8 @@ from minirl.files import durable
 from minirl.model.families import read_config
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import barrier, rank
-from minirl.run.checkpoint import Checkpoints, Progress
+from minirl.run.checkpoint import Checkpoints
+from minirl.run.progress import Progress
 from minirl.training.sharded_model import ShardedModel
 
 

@@ -21,7 +21,8 @@ from torch import distributed as dist
 
 from minirl.errors import InputError, SaveError
 from minirl.model.families import config_from_dict
-from minirl.run.checkpoint import Checkpoints, Progress, checkpoints_in
+from minirl.run.checkpoint import Checkpoints, checkpoints_in
+from minirl.run.progress import Progress
 from minirl.run.run_folder import open_run_folder
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.processes import file_limit
@@ -32,7 +33,6 @@ from support.resuming import as_text
 def one_process(monkeypatch):
     """Rank 0 of 1 without a process group."""
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda values: None)
 
 
 class TinyModel:

@@ -10,9 +10,9 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.run.checkpoint import Progress
 from minirl.run.checks import check_grpo, check_shared
 from minirl.run.flags import flag_of, parse
+from minirl.run.progress import Progress
 from support.scripts import read_config, write_rows
 
 PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}

@@ -2,47 +2,35 @@
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from minirl.data.task import Task
-from minirl.data.tools import Tool
-from minirl.episodes.running import UserRollout
 from minirl.errors import InputError, refuse
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import device_type, print0, rank
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
-from minirl.run.load_prompts import load_prompts
+from minirl.run.load_prompts import LoadedPrompts
 from minirl.run.planning import Machine, lines, plan, this_machine, workload
 
 SHOWN_CHARACTERS = 400  # of a prompt
 
 
-def print_plan(
-    config: RunConfig,
-    task: Task,
-    *,
-    tools: Sequence[Tool],
-    user_rollout: UserRollout | None,
-    scalar_head: bool,
-) -> None:
+def print_plan(config: RunConfig, load: Callable[[Path], LoadedPrompts]) -> None:
     """Print the data of the run, its first prompt as the model reads it, and its memory. Not collective.
 
-    tools, scalar_head: see `Setup`. It reads data, config.json and tokenizer. Raises InputError, naming the flags to
-    change, for unusable inputs and for a run that does not fit.
+    load: `load_prompts` of a model's folder; it reads data, config.json and tokenizer. Raises InputError, naming the
+    flags to change, for unusable inputs and for a run that does not fit.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if config.model is None:
             folder = write_shape(Path(temporary))
         else:
             folder = resolve_folder(config.model, with_weights=False)
-        policy, prompts, held_out = load_prompts(
-            config, task, folder, tools=tools, user_rollout=user_rollout, scalar_head=scalar_head
-        )
+        policy, prompts, held_out = load(folder)
     print0(
         f"data     {prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens; "
         f"{held_out.num_prompts:,} held out"

@@ -35,8 +35,8 @@ def read_run(name: str) -> tuple[str, Lines]:
 
 def series(lines: Lines, metric: str) -> tuple[list[int], list[float]]:
     """Steps and values of a metric, where it is there and finite."""
-    points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
-    return [step for step, _ in points], [value for _, value in points]
+    measured = [line for line in lines if line.get(metric) is not None]
+    return [line["step"] for line in measured], [line[metric] for line in measured]
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -77,19 +77,19 @@ def draw(runs: Runs) -> Any:
     from matplotlib.figure import Figure
 
     metrics = [metric for metric in METRICS if any(series(lines, metric)[0] for _, lines in runs)]
-    num_axes = len(metrics) + len(runs)
-    num_rows = math.ceil(num_axes / 3)
+    num_rows = math.ceil((len(metrics) + len(runs)) / 3)
     figure = Figure(figsize=(13, 3.5 * num_rows), layout="constrained")
-    for i in range(num_axes):
-        axes = figure.add_subplot(num_rows, 3, i + 1, xlabel="step")
+
+    def next_axes(title: str, size: int) -> Any:
+        axes = figure.add_subplot(num_rows, 3, len(figure.axes) + 1, xlabel="step")
         axes.grid(alpha=0.25)
-        if i < len(metrics):
-            axes.set_title(metrics[i], loc="left", fontsize=11)
-            draw_lines(axes, runs, metrics[i])
-        else:
-            name, lines = runs[i - len(metrics)]
-            axes.set_title(f"seconds of a step\n{name}", loc="left", fontsize=9)
-            draw_time(axes, lines)
+        axes.set_title(title, loc="left", fontsize=size)
+        return axes
+
+    for metric in metrics:
+        draw_lines(next_axes(metric, 11), runs, metric)
+    for name, lines in runs:
+        draw_time(next_axes(f"seconds of a step\n{name}", 9), lines)
     return figure
 
 

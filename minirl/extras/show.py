@@ -15,8 +15,6 @@ from minirl.ranks import launch
 from minirl.ranks.process_group import print0
 from minirl.run.run_folder import find_run
 
-Rollout = Mapping[str, Any]
-
 
 def step_file(run: str, step: int | None) -> Path:
     """The file of a step's rollouts, by default the last step's. Raises InputError if it is missing."""
@@ -31,23 +29,23 @@ def step_file(run: str, step: int | None) -> Path:
     return files[number]
 
 
-def lines_of(rollout: Rollout) -> Iterator[str]:
-    """A rollout as text, without its own control characters."""
+def lines_of(rollout: Mapping[str, Any]) -> Iterator[str]:
+    """A rollout as text."""
     ordinal, sample = rollout["id"]
     numbers = [f"{key} {shown(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
     facts = [*numbers, f"{rollout['num_tokens']} tokens sampled", rollout["finish_reason"]]
-    yield escaped(f"{ordinal}.{sample}  {rollout['row']}  {', '.join(facts)}")
+    yield f"{ordinal}.{sample}  {rollout['row']}  {', '.join(facts)}"
     rewards = [f"{name} {shown(value)}" for name, value in rollout["rewards"].items()]
-    yield escaped(f"rewards: {', '.join(rewards)}")
+    yield f"rewards: {', '.join(rewards)}"
     yield "prompt:"
     # As it is in the data: text, or messages in JSON.
     prompt = rollout["prompt"]
-    yield escaped(prompt if isinstance(prompt, str) else "\n".join(map(json.dumps, prompt)))
+    yield prompt if isinstance(prompt, str) else "\n".join(map(json.dumps, prompt))
     # An answer without turns has no segments.
     answer = {"kind": "sampled", "text": rollout["completion"], "num_tokens": rollout["num_tokens"]}
     for segment in rollout.get("segments", [answer]):
-        yield escaped(f"{segment['kind']}, {segment['num_tokens']} tokens:")
-        yield escaped(segment["text"])
+        yield f"{segment['kind']}, {segment['num_tokens']} tokens:"
+        yield segment["text"]
 
 
 def shown(number: Any) -> str:
@@ -65,7 +63,8 @@ def main() -> None:
     parser.add_argument("--num", metavar="N", type=int, default=4, help="how many, at most (default: 4)")
     given = parser.parse_args()
     path = step_file(given.run, given.step)
-    texts = ["\n".join(lines_of(rollout)) for rollout in read_json_lines(path)]
+    # The rollouts' own control characters must not reach the terminal.
+    texts = [escaped("\n".join(lines_of(rollout))) for rollout in read_json_lines(path)]
     print0("\n\n".join([*texts[: given.num], f"{len(texts)} rollouts in {path}"]))
 
 

@@ -72,14 +72,11 @@ def is_adapter(name: str) -> bool:
 class OtherModel(Protocol):
     """A model by other modules than minirl's; `extras.hf_models` has them. Hashable.
 
-    is_exact: whether decoding had the bits of scoring on the CPU. has_experts: whether it may be a mixture of experts.
+    is_exact: whether decoding had the bits of scoring on the CPU.
     """
 
     @property
     def is_exact(self) -> bool: ...
-
-    @property
-    def has_experts(self) -> bool: ...
 
     def make(self, config: "ModelConfig", *, recompute_layers: bool) -> Any:
         """A model on the meta device, with the interface of `Transformer`."""

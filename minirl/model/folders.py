@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minirl.errors import InputError
+from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 
 ADAPTERS_FILE = "adapter_config.json"
 _DOWNLOADED_FILES = [
     "*.json",
-    "*.safetensors",
     "*.jinja",
     "*.model",
     "*.tiktoken",
@@ -34,19 +33,21 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     if (folder / "config.json").is_file() or has_adapters(folder):
         return folder
     looks_like_path = model.startswith((".", "/"))
-    if folder.exists() or looks_like_path:
-        raise InputError(f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id")
+    refuse(
+        folder.exists() or looks_like_path,
+        f"{flag} {model}: no config.json there; give a Hugging Face folder or hub id",
+    )
     from huggingface_hub import snapshot_download
 
-    patterns = [pattern for pattern in _DOWNLOADED_FILES if with_weights or pattern != "*.safetensors"]
+    patterns = [*_DOWNLOADED_FILES, "*.safetensors"] if with_weights else _DOWNLOADED_FILES
     try:
-        snapshot = snapshot_download(model, allow_patterns=patterns)
+        snapshot = Path(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise InputError(
             f"{flag} {model}: neither a local folder nor available from the hub ({error})"
         ) from None
-    _hub_ids[Path(snapshot)] = model
-    return Path(snapshot)
+    _hub_ids[snapshot] = model
+    return snapshot
 
 
 def given_name(folder: Path) -> str:
@@ -59,24 +60,15 @@ def has_adapters(folder: Path) -> bool:
     return (folder / ADAPTERS_FILE).is_file()
 
 
-def base_model(folder: Path) -> str:
-    """The folder or hub id of the model that a folder's adapters are for. Raises InputError."""
+def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
+    """Return the local folder of the model that a folder's adapters are for. Raises InputError."""
     path = folder / ADAPTERS_FILE
     base = read_json_object(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(
             f"{path}: base_model_name_or_path is {base!r}; name the folder or hub id of the base"
         )
-    return base
-
-
-def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
-    """Return the local folder of the model that a folder's adapters are for. Raises InputError."""
-    return resolve_folder(
-        base_model(folder),
-        flag=f"{folder / ADAPTERS_FILE}: base_model_name_or_path",
-        with_weights=with_weights,
-    )
+    return resolve_folder(base, flag=f"{path}: base_model_name_or_path", with_weights=with_weights)
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -100,5 +92,6 @@ def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
         return config_class.from_dict(copy.deepcopy(config_class._decode_special_floats(dict(raw))))
     except Exception as error:  # which one depends on the version of transformers
         reason = " ".join(str(error).split())
-        name = raw.get("model_type")
-        raise InputError(f"config.json: transformers cannot read model_type {name!r}: {reason}") from None
+        raise InputError(
+            f"config.json: transformers cannot read model_type {raw.get('model_type')!r}: {reason}"
+        ) from None

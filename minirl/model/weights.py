@@ -22,7 +22,7 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, peft_targets, read_adapters
 from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
@@ -99,7 +99,7 @@ def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[s
 
 def _stored_name(name: str, prefix: str) -> str:
     """Return a parameter's name in a folder, whose prefix may differ from "model."."""
-    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+    return re.sub(r"^model\.", prefix, name)
 
 
 def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
@@ -131,10 +131,10 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
         del params["score.weight"]
     missing = sorted(params.keys() - files.keys())
     unexpected = sorted(files.keys() - params.keys() - _unused_tensors(model, files))
-    if missing or unexpected:
-        raise InputError(
-            f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)"
-        )
+    refuse(
+        missing or unexpected,
+        f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",
+    )
     for path in sorted(set(files.values())):
         with open_tensors(path) as file:
             for name in sorted(name for name in params if files[name] == path):
@@ -152,8 +152,10 @@ def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
     """Raise InputError, with `label`, if a stored tensor's shape differs from the parameter's."""
     shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
-    if tuple(shape) != tuple(param.shape):
-        raise InputError(f"{label} has shape {list(shape)}, the model's has {list(param.shape)}")
+    refuse(
+        list(shape) != list(param.shape),
+        f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
+    )
 
 
 def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
@@ -189,8 +191,7 @@ def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
 def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
-    unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}
-    unused |= {name for name in files if _is_kept(model.config, name)}
+    unused = {name for name in files if name.endswith("rotary_emb.inv_freq") or _is_kept(model.config, name)}
     if model.config.scalar_head:
         language_model = on_meta(replace(model.config, scalar_head=False))
         unused |= stored_tensors(language_model.config, dict(language_model.named_parameters())).keys()
@@ -258,10 +259,10 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
     if local.numel() == 0:
         return
     local.copy_(stored[rows])
-    if not is_finite(local):
-        raise InputError(
-            f"{label} has values that are not finite; the file is damaged, fetch or save it again"
-        )
+    refuse(
+        not is_finite(local),
+        f"{label} has values that are not finite; the file is damaged, fetch or save it again",
+    )
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -288,25 +289,30 @@ def write_folder(
     peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     contents = dict(tokenizer_files)
-    # `torch_dtype` is the older name of `dtype`.
-    written_config = {key: value for key, value in config.items() if key != "torch_dtype"}
     dtype = next(iter(tensors.values())).dtype
-    written_config["dtype"] = str(dtype).removeprefix("torch.")
+    written_config = {**config, "dtype": str(dtype).removeprefix("torch.")}
+    written_config.pop("torch_dtype", None)  # the older name of `dtype`
     contents["config.json"] = (json.dumps(written_config, indent=2) + "\n").encode()
+    shape = config_from_dict(config)
     if peft_config is None:
         weights_name = "model.safetensors"
-        stored = stored_tensors(config_from_dict(config), tensors)
+        stored = stored_tensors(shape, tensors)
     else:
         weights_name = WEIGHTS_FILE
         # transformers opens a vision model as a whole, or its language model alone.
-        is_vision = isinstance(peft_config["target_modules"], str)
+        is_vision = shape.weight_prefix != "model."
+        targets = peft_targets(
+            peft_config["target_modules"],
+            in_vision_model=is_vision,
+            in_experts=shape.other is not None and "expert" in str(config),
+        )
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {
             peft_name(_stored_name(name, prefix)): tensor
             for prefix in prefixes
             for name, tensor in tensors.items()
         }
-        contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
+        contents[ADAPTERS_FILE] = (json.dumps({**peft_config, **targets}, indent=2) + "\n").encode()
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with durable.new_file(folder / name) as file:

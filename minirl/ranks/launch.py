@@ -82,9 +82,9 @@ def rendezvous() -> Any:
 
     Raises InputError without all of torchrun's variables, and torch's DistError if it cannot be reached in START_S.
     """
-    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        return dist.HashStore()
     missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if {"RANK", "WORLD_SIZE"} <= missing:
+        return dist.HashStore()
     refuse(
         missing,
         f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
@@ -160,10 +160,11 @@ def _ranks_without_error() -> list[str]:
     """Wait until all ranks have met an error, REPORT_S at most; those that have not, with their phases."""
     store = rendezvous()
     store.set(f"phase/{_rank()}", "")
-    keys = {rank: f"phase/{rank}" for rank in range(int(os.environ.get("WORLD_SIZE", 1)))}
+    ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
     until = time.monotonic() + REPORT_S
     while True:
-        phases = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+        known = [rank for rank in ranks if store.check([f"phase/{rank}"])]
+        phases = {rank: store.get(f"phase/{rank}").decode() for rank in known}
         missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
         if not missing or time.monotonic() > until:
             return missing

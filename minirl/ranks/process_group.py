@@ -82,15 +82,12 @@ def device_type() -> str:
     return "cuda"
 
 
-@spent_on("wait_ranks")
 def stop_requested() -> int:
     """The number of the signal that asked any rank to stop, or 0. Called at the end of a step (collective).
 
     All ranks get the same number, so that they stop after the same step.
     """
-    number = torch.tensor(launch.this_process.stop_signal)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return int(number)
+    return max(gather_objects(launch.this_process.stop_signal))
 
 
 def rank() -> int:
@@ -119,12 +116,9 @@ def print0(*parts: Any) -> None:
         pass
 
 
-@spent_on("wait_ranks")
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank (collective)."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    return gather_objects(value)[0]
 
 
 @spent_on("wait_ranks")

@@ -13,12 +13,10 @@ Training waits for a save. Files are read with torch's `weights_only`, which run
 """
 
 import contextlib
-import functools
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +38,6 @@ Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
 PROGRESS_FILE = "resume/progress.pt"
 
 
-@dataclass
-class Progress:
-    """How far the run is, and the script's memory: a checkpoint saves it with the models.
-
-    step: steps done. update: optimizer steps done, which is the version of the weights. first_update: those done before
-    this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out
-    scores of this step, if the run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later
-    step. extra: values that the script has to remember, see `run.Run`.
-    """
-
-    step: int = 0
-    update: int = 0
-    first_update: int = 0
-    num_served: int = 0
-    before: dict[str, float] = field(default_factory=dict)
-    evaluated: dict[str, float] = field(default_factory=dict)
-    in_flight: list[int] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
 def checkpoints_in(run_folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     folders = (run_folder / "checkpoints").glob("[0-9]*")
@@ -78,28 +56,26 @@ class Checkpoints:
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # The Hugging Face folder of each model within a checkpoint.
-        self._folders = {name: name if i else "" for i, name in enumerate(models)}
         # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: dict[str, dict[str, Any]] = {}
-        self._write_model: dict[str, Callable[..., None]] = {}
+        # On rank 0, for each model what `write_folder` writes beside its weights.
+        self._contents: dict[str, dict[str, Any]] = {}
         for name, (model, _) in models.items():
             shape = model.module.config
             peft = None
             if shape.adapters:
-                peft = peft_config(shape, model.masters, given_name(model.folder))
+                peft = peft_config(shape.adapters, model.masters, given_name(model.folder))
                 self._adapters[name] = {**peft, "base_weights": fingerprint(model.folder)}
             if rank() != 0:
                 continue
             config = read_json_object(file_of(model.folder, "config.json"))
-            self._write_model[name] = functools.partial(
-                write_folder,
-                config=scalar_config(config) if shape.scalar_head else config,
-                tokenizer_files=read_tokenizer_files(model.folder),
-                kept=kept_tensors(shape, model.folder),
-                peft_config=peft,
-            )
+            self._contents[name] = {
+                "config": scalar_config(config) if shape.scalar_head else config,
+                "tokenizer_files": read_tokenizer_files(model.folder),
+                "kept": kept_tensors(shape, model.folder),
+                "peft_config": peft,
+            }
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
@@ -145,26 +121,34 @@ class Checkpoints:
                 prune(self._run_folder, keep=self._keep)
             barrier()
         except OSError as error:
-            free = shutil.disk_usage(self._run_folder).free
             raise SaveError(
-                f"{error.filename}: {error.strerror} ({free:,} bytes are free); the checkpoint of step "
-                f"{progress['step']} is not saved, earlier ones are whole"
+                f"{error.filename}: {error.strerror} ({shutil.disk_usage(self._run_folder).free:,} bytes are free); "
+                f"the checkpoint of step {progress['step']} is not saved, earlier ones are whole"
             ) from None
 
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
-        """Write this rank's files of a checkpoint (collective). Raises OSError."""
+        """Write this rank's files of a checkpoint (collective).
+
+        Raises OSError, and InputError if the script remembers what a checkpoint cannot hold.
+        """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
-        for name, (model, _) in self._models.items():
+        for i, (name, (model, _)) in enumerate(self._models.items()):
             weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:
-                self._write_model[name](folder / self._folders[name], weights)
+                write_folder(folder / name if i else folder, weights, **self._contents[name])
         shards = {name: model.state_tensors(optimizer) for name, (model, optimizer) in self._models.items()}
         _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
         if rank() == 0:
             _write(
                 folder / PROGRESS_FILE, {**progress, "world_size": world_size(), "adapters": self._adapters}
             )
-            _check_remembered(folder / PROGRESS_FILE)
+            try:
+                _read(folder / PROGRESS_FILE)
+            except InputError as error:
+                raise InputError(
+                    "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
+                    f"{error}"
+                ) from None
 
 
 def _file_of_rank(rank: int, world_size: int) -> str:
@@ -187,21 +171,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file may raise anything
-        folder = path.parent.parent
         raise InputError(
-            f"{path}: cannot be read ({error}); delete {folder} to resume from the checkpoint before"
+            f"{path}: cannot be read ({error}); delete {path.parent.parent} to resume from the checkpoint before"
         ) from None
     return values
-
-
-def _check_remembered(path: Path) -> None:
-    """Raise InputError if the script remembers what a checkpoint cannot hold."""
-    try:
-        _read(path)
-    except InputError as error:
-        raise InputError(
-            f"progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: {error}"
-        ) from None
 
 
 def prune(run_folder: Path, *, keep: int) -> None:

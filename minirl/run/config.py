@@ -16,11 +16,13 @@ import tyro
 from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
-from minirl.run.checkpoint import Progress
 from minirl.run.flags import flag_of
+from minirl.run.progress import Progress
 
 # "auto": chosen by the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
+# The flags that name code for rollouts, and the form of the name after the file.
+ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -230,8 +232,8 @@ class RunConfig(
     @property
     def reward_models(self) -> dict[str, str]:
         """The models of --reward-model by their rewards' names: reward_model, reward_model_2 and so on."""
-        named = {f"reward_model_{number}": model for number, model in enumerate(self.reward_model, 1)}
-        return {name.removesuffix("_1"): model for name, model in named.items()}
+        numbered = enumerate(self.reward_model, 1)
+        return {f"reward_model_{number}".removesuffix("_1"): model for number, model in numbered}
 
     @property
     def minibatches_per_epoch(self) -> int:
@@ -295,5 +297,4 @@ def named_folder(config: RunConfig, name: str) -> Path | None:
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
     """The flags that name code for rollouts, with their values: one, or none."""
-    values = [(kind, getattr(config, kind)) for kind in ("rollout", "tools", "environment")]
-    return [(kind, value) for kind, value in values if value]
+    return [(kind, value) for kind in ROLLOUT_CODE if (value := getattr(config, kind))]

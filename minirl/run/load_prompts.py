@@ -18,6 +18,9 @@ from minirl.model.weights import check_weights
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.planning import enough_tokens
 
+# The policy's config, the training prompts and the held-out ones.
+LoadedPrompts = tuple[ModelConfig, PromptStream, PromptStream]
+
 
 def load_prompts(
     config: RunConfig,
@@ -27,7 +30,7 @@ def load_prompts(
     tools: Sequence[Tool],
     user_rollout: UserRollout | None,
     scalar_head: bool = False,
-) -> tuple[ModelConfig, PromptStream, PromptStream]:
+) -> LoadedPrompts:
     """The policy's config, and the training prompts and the held-out ones with their tokenizer.
 
     tools, scalar_head: see `Setup`. If the folder has weights, these are checked, too. Raises InputError naming files,
@@ -40,11 +43,26 @@ def load_prompts(
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     limits = [model_config.max_position_embeddings]
-    for size in (config.cache_tokens, config.max_tokens_per_microbatch):
-        limits.append(enough_tokens(max_new_tokens) if size == "auto" else size)
-    teacher = named_folder(config, "teacher")
-    if teacher is not None:
-        limits.append(check_teacher(teacher, tokenizer, model_config).max_position_embeddings)
+    limits += [
+        enough_tokens(max_new_tokens) if size == "auto" else size
+        for size in (config.cache_tokens, config.max_tokens_per_microbatch)
+    ]
+    if teacher_folder := named_folder(config, "teacher"):
+        teacher = read_config(teacher_folder, scalar_head=False)
+        # Each of the policy's token ids must be the same token for the teacher.
+        ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(teacher_folder)))
+        different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
+        refuse(
+            ids != teachers_ids,
+            f"--teacher {teacher_folder}: its tokenizer differs from that of {tokenizer.folder}, in "
+            f"{', '.join(different)}; take a teacher with the same ids",
+        )
+        known = min(max(ids.values()) + 1, model_config.vocab_size)
+        refuse(
+            teacher.vocab_size < known,
+            f"--teacher {teacher_folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
+        )
+        limits.append(teacher.max_position_embeddings)
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     train, held_out_stream = (
         PromptStream(
@@ -64,24 +82,6 @@ def load_prompts(
         if len(rows) > config.eval_rows
     ]
     return model_config, train, held_out_stream
-
-
-def check_teacher(folder: Path, tokenizer: Tokenizer, model_config: ModelConfig) -> ModelConfig:
-    """The teacher's config. Raises InputError if one of the policy's token ids is another token for the teacher."""
-    teacher = read_config(folder, scalar_head=False)
-    ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
-    different = ", ".join(sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3])
-    refuse(
-        ids != teachers_ids,
-        f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in {different}; take a teacher "
-        "with the same ids",
-    )
-    known = min(max(ids.values()) + 1, model_config.vocab_size)
-    refuse(
-        teacher.vocab_size < known,
-        f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
-    )
-    return teacher
 
 
 def load_tokenizer(

@@ -13,9 +13,8 @@ from minirl.errors import InputError, refuse
 from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.run.config import RunConfig, rollout_flags
+from minirl.run.config import ROLLOUT_CODE, RunConfig, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
-from minirl.run.flags import flag_of
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
 RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
@@ -30,10 +29,8 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     if not flags:
         return None
     ((kind, spec),) = flags
-    flag = flag_of(kind)
-    expected = {"rollout": "function", "tools": "function,function", "environment": "Class"}[kind]
-    source, name = source_and_name(flag, spec, expected)
-    with loading(f"{flag} {spec}"):
+    source, name = source_and_name(f"--{kind}", spec, ROLLOUT_CODE[kind])
+    with loading(f"--{kind} {spec}"):
         functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
             check_form(functions[0], "a rollout")
@@ -61,9 +58,8 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
     the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
-    stems = {Path(path).stem for path in eval_data}
     refuse(
-        len(stems) < len(eval_data),
+        len({Path(path).stem for path in eval_data}) < len(eval_data),
         f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
     )
     name: str = config.task
@@ -93,7 +89,10 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
 
 
 def _load_functions(config: RunConfig, taken: set[str]) -> dict[str, RewardFunction]:
-    """The functions of --reward by name. Raises InputError if one has a name that is taken, or the name of another."""
+    """The functions of --reward by name: in processes, or in this one if they ask for objects that are here.
+
+    Raises InputError if one has a name that is taken, or the name of another.
+    """
     functions: dict[str, RewardFunction] = {}
     for spec in config.reward:
         source, _, name = spec.rpartition(":")
@@ -102,21 +101,15 @@ def _load_functions(config: RunConfig, taken: set[str]) -> dict[str, RewardFunct
             f"--reward {spec}: the name {name!r} is that of another reward or metric; rename the function",
         )
         if spec == EPISODE:
-            functions[spec] = EpisodeReward()
+            functions[name] = EpisodeReward()
         elif source == EPISODE:
             functions[name] = EpisodeReward(name)
         else:
-            functions[name] = _load_function(spec, config)
+            functions[name] = workers = RewardWorkers(
+                spec, timeout_s=config.call_timeout, num_workers=config.workers
+            )
+            if asked_of_episodes([workers]) & {"environments", "rollouts"}:
+                workers.stop()
+                with loading(f"--reward {spec}"):
+                    (functions[name],) = find_functions(source, name)
     return functions
-
-
-def _load_function(spec: str, config: RunConfig) -> RewardFunction:
-    """The reward function of a file: in processes, or in this one if it asks for objects that are here."""
-    function = RewardWorkers(spec, timeout_s=config.call_timeout, num_workers=config.workers)
-    if not asked_of_episodes([function]) & {"environments", "rollouts"}:
-        return function
-    function.stop()
-    source, name = source_and_name("--reward", spec)
-    with loading(f"--reward {spec}"):
-        (function_here,) = find_functions(source, name)
-    return function_here

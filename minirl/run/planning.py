@@ -150,9 +150,7 @@ def workload(
     requests = num_prompts * (config.group_size + 1) * (2 if config.max_staleness else 1)
     num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
     return Workload(
-        device_type=machine.device_type,
-        free=machine.free,
-        num_ranks=machine.num_ranks,
+        **machine._asdict(),
         dtype=config.compute_dtype(machine.device_type),
         trained=trained,
         frozen=frozen,

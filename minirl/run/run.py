@@ -33,7 +33,8 @@ from minirl.report.metrics import (
 )
 from minirl.report.progress_bar import show_progress
 from minirl.report.records import mean_rewards, rollout_records
-from minirl.run.checkpoint import Checkpoints, Models, Progress
+from minirl.run.checkpoint import Checkpoints, Models
+from minirl.run.progress import Progress
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
@@ -71,16 +72,15 @@ class Run:
         self._setup = setup
         self._config = config = setup.config
         self._collector = collector
-        self._evaluator = None if collector is None else collector.evaluator(setup.held_out)
+        self._evaluator = collector and collector.evaluator(setup.held_out)
         self._stop_signal = 0
         self.device = setup.device
         self.max_new_tokens = setup.prompts.max_new_tokens
         self._folder = setup.folder.path
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
         self.progress = Progress()
-        checkpoint = setup.folder.checkpoint
-        if checkpoint is not None:
-            self.progress = Progress(**self._checkpoints.restore(checkpoint))
+        if setup.folder.checkpoint is not None:
+            self.progress = Progress(**self._checkpoints.restore(setup.folder.checkpoint))
             if self.progress.step >= config.num_steps:
                 print0("already finished; a greater --num-steps continues it")
         self.progress.extra = dict(extra or {}) | self.progress.extra
@@ -134,18 +134,14 @@ class Run:
         streams, batch_type: see `exchange`.
         """
         table = groups.table
-        left_out: set[int] = set()
+        num_minibatches = self._config.minibatches_per_epoch
+        minibatch = minibatch_of(groups.num_loss_tokens.numel(), num_minibatches)[table.rollout]
         if is_skipped is not None and is_skipped.any():
             skipped = is_skipped.flatten()[table.rollout].nonzero()[:, 0].tolist()
-            left_out = {*skipped} - {random.Random(self.progress.step).choice(skipped)}
-        num_minibatches = self._config.minibatches_per_epoch
-        minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
-        minibatch = minibatch_of(groups.num_loss_tokens.numel(), num_minibatches)
-        for row, own_minibatch in enumerate(minibatch[table.rollout].tolist()):
-            if row not in left_out:
-                minibatches[own_minibatch].append(row)
+            skipped.remove(random.Random(self.progress.step).choice(skipped))
+            minibatch[skipped] = num_minibatches  # none of them
         plan = plan_updates(
-            minibatches,
+            [(minibatch == number).nonzero()[:, 0].tolist() for number in range(num_minibatches)],
             table.num_tokens.tolist(),
             table.prefixes,
             num_ranks=world_size(),
@@ -220,10 +216,17 @@ class Run:
         """
         metrics.begin("report")
         is_last = step == self._config.num_steps
-        if self._collector:
-            self.progress.num_served = self._collector.num_served
-        if self._collector and groups is not None:
-            self._add_metrics(metrics, self._collector, groups)
+        collector = self._collector
+        if collector:
+            self.progress.num_served = collector.num_served
+        if collector and groups is not None:
+            add_generation(metrics, collector.engine.take_stats())
+            add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
+            add_rewards(metrics, self._setup.reward_functions, groups.rewards)
+            tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
+            for name in ["sampled_tokens", *tool_counts]:
+                metrics.add_total(f"count/{name}", collector.take_count(name))
+            metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
         evaluates = is_last or _is_due(step, self._config.eval_every)
         self.progress.evaluated = self.evaluate() if evaluates else {}
         metrics.end()
@@ -234,8 +237,8 @@ class Run:
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
-            if self._collector:
-                self.progress.in_flight = self._collector.in_flight
+            if collector:
+                self.progress.in_flight = collector.in_flight
             self._checkpoints.save(vars(self.progress))
 
     def close(self) -> int:
@@ -247,23 +250,13 @@ class Run:
             before = self.progress.before.get(name)
             if before is not None:
                 print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
-        folder = self._folder
         print0(
-            f"metrics    {folder}/metrics.jsonl (python -m minirl.extras.plot {folder})\n"
-            f"rollouts   {folder}/rollouts/ (python -m minirl.extras.show {folder})\n"
-            f"checkpoint {folder}/checkpoints/{self.progress.step:06d} (for `from_pretrained`, of adapters PEFT's)"
+            f"metrics    {self._folder}/metrics.jsonl (python -m minirl.extras.plot {self._folder})\n"
+            f"rollouts   {self._folder}/rollouts/ (python -m minirl.extras.show {self._folder})\n"
+            f"checkpoint {self._folder}/checkpoints/{self.progress.step:06d} "
+            "(for `from_pretrained`, of adapters PEFT's)"
         )
         return 128 + self._stop_signal if self._stop_signal else 0
-
-    def _add_metrics(self, metrics: StepMetrics, collector: Collector, groups: Groups) -> None:
-        """Add the metrics of the step's rollouts, rewards and counts, before evaluation."""
-        add_generation(metrics, collector.engine.take_stats())
-        add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
-        add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-        tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
-        for name in ["sampled_tokens", *tool_counts]:
-            metrics.add_total(f"count/{name}", collector.take_count(name))
-        metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
 
 
 def _is_due(step: int, every: int) -> bool:

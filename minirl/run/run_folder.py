@@ -52,9 +52,8 @@ def open_run_folder(name: str) -> RunFolder:
 
     Raises InputError if the name is a path, or if the folder is in use, not a run's, not writable, or on another node.
     """
-    plain_name = re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name)
     refuse(
-        not plain_name,
+        not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name),
         f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go",
     )
     folder = runs_root() / name

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minirl.data.stop_strings import StopStrings
 from minirl.data.task import RewardFunction
@@ -77,12 +76,18 @@ class Setup:
         self.config = config
         self.task = load_task(config, rewards)
         self._user_rollout = load_rollout(config)
+        load = functools.partial(
+            load_prompts,
+            config,
+            self.task,
+            tools=tools,
+            user_rollout=self._user_rollout,
+            scalar_head=scalar_head,
+        )
         if config.dry_run:
             from minirl.extras.dry_run import print_plan
 
-            print_plan(
-                config, self.task, tools=tools, user_rollout=self._user_rollout, scalar_head=scalar_head
-            )
+            print_plan(config, load)
             sys.exit(0)
         self.device = process_group.start(
             shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
@@ -91,40 +96,43 @@ class Setup:
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
         with self.folder.removed_if_refused():
-            self._read_files(tools, scalar_head)
-
-    def _read_files(self, tools: Sequence[Tool], scalar_head: bool) -> None:
-        """Read and check what the flags name, and choose the sizes (collective). Raises InputError."""
-        config = self.config
-        # A checkpoint of adapters has no models: they belong to those that the run began with.
-        self._saved = None if config.adapters else self.folder.checkpoint
-        self.model_folder = self._saved or self._original_model()
-        self.model_config, self.prompts, self.held_out = load_prompts(
-            config,
-            self.task,
-            self.model_folder,
-            tools=tools,
-            user_rollout=self._user_rollout,
-            scalar_head=scalar_head,
-        )
-        self.tokenizer = self.prompts.tokenizer
-        work = workload(
-            config,
-            self.model_config,
-            this_machine(self.device),
-            streams=(self.prompts, self.held_out),
-            value_folder=self.saved_folder("value"),
-        )
-        self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
-        # The first weights: the budget counts them against the memory that was free before.
-        self.reward_functions, self.reward_weights = self._load_rewards()
-        is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
-        self.score_weights = self.reward_weights * is_score
-        num_parts = world_size() if self.sizes.shard_weights else 1
-        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-        # All ranks must score or none.
-        self._is_exact = all(gather_objects(is_invariant))
-        self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
+            # A checkpoint of adapters has no models: they belong to those that the run began with.
+            self._saved = None if config.adapters else self.folder.checkpoint
+            self.model_folder = self._saved or self._original_model()
+            self.model_config, self.prompts, self.held_out = load(self.model_folder)
+            self.tokenizer = self.prompts.tokenizer
+            work = workload(
+                config,
+                self.model_config,
+                this_machine(self.device),
+                streams=(self.prompts, self.held_out),
+                value_folder=self.saved_folder("value"),
+            )
+            self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
+            # The first weights: the budget counts them against the memory that was free before.
+            rewards = dict(self.task.rewards)
+            for reward, model in config.reward_models.items():
+                rewards[reward] = load_reward_model(
+                    resolve_folder(model, flag="--reward-model"),
+                    dtype=self.dtype,
+                    device=self.device,
+                    chat=config.chat,
+                    template_arguments=config.template_arguments,
+                    max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
+                )
+            if config.overlong_buffer:
+                limit = self.prompts.max_new_tokens
+                rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
+            self.reward_functions, self.reward_weights = functions_and_weights(
+                rewards, config.reward_weights, logged=self.task.extra_scores
+            )
+            is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
+            self.score_weights = self.reward_weights * is_score
+            num_parts = world_size() if self.sizes.shard_weights else 1
+            is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
+            # All ranks must score or none.
+            self._is_exact = all(gather_objects(is_invariant))
+            self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
@@ -272,9 +280,8 @@ class Setup:
 
     def print_start(self) -> None:
         """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
-        folder = self.folder.path
         print0(
-            f"run {folder}; the same command with --run-name {folder.name} resumes it\n"
+            f"run {self.folder.path}; the same command with --run-name {self.folder.path.name} resumes it\n"
             f"model {self.model_folder}, {world_size()} x {self.device.type} {self.dtype}, "
             f"sampled == training logprobs bitwise: {self._is_exact}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
@@ -284,10 +291,13 @@ class Setup:
         old = self.folder.args.get("flags", {})
         # Through JSON, like the old ones: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
-        changed = [name for name in new if name in old and old[name] != new[name]]
+        changed = [
+            f"{flag_of(name)} {new[name]} (was {old[name]})"
+            for name in new
+            if name in old and old[name] != new[name]
+        ]
         if changed:
-            listed = ", ".join(f"{flag_of(name)} {new[name]} (was {old[name]})" for name in changed)
-            print0(f"note: this run last started with other flags: {listed}")
+            print0(f"note: this run last started with other flags: {', '.join(changed)}")
         trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
         for note in trained + self.held_out.notes():
             print0(f"note: {note}")
@@ -298,24 +308,6 @@ class Setup:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
         return resolve_folder(self.config.model)
-
-    def _load_rewards(self) -> tuple[dict[str, RewardFunction], Tensor]:
-        """The task's rewards, the reward models and the overlong penalty by name, and the weights fp64 [K]."""
-        config = self.config
-        rewards = dict(self.task.rewards)
-        for name, model in config.reward_models.items():
-            rewards[name] = load_reward_model(
-                resolve_folder(model, flag="--reward-model"),
-                dtype=self.dtype,
-                device=self.device,
-                chat=config.chat,
-                template_arguments=config.template_arguments,
-                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
-            )
-        if config.overlong_buffer:
-            limit = self.prompts.max_new_tokens
-            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
-        return functions_and_weights(rewards, config.reward_weights, logged=self.task.extra_scores)
 
 
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:

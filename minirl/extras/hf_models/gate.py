@@ -36,37 +36,34 @@ HEADS = 4
 HEAD_DIM = 16
 # The sizes of the small model, by patterns of the whole key; the first that fits. The feed-forward's width is not a
 # multiple of a vector's, so that functions of it have a scalar tail.
-_SIZES = (
-    (r"vocab_size.*", 128),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len", 192),
-    (r"qk_head_dim", 2 * HEAD_DIM),
-    (r"mamba_n_heads", 8),
-    (r"mamba_d_head", HEAD_DIM),
-    (r".*(head_dim|head_size|kv_channels)", HEAD_DIM),
-    (r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp", 100),
-    (r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size", 64),
-    (r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num", 4),
-    (r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts", 2),
-    (r"linear_num_(key|value)_heads", 2),
-    (r"n_group|topk_group|num_expert_group", 1),
-    (r"(q|kv)_lora_rank", 32),
-)
+_SIZES = {
+    r"vocab_size.*": 128,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len": 192,
+    r"qk_head_dim": 2 * HEAD_DIM,
+    r"mamba_n_heads": 8,
+    r"mamba_d_head": HEAD_DIM,
+    r".*(head_dim|head_size|kv_channels)": HEAD_DIM,
+    r".*(intermediate_size|ffn_dim|n_inner|d_ff|ffn_hidden_size)|intermediate_size_mlp": 100,
+    r"hidden_size|n_embd|d_model|dim|embed_dim|embedding_size|word_embed_proj_dim|moe_latent_size": 64,
+    r"((num|n)_)?(local_|routed_)?experts|(n_|num_)routed_experts|moe_num_experts|moe_expert_num": 4,
+    r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts": 2,
+    r"linear_num_(key|value)_heads": 2,
+    r"n_group|topk_group|num_expert_group": 1,
+    r"(q|kv)_lora_rank": 32,
+}
 _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
 
 
 def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
     """A config with small sizes, and the real window for each of its windows."""
-    windows: dict[int | None, int | None] = {None: None}
+    shortened: dict[int, int] = {}  # by the real window
     text = config.get_text_config()
     heads = text.num_attention_heads
     original = 96 if ends_at_original(text) else 32
 
-    def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: small(str(key), value) for key, value in values.items()}
-
     def small(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return shrink(value)
+            return {name: small(str(name), inner) for name, inner in value.items()}
         if isinstance(value, list) and key.endswith("_factor"):  # of each pair of a head's channels
             return value[: HEAD_DIM // 2]
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -76,16 +73,16 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
         if key == "original_max_position_embeddings":
             return original
         if re.fullmatch(_WINDOW, key):
-            known = [short for short, real in windows.items() if real == value]
-            short = known[0] if known else FIRST_WINDOW + len(windows) - 1
-            windows[short] = value
-            return short
-        sizes = [size for pattern, size in _SIZES if re.fullmatch(pattern, key)]
-        if not sizes and re.fullmatch(r".*heads?", key):
+            return shortened.setdefault(value, FIRST_WINDOW + len(shortened))
+        for pattern, size in _SIZES.items():
+            if re.fullmatch(pattern, key):
+                return size
+        if re.fullmatch(r".*heads?", key):
             return HEADS if value == heads else min(value, HEADS // 2)
-        return sizes[0] if sizes else value
+        return value
 
-    return type(config).from_dict(shrink(config.to_dict())), windows
+    shrunk = type(config).from_dict(small("", config.to_dict()))
+    return shrunk, {None: None} | {short: real for real, short in shortened.items()}
 
 
 def ends_at_original(config: Any) -> bool:
@@ -112,14 +109,13 @@ def scramble(hf: Any) -> None:
             buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
 
 
-def model_config(config: Any, windows: tuple[int | None, ...], *, is_tied: bool) -> ModelConfig:
-    """The shape of a model of transformers' config. windows: of its layers."""
+def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
+    """The shape of a model of transformers' config, without its layers' windows."""
     text = config.get_text_config()
     inner_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None) or 1
     inner_size = max(inner_size, num_active * (getattr(text, "moe_intermediate_size", None) or inner_size))
     num_heads = text.num_attention_heads
-    head_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
     num_positions = text.max_position_embeddings
     if ends_at_original(text):
         original = text.rope_parameters.get("original_max_position_embeddings") or num_positions
@@ -131,12 +127,14 @@ def model_config(config: Any, windows: tuple[int | None, ...], *, is_tied: bool)
         num_hidden_layers=text.num_hidden_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or num_heads,
-        head_dim=head_dim or text.hidden_size // num_heads,
+        head_dim=getattr(text, "qk_head_dim", None)
+        or getattr(text, "head_dim", None)
+        or text.hidden_size // num_heads,
         max_position_embeddings=num_positions,
         rms_norm_eps=0.0,
         ropes=(),
         layer_ropes=(),
-        layer_windows=windows,
+        layer_windows=(),
         tie_word_embeddings=is_tied,
     )
 
@@ -145,15 +143,14 @@ def make_oracle(small: Any) -> Any:
     """transformers' model with eager attention and values at which everything matters."""
     from transformers import AutoModelForCausalLM
 
-    copied = copy.deepcopy(small)  # a model changes its config's ropes
-    oracle = AutoModelForCausalLM.from_config(copied, dtype=torch.float32, attn_implementation="eager").eval()
+    small = copy.deepcopy(small)  # a model changes its config's ropes
+    oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
     scramble(oracle)
     return oracle
 
 
-@torch.no_grad()
 def check_own(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
     """Compare minirl's own modules of a config with transformers'. Raises InputError if they differ.
 
@@ -167,7 +164,6 @@ def check_own(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> 
     _compare(model, oracle)
 
 
-@torch.no_grad()
 def measure(config: Any) -> tuple[ModelConfig, bool]:
     """The shape of a model by transformers' modules, and whether decoding had the bits of scoring.
 
@@ -180,7 +176,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
         "its attention does not use transformers' AttentionInterface",
     )
     is_tied = oracle.get_output_embeddings().weight is oracle.get_input_embeddings().weight
-    shape = model_config(small, (), is_tied=is_tied)
+    shape = model_config(small, is_tied=is_tied)
     model = HFTransformer(build_on_meta(small), shape)
     model.load_state_dict(oracle.state_dict(), strict=False, assign=True)
     model.tie_weights()
@@ -200,12 +196,15 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     )
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
     model.config = dataclasses.replace(shape, layer_windows=windows)
-    is_exact = _compare(model, oracle)
-    real = model_config(config, tuple(real_windows[window] for window in windows), is_tied=is_tied)
-    ignored = oracle._keys_to_ignore_on_load_unexpected or ()
-    return dataclasses.replace(real, kept_weights=tuple(ignored)), is_exact
+    real = dataclasses.replace(
+        model_config(config, is_tied=is_tied),
+        layer_windows=tuple(real_windows[window] for window in windows),
+        kept_weights=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
+    )
+    return real, _compare(model, oracle)
 
 
+@torch.no_grad()
 def _compare(model: Any, oracle: Any) -> bool:
     """Generate with both; returns whether decoding has the bits of scoring. Raises InputError if the models differ."""
     engine = Engine(model, max_running_requests=8, cache_tokens=1024, dtype=torch.float32, device=CPU)

@@ -24,7 +24,6 @@ from minirl.model import batch_invariance, padding
 from minirl.model.attention import Layout, PackedLayout, attend
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
-from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer
 
 # Arguments of attention functions that change nothing here: no model is in training mode, so none drops anything.
@@ -85,7 +84,10 @@ def packed_attention(
 
 
 class _BatchInvariant(TorchFunctionMode):
-    """Gives each row of a product, and each element of a function, the same bits in any batch on the CPU."""
+    """Gives each row of a product, and each element of a function, the same bits in any batch on the CPU.
+
+    The functions that it calls itself are torch's own: a mode is off while it handles a call.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,17 +96,15 @@ class _BatchInvariant(TorchFunctionMode):
         if func in _ELEMENTWISE and isinstance(args[0], Tensor) and args[0].is_floating_point():
             x = args[0].reshape(-1)
             padded = F.pad(x, (0, -len(x) % batch_invariance.VECTOR_WIDTH))
-            with torch._C.DisableTorchFunction():
-                return func(padded, *args[1:], **kwargs)[: len(x)].reshape(args[0].shape)
+            return func(padded, *args[1:], **kwargs)[: len(x)].reshape(args[0].shape)
         return func(*args, **kwargs)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., in]."""
     rows = x.reshape(-1, x.shape[-1])
-    with torch._C.DisableTorchFunction():
-        product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
-    return product[: len(rows)].reshape(*x.shape[:-1], len(weight))
+    product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
+    return product[: len(rows)].unflatten(0, x.shape[:-1])
 
 
 class _Linear(Linear):
@@ -114,18 +114,19 @@ class _Linear(Linear):
         return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
 
 
-def _fused_norm(norm: Any) -> Callable[[Tensor], Tensor] | None:
-    """`F.rms_norm` with the norm's weight, which keeps less for backward; None if it is another norm."""
+def _fuse_norm(norm: Any) -> None:
+    """Let a norm run `F.rms_norm` with its weight, which keeps less for backward, unless it is another norm."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
-        return None
+        return
     generator = torch.Generator().manual_seed(0)
     twin = copy.deepcopy(norm).to_empty(device="cpu")
     x, values = torch.randn(2, len(weight), generator=generator)
     with torch.no_grad():
         twin.weight.copy_(values)
         is_same = torch.allclose(twin(x), F.rms_norm(x, x.shape, values, eps), rtol=1e-5)
-    return (lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)) if is_same else None
+    if is_same:
+        norm.forward = lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 
 def build_on_meta(config: Any) -> Any:
@@ -137,9 +138,7 @@ def build_on_meta(config: Any) -> Any:
         hf = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     hf.set_attn_implementation("minirl")
     for module in hf.modules():
-        fused = _fused_norm(module)
-        if fused is not None:
-            module.forward = fused
+        _fuse_norm(module)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in module._non_persistent_buffers_set:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
@@ -152,18 +151,16 @@ def build_on_meta(config: Any) -> Any:
     return hf.eval()
 
 
-class HFTransformer(nn.Module):
-    """See the module, and `Transformer`."""
+class HFTransformer(Transformer):
+    """See the module."""
 
-    shards: Shards | None = None
     _hf: Any
     model: Any
     lm_head: Any
 
     def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
-        super().__init__()
+        nn.Module.__init__(self)  # the modules are those of `hf`
         self.config = config
-        self.recompute_layers = recompute_layers
         # Not registered: the parts of it are parts of this model, by the same names.
         self.__dict__["_hf"] = hf
         head = hf.get_output_embeddings()
@@ -176,11 +173,12 @@ class HFTransformer(nn.Module):
             self.__dict__["lm_head"] = head
         # The caller multiplies by the head; what the model does to logits is then done to hidden states.
         head.forward = lambda states: states
-        layers = decoder_layers(hf)
-        decoder = self._modules.get("model") or self.__dict__.setdefault("model", SimpleNamespace())
-        for name, module in (("layers", layers), ("embed_tokens", hf.get_input_embeddings())):
-            if not hasattr(decoder, name):
-                decoder.__dict__[name] = module
+        lists = (module for module in hf.modules() if isinstance(module, nn.ModuleList))
+        layers = next((layers for layers in lists if len(layers) == config.num_hidden_layers), None)
+        if layers is None:
+            raise InputError("config.json: it has no list of num_hidden_layers layers")
+        # What the rest asks of a `Decoder`.
+        self.__dict__["model"] = SimpleNamespace(layers=layers, embed_tokens=hf.get_input_embeddings())
         self.stream = Stream()
         for module in self.modules():
             module.__dict__["stream"] = self.stream
@@ -190,10 +188,10 @@ class HFTransformer(nn.Module):
             for layer in layers:
                 layer.forward = functools.partial(self._recompute, layer.forward)
         self._values = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
-        self._place: torch.device | None = None
+        self._place = torch.device("meta")
         self.tie_weights()
         if config.adapters is not None:
-            Transformer._add_adapters(self, config.adapters)  # type: ignore[arg-type]
+            self._add_adapters(config.adapters)
 
     def tie_weights(self) -> None:
         """See `Transformer`. Some heads' biases are tied, too."""
@@ -233,7 +231,6 @@ class HFTransformer(nn.Module):
             self._hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
 
     def _invariance(self) -> Any:
-        assert self._place is not None
         return _BatchInvariant() if self._place.type == "cpu" else nullcontext()
 
     def _recompute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -246,13 +243,3 @@ class HFTransformer(nn.Module):
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False) if torch.is_grad_enabled() else run(*args)
-
-
-def decoder_layers(hf: Any) -> nn.ModuleList:
-    """The decoder's layers. Raises InputError if the model lacks such a list."""
-    num_layers = hf.config.get_text_config().num_hidden_layers
-    lists = (m for m in hf.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
-    layers = next(lists, None)
-    if layers is None:
-        raise InputError("config.json: it has no list of num_hidden_layers layers")
-    return layers

@@ -26,11 +26,6 @@ class HFModel:
     text: str
     is_exact: bool
 
-    @property
-    def has_experts(self) -> bool:
-        """See `OtherModel`."""
-        return "expert" in self.text
-
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `OtherModel`."""
         hf = _built(self.text)
@@ -74,9 +69,12 @@ def check_own(raw: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelC
 
 
 def _text(raw: Mapping[str, Any]) -> str:
-    known = {key: value for key, value in raw.items() if key not in _OF_CLASS}
-    if known.get("quantization_config", True) is None:  # transformers takes null for one
-        del known["quantization_config"]
+    # transformers takes a quantization_config of null for one.
+    known = {
+        key: value
+        for key, value in raw.items()
+        if key not in _OF_CLASS and (key, value) != ("quantization_config", None)
+    }
     return json.dumps(known, sort_keys=True)
 
 
