@@ -308,7 +308,7 @@ def write_folder(
         )
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {
-            peft_name(_stored_name(name, prefix)): tensor
+            peft_name(_stored_name(name, prefix)): tensor.clone()  # a file's tensors share no memory
             for prefix in prefixes
             for name, tensor in tensors.items()
         }
