@@ -16,7 +16,7 @@ from minirl.errors import InputError
 from minirl.run.config import RunConfig
 from minirl.run.load_prompts import load_prompts
 from support.models import RAW_CONFIG
-from support.texts import CHAT_TEMPLATES, CHATML, HERMES, WITH_TOOLS, save_chat_tokenizer
+from support.texts import CHAT_TEMPLATES, CHATML, HERMES, WITH_TOOLS, assistant, save_chat_tokenizer, user
 
 ANSWER = "hello there"
 CONTENTS = (
@@ -53,7 +53,7 @@ def make(tmp_path):
 
 
 def conversation(*new, answer=ANSWER):
-    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}, *new]
+    return [user("q"), assistant(answer), *new]
 
 
 def written_behind(tokenizer, *new):
@@ -94,7 +94,7 @@ NO_TOOLS = CHATML.replace(
 )
 NO_TEXT = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
 
-SAID = {"role": "assistant", "content": "a"}
+SAID = assistant("a")
 TOLD = {"role": "tool", "content": ""}
 
 
@@ -128,24 +128,22 @@ WITH_CALLS = CHATML.replace(
 def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, role):
     """Roles that it does not know, and calls, also those of a message that the answer is to continue. Fault 22."""
     message = {"role": role, "content": "b", **({"tool_calls": [CALL]} if role == "assistant" else {})}
-    prompt = [message, {"role": "user", "content": "a"}]
+    prompt = [message, user("a")]
     with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{role}"):
         make(ONLY_KNOWN).encode(Row(prompt, {}, "f:1"))
     prompt_ids = make(WITH_CALLS).encode(Row([read_message(message, "f:1"), prompt[1]], {}, "f:1"))
     assert prompt_ids[-1] == 10
     with pytest.raises(InputError, match=r"^f:1: the chat template of .* does not show a tool call"):
-        make(WITH_CALLS).encode(
-            Row([prompt[1], {"role": "assistant", "content": "b", "tool_calls": [CALL]}], {}, "f:1")
-        )
+        make(WITH_CALLS).encode(Row([prompt[1], assistant("b", tool_calls=[CALL])], {}, "f:1"))
 
 
 def test_messages_are_read_as_users_and_clients_write_them(make):
     """Null and parts are text, and arguments as text are the object: a template would escape them twice."""
-    asked = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    asked = user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
     prompt = [
         asked,
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "user", "content": "c"},
+        assistant(None, tool_calls=[CALL]),
+        user("c"),
     ]
     read = read_prompt(prompt, "f:1")
     assert read == read_prompt(read, "f:1")
@@ -169,7 +167,7 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_ch
     save_chat_tokenizer(tmp_path, template, "</s>")
     tokenizer = Tokenizer(tmp_path)
     (eos_id,) = tokenizer.stop_ids
-    text = tokenizer.apply_template(conversation({"role": "user", "content": ""}), "f:1", is_prompt=False)
+    text = tokenizer.apply_template(conversation(user("")), "f:1", is_prompt=False)
     after = text.partition(ANSWER)[2]
     ends = {*tokenizer.encode_text(after.strip(), "f:1")[:1]}
     assert tokenizer.stop_ids_of(conversation()) == ends | {eos_id}
@@ -295,7 +293,7 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     message = message_of(tokenizer, "a</think>b<call>[1]</call><|im_end|>", "<|im_start|>assistant\n<think>")
     found = {"role": "assistant", "reasoning_content": "a", "content": "b", "tool_calls": [[1]]}
     assert message == found
-    assert message_of(tokenizer, "<|im_end|>") == {"role": "assistant", "content": ""}
+    assert message_of(tokenizer, "<|im_end|>") == assistant("")
     # Half a surrogate pair cannot be tokenized when it comes back in a message.
     assert "surrogates" in message_of(tokenizer, '<call>"\\ud800"</call>')["parse_error"]
     tokenizer.backend.response_template = template | {"fields": {}}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.data.jsonl import read_rows
@@ -19,7 +19,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.rollouts import RolloutId
-from support.texts import TEMPLATE, ids, letter_prompts, save_tokenizer
+from support.texts import TEMPLATE, assistant, ids, letter_prompts, save_tokenizer, user
 
 EOS = 1
 GOOD = b'{"prompt": "good", "answer": 1}'
@@ -88,10 +88,10 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 
-CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+CHAT = [{"role": "system", "content": "be kind"}, user("hello")]
 
 
-CONTINUED = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
+CONTINUED = [user("hello"), assistant("one, t")]
 
 
 def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
@@ -142,36 +142,18 @@ def test_an_id_that_is_no_token_is_unreadable_and_those_behind_it_are_read(tmp_p
     assert StopStrings(tokenizer, ["az"])([[*ids("a"), 50], [*ids("a"), hole, 50]]) == [True, False]
 
 
-def sentencepiece(normalizer=None, pre_tokenizer=None):
+def sentencepiece(first_space):
     """Single characters, and words with a first space, as SentencePiece has them."""
-    from tokenizers import normalizers
-
-    words = ["\u2581there", "\u2581was", "\u2581\u2581", "\u2581"]
-    letters = [*"abehrstw.0\n", *words]
-    merges = [
-        ("t", "h"),
-        ("th", "e"),
-        ("the", "r"),
-        ("ther", "e"),
-        ("\u2581", "there"),
-        ("w", "a"),
-        ("wa", "s"),
-    ]
-    merges += [("\u2581", "was"), ("\u2581", "\u2581")]
-    vocab = {
-        token: i for i, token in enumerate(dict.fromkeys([*letters, *("".join(pair) for pair in merges)]))
-    }
-    backend = Backend(models.BPE(vocab, merges))
-    replace = normalizers.Replace(" ", "\u2581")
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if normalizer else None
-    )
-    if pre_tokenizer:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=pre_tokenizer, split=False)
-    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = (
-        decoders.Sequence(steps) if normalizer else decoders.Metaspace(prepend_scheme=pre_tokenizer)
-    )
+    merges = [tuple(pair.split("+")) for pair in "t+h th+e the+r ther+e ▁+there w+a wa+s ▁+was ▁+▁".split()]
+    tokens = (*"abehrstw.0\n▁", *map("".join, merges))
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    if first_space == "prepended":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=first_space, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=first_space)
     return backend
 
 
@@ -184,10 +166,8 @@ def byte_level(adds_space):
 
 def unigram():
     """A line end is a space, and several are one."""
-    from tokenizers import Regex, normalizers
-
-    words = ["\u2581", "\u2581was", "\u2581there", *"ahersw.t"]
-    backend = Backend(models.Unigram([("<unk>", 0.0), *((word, -1.0) for word in words)], 0, False))
+    tokens = "▁ ▁was ▁there a h e r s w . t".split()
+    backend = Backend(models.Unigram([("<unk>", 0.0), *((token, -1.0) for token in tokens)], 0, False))
     backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -198,14 +178,11 @@ def unigram():
     "backend",
     [
         unigram(),
-        sentencepiece(normalizer="prepend"),
-        sentencepiece(pre_tokenizer="first"),
-        sentencepiece(pre_tokenizer="always"),
-        sentencepiece(pre_tokenizer="never"),
         byte_level(True),
         byte_level(False),
+        *map(sentencepiece, ("prepended", "first", "always", "never")),
     ],
-    ids=["unigram", "prepend", "first", "always", "never", "prefix space", "byte level"],
+    ids=["unigram", "prefix space", "byte level", "prepended", "first", "always", "never"],
 )
 def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp_path, backend):
     """No first space is added or lost. The text of all is that of the prompt and these."""
@@ -225,7 +202,7 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     """The template silently leaves out unknown fields. A result that is a list becomes its text."""
     call = {"type": "function", "function": {"name": "one", "arguments": {}}}
     completion = [
-        {"role": "assistant", "content": "wo", "tool_calls": [call]},
+        assistant("wo", tool_calls=[call]),
         {"role": "tool", "name": "one", "content": ["a"]},
     ]
     save_tokenizer(tmp_path, TEMPLATE)
@@ -235,7 +212,7 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
         Tokenizer(tmp_path, chat=True).encode_answered("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{names}{{% endfor %}}"))
-    encoded = Tokenizer(tmp_path).encode_answered([{"role": "user", "content": "hello"}], completion)
+    encoded = Tokenizer(tmp_path).encode_answered([user("hello")], completion)
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
 
 
@@ -392,7 +369,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
         "a\ud800b",
         "x" * 1_000_000,
         "a\u2028b\u0085c\x0bd\x1ce\tf\ng\r",
-        [{"role": "system", "content": ""}, {"role": "user", "content": "na\u00efve \U0001f600"}],
+        [{"role": "system", "content": ""}, user("na\u00efve \U0001f600")],
     ]
     lines = [json.dumps({"prompt": text, "answer": i}, ensure_ascii=False) for i, text in enumerate(texts)]
     # JSON's own escape is all that can write half a surrogate pair.
@@ -414,7 +391,7 @@ def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts
 def test_row_19_a_text_that_cannot_be_tokenized_is_named(tmp_path):
     """Half of a surrogate pair, as text and in a message."""
     save_tokenizer(tmp_path, TEMPLATE)
-    for text in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
+    for text in ("a\ud800", [user("a\ud800")]):
         with pytest.raises(InputError, match=r"^f:2: the text cannot be tokenized: .*ud800"):
             letter_prompts(["ab", text], tokenizer=Tokenizer(tmp_path))
 

@@ -35,6 +35,7 @@ from support.collecting import (
     unhurried,
 )
 from support.jobs import LIMIT_S
+from support.texts import user
 
 
 def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
@@ -48,7 +49,7 @@ def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
     async def careful(episode):
         for make in (lambda: episode.branch("a" * 200), lambda: episode):
             try:
-                await make().generate(after={"role": "user", "content": "a"} if make() is episode else None)
+                await make().generate(after=user("a") if make() is episode else None)
             except InputError as error:
                 caught.append(str(error))
         await episode.generate(max_tokens=4)
@@ -77,7 +78,7 @@ def test_a_row_belongs_to_its_episode_alone():
 
     async def spoiling(episode):
         episode.row.columns["board"].append("x")
-        episode.prompt.append({"role": "user", "content": "b"})
+        episode.prompt.append(user("b"))
         episode.tools.append({"type": "function", "function": {"name": "f"}})
         episode.row.prompt[0]["content"] += "!"
         turn = await episode.generate(max_tokens=2)
@@ -93,13 +94,13 @@ def test_a_row_belongs_to_its_episode_alone():
         return sizes
 
     prompts = chat_prompts()
-    prompts._rows = [Row([{"role": "user", "content": "a"}], {"board": []}, "f:1")]
+    prompts._rows = [Row([user("a")], {"board": []}, "f:1")]
     functions = {"reward": EpisodeReward(), "here": here, "later": lambda board: list(map(len, board))}
     collector = make_collector(prompts, rollout=spoiling, functions=functions)
     for _ in range(2):
         groups = collector.collect(2)
         assert groups.rewards.unique(dim=1).tolist() == [[[1.0, 0.0, 0.0]]] * 2
-    assert prompts._rows == [Row([{"role": "user", "content": "a"}], {"board": []}, "f:1")]
+    assert prompts._rows == [Row([user("a")], {"board": []}, "f:1")]
 
 
 def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
