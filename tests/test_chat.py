@@ -119,42 +119,41 @@ ONLY_KNOWN = CHATML.replace(
     "{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}"
 )
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 3}'}}
+CALLING = assistant("b", tool_calls=[CALL])
 WITH_CALLS = CHATML.replace(
     "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
 )
 
 
-@pytest.mark.parametrize("role", ["developer", "function", "system", "tool", "assistant"])
-def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, role):
+UNKNOWN = [{"role": role, "content": "b"} for role in ("developer", "function", "system", "tool")]
+
+
+def shown(tokenizer, row):
+    return tokenizer.backend.decode(tokenizer.encode(row))
+
+
+@pytest.mark.parametrize("message", [*UNKNOWN, CALLING], ids=lambda message: message["role"])
+def test_a_prompts_message_that_the_template_leaves_out_is_refused(make, message):
     """Roles that it does not know, and calls, also those of a message that the answer is to continue. Fault 22."""
-    message = {"role": role, "content": "b", **({"tool_calls": [CALL]} if role == "assistant" else {})}
-    prompt = [message, user("a")]
-    with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{role}"):
-        make(ONLY_KNOWN).encode(Row(prompt, {}, "f:1"))
-    prompt_ids = make(WITH_CALLS).encode(Row([read_message(message, "f:1"), prompt[1]], {}, "f:1"))
-    assert prompt_ids[-1] == 10
+    row = Row([read_message(message, "f:1"), user("a")], {}, "f:1")
+    with pytest.raises(InputError, match=rf"^f:1: the chat template of .* does not show .*{message['role']}"):
+        make(ONLY_KNOWN).encode(row)
+    assert make(WITH_CALLS).encode(row)[-1] == 10
     with pytest.raises(InputError, match=r"^f:1: the chat template of .* does not show a tool call"):
-        make(WITH_CALLS).encode(Row([prompt[1], assistant("b", tool_calls=[CALL])], {}, "f:1"))
+        make(WITH_CALLS).encode(Row([user("a"), CALLING], {}, "f:1"))
 
 
 def test_messages_are_read_as_users_and_clients_write_them(make):
     """Null and parts are text, and arguments as text are the object: a template would escape them twice."""
     asked = user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
-    prompt = [
-        asked,
-        assistant(None, tool_calls=[CALL]),
-        user("c"),
-    ]
-    read = read_prompt(prompt, "f:1")
+    read = read_prompt([asked, assistant(None, tool_calls=[CALL]), user("c")], "f:1")
     assert read == read_prompt(read, "f:1")
-    called = read[1]["tool_calls"][0]
-    assert read_message({"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}, "")["tool_calls"] == [
-        called
-    ]
+    indexed = {"role": "assistant", "tool_calls": [{**CALL, "index": 0}]}
+    assert read_message(indexed, "")["tool_calls"] == read[1]["tool_calls"]
     assert read_message({"role": "tool", "content": []}, "")["content"] == []
-    shown = make(WITH_CALLS).backend.decode(make(WITH_CALLS).encode(Row(read, {}, "f:1")))
-    assert "user\nab<|im_end|>" in shown
-    assert '"arguments": {"a": 3}' in shown
+    text = shown(make(WITH_CALLS), Row(read, {}, "f:1"))
+    assert "user\nab<|im_end|>" in text
+    assert '"arguments": {"a": 3}' in text
     assert asked["content"][0]["type"] == "text"
 
 
@@ -168,9 +167,8 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_ch
     tokenizer = Tokenizer(tmp_path)
     (eos_id,) = tokenizer.stop_ids
     text = tokenizer.apply_template(conversation(user("")), "f:1", is_prompt=False)
-    after = text.partition(ANSWER)[2]
-    ends = {*tokenizer.encode_text(after.strip(), "f:1")[:1]}
-    assert tokenizer.stop_ids_of(conversation()) == ends | {eos_id}
+    ends = tokenizer.encode_text(text.partition(ANSWER)[2].strip(), "f:1")[:1]
+    assert tokenizer.stop_ids_of(conversation()) == {*ends, eos_id}
     assert tokenizer.stop_ids_of("text") == {eos_id}
 
 
@@ -179,7 +177,7 @@ def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hi", "tools": [LOOKUP], "n": 1}))
     (row,) = read_rows(str(tmp_path / "rows.jsonl"))
     assert row.columns == {"n": 1}
-    assert "Look up." in make(WITH_TOOLS).backend.decode(make(WITH_TOOLS).encode(row))
+    assert "Look up." in shown(make(WITH_TOOLS), row)
     with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show the tool end"):
         make(CHATML).encode(row)
     with pytest.raises(InputError, match=r"rows.jsonl:1: has tools of its own, and so has the run"):
@@ -202,9 +200,9 @@ def untyped(query):
 def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     row = Row("hi", {}, "f:1")
     tokenizer = make(WITH_TOOLS, tools=[lookup])
-    ids = tokenizer.encode(row)
-    assert '"What to look for."' in tokenizer.backend.decode(ids)
-    assert make(WITH_TOOLS, tools=tokenizer.tools).encode(row) == ids
+    text = shown(tokenizer, row)
+    assert '"What to look for."' in text
+    assert shown(make(WITH_TOOLS, tools=tokenizer.tools), row) == text
 
 
 @pytest.mark.parametrize(

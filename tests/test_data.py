@@ -118,13 +118,17 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
 
-def test_text_prompts_have_one_bos_and_no_eos_and_a_note_says_so(tmp_path):
-    """Where the text spells out a BOS, and where the tokenizer ends texts with an EOS. Pitfall 17."""
-    save_tokenizer(tmp_path, None, single="<bos> $A <eos>")
-    tokenizer = Tokenizer(tmp_path)
-    for text in ("hello.", "<bos>hello."):
-        assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
-    assert tokenizer.encode_answered("<bos>he", "llo.") == ids("<bos>hello.<eos>")
+def test_text_prompts_have_one_bos_and_no_eos_and_answered_ones_one_end_token(tmp_path):
+    """Where the text spells out a BOS, and where the tokenizer ends texts with an EOS. Pitfalls 17 and 18.
+
+    A note says so.
+    """
+    for single in ("<bos> $A", "<bos> $A <eos>"):
+        save_tokenizer(tmp_path, TEMPLATE, single=single)
+        tokenizer = Tokenizer(tmp_path)
+        for text in ("hello.", "<bos>hello."):
+            assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
+            assert tokenizer.encode_answered(text, " cd") == ids("<bos>hello. cd<eos>")
     assert any(
         "writes <eos> after texts" in note for note in letter_prompts("a", tokenizer=tokenizer).notes()
     )
@@ -137,9 +141,9 @@ def test_an_id_that_is_no_token_is_unreadable_and_those_behind_it_are_read(tmp_p
     backend["model"]["vocab"]["z"] = 50
     (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
     tokenizer = Tokenizer(tmp_path)
-    hole = ids("z")[0]
-    assert tokenizer.decode([50, hole, *ids("a"), 51, 50]) == "z\ufffda\ufffdz"
-    assert StopStrings(tokenizer, ["az"])([[*ids("a"), 50], [*ids("a"), hole, 50]]) == [True, False]
+    hole, a = ids("za")
+    assert tokenizer.decode([50, hole, a, 51, 50]) == "z\ufffda\ufffdz"
+    assert StopStrings(tokenizer, ["az"])([[a, 50], [a, hole, 50]]) == [True, False]
 
 
 def sentencepiece(first_space):
@@ -247,13 +251,6 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
     (spoilt_folder / f"{name}.json").write_text(content)
     with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
         Tokenizer(spoilt_folder)
-
-
-def test_an_answered_text_ends_with_one_end_token(tmp_path):
-    """Also where the tokenizer's own template of a text has one. Pitfall 18."""
-    for single in ("<bos> $A", "<bos> $A <eos>"):
-        save_tokenizer(tmp_path, TEMPLATE, single=single)
-        assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids("<bos>ab, cd<eos>")
 
 
 def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(chat_folder):

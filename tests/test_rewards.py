@@ -253,7 +253,7 @@ def test_row_23_25_a_function_of_this_process_that_raises_or_hangs_ends_the_run_
 def test_an_empty_answer_that_continues_the_prompts_last_message_is_a_message():
     """Rewards read the last message of each completion."""
     prompt = [user("a"), assistant("so")]
-    rollout = rollout_of(RolloutId(0, 0), token_tensor([5]), appended(ids("<eos>")), "stop")
+    _, [[rollout]] = made_groups(("",))
     record = EpisodeRecord([TurnFacts(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
     assert answers_of(replace(rollout, episode=record), letter_tokenizer()) == [assistant("")]
 
