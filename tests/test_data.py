@@ -376,13 +376,35 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
     assert list(read_rows(path)) == expected
 
 
-@pytest.mark.parametrize("texts", ["aaaaz", "zaaaz"])
-def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts):
-    """A larger tokenizer would read outside of it; rows that do not use the rest are fine. Pitfall 6."""
-    said = f"^f:{texts.index('z') + 1}: token id 122, and the model has 122 embeddings"
+EMBEDDED = {"vocab_size": ord("z")}
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "said"),
+    [
+        ("aaaaz", EMBEDDED, "^f:5: token id 122, and the model has 122 embeddings"),
+        ("zaaaz", EMBEDDED, "^f:1: token id 122, and the model has 122 embeddings"),
+        (["a", ""], {}, "^f:2: the prompt has no tokens"),
+        (
+            ["a" * 7, "b" * 11],
+            {},
+            "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens",
+        ),
+    ],
+)
+def test_rows_21_and_36_prompts_with_an_id_too_many_no_tokens_or_too_little_room_are_refused(
+    texts, options, said
+):
+    """By the first row, or by the flags that give room. A larger tokenizer would read outside of the embeddings; one
+    without a BOS may find nothing in a text. Pitfall 6.
+    """
     with pytest.raises(InputError, match=said):
-        letter_prompts(texts, vocab_size=ord("z"))
-    assert letter_prompts("aaaa", vocab_size=ord("z")).num_prompts == 4
+        letter_prompts(texts, **options)
+
+
+def test_prompts_without_rows_or_without_the_tokenizers_last_ids_are_no_error():
+    assert letter_prompts("aaaa", **EMBEDDED).num_prompts == 4
+    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
 
 
 def test_row_19_a_text_that_cannot_be_tokenized_is_named(tmp_path):
@@ -406,14 +428,6 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
     assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
 
 
-def test_row_21_prompts_that_all_leave_too_little_are_refused():
-    """The flags that give room are named. An empty file is not an error."""
-    said = "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens"
-    with pytest.raises(InputError, match=said):
-        letter_prompts(["a" * 7, "b" * 11])
-    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
-
-
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):
     """No import."""
     save_tokenizer(tmp_path, TEMPLATE)
@@ -432,9 +446,3 @@ def test_row_36_a_tokenizer_without_an_end_token_is_said():
     (said,) = letter_prompts(["\1"], vocab_size=7).notes(per_step=1)
     assert "completions end only at --max-new-tokens" in said
     assert letter_prompts(["\1"], vocab_size=8).notes(per_step=1) == []
-
-
-def test_row_36_a_prompt_without_tokens_is_refused_by_row():
-    """A tokenizer without a BOS may find nothing in a text."""
-    with pytest.raises(InputError, match="f:2: the prompt has no tokens"):
-        letter_prompts(["a", ""])
