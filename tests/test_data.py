@@ -215,7 +215,8 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     ):
         Tokenizer(tmp_path, chat=True).encode_answered("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
-    save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{names}{{% endfor %}}"))
+    of_texts = TEMPLATE.replace("m['content']", "m['content'].strip()")
+    save_tokenizer(tmp_path, of_texts.replace("{% endfor %}", f"{names}{{% endfor %}}"))
     encoded = Tokenizer(tmp_path).encode_answered([user("hello")], completion)
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
 
