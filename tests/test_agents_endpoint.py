@@ -323,10 +323,7 @@ def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
 
         await asyncio.gather(*(ask_once() for _ in range(100)))
 
-    async def flooded():
-        await at_least(36, answers)
-
-    assert len(drive(agent, while_sampled=flooded)) == 1
+    assert len(drive(agent, while_sampled=lambda: at_least(36, answers))) == 1
     assert {status for status, _ in answers} == {429}
     assert answers[0][1]["error"]["message"] == "64 requests of the episode are waiting already"
 
