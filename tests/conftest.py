@@ -8,11 +8,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import support.interpreter  # noqa: F401  before any test imports triton
+from minirl.episodes import running
 from minirl.episodes.event_loop import event_loop
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.embedded_model import embedded_model_folder
@@ -61,6 +63,14 @@ def four_ranks() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The clock of functions that reply, which stands still until its `monotonic` is another."""
+    stopped = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(running, "time", stopped)
+    return stopped
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 
 from minirl.data.task import Row
-from minirl.episodes import running
 from minirl.episodes.episode import Episode
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, RolloutError
@@ -324,10 +323,7 @@ def test_row_60_a_flood_of_requests_is_refused_and_those_that_wait_end_with_the_
 
         await asyncio.gather(*(ask_once() for _ in range(100)))
 
-    async def flooded():
-        await at_least(36, answers)
-
-    assert len(drive(agent, while_sampled=flooded)) == 1
+    assert len(drive(agent, while_sampled=lambda: at_least(36, answers))) == 1
     assert {status for status, _ in answers} == {429}
     assert answers[0][1]["error"]["message"] == "64 requests of the episode are waiting already"
 
@@ -442,8 +438,8 @@ FAILS = {
 
 
 @pytest.mark.parametrize("name", FAILS)
-def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name, monkeypatch):
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=time.monotonic))
+@pytest.mark.usefixtures("clock")
+def test_row_60_an_agent_that_fails_is_the_runs_clear_error(load, name):
     collector = make_collector(chat_prompts(120), rollout=load(name, HOSTILE), call_timeout=60.0)
     with pytest.raises(RolloutError, match=rf"rollout {name} for the row at f:\d+, {FAILS[name]}"):
         collector.collect(1)

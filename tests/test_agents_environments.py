@@ -24,7 +24,7 @@ from support.collecting import (
     make_collector,
 )
 from support.engines import make_request
-from support.texts import HERMES, WITH_TOOLS, save_chat_tokenizer
+from support.texts import HERMES, WITH_TOOLS, assistant, save_chat_tokenizer, user
 
 SOURCE = '''
 import asyncio, signal, threading
@@ -220,9 +220,7 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
     assert environment.gives_reward
     texts = [call("guess", number=3), call("guess", number=12) + call("wait"), "done"]
     (_, *requests), episode = converse(environment.function, tokenizer, texts, {"target": 12})
-    assert episode.branches[1].prompt == [
-        {"role": "user", "content": "how much? (it is below 20; 1 message)"}
-    ]
+    assert episode.branches[1].prompt == [user("how much? (it is below 20; 1 message)")]
     assert [request.after for request in requests] == [
         [result("guess", "too small")],
         [result("guess", "right"), result("wait", "waited")],
@@ -255,7 +253,7 @@ def test_row_59_what_is_no_tool_or_environment_or_lacks_the_reward_is_refused_at
 def test_results_of_tools_are_counted_and_so_are_those_that_are_errors():
     async def rollout(episode):
         await episode.generate(max_tokens=3)
-        told = {"role": "user", "content": "{'error': "}
+        told = user("{'error': ")
         results = [result("add", "3"), result("add", "{'error': 'no'}"), told]
         await episode.generate(after=results, max_tokens=3)
 
@@ -383,9 +381,10 @@ def said(content, *calls):
     structures = [
         {"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls
     ]
-    return {"role": "assistant", "content": content} | ({"tool_calls": structures} if calls else {})
+    return assistant(content) | ({"tool_calls": structures} if calls else {})
 
 
+WITH_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT
 GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "[b]")]
 
 
@@ -412,18 +411,16 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
     loaded, functions = load_rollout(config), load_task(config).rewards
-    tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
+    tokenizer = copy.copy(letter_tokenizer(HERMES + WITH_NAMES, chat=True))
     tokenizer.tools = loaded.tools
     prompts = Prompts(tokenizer=tokenizer, max_new_tokens=450)
-    prompts._rows = [Row([{"role": "user", "content": "a b"}], {"answer": "Yes"}, "f:1")]
+    prompts._rows = [Row([user("a b")], {"answer": "Yes"}, "f:1")]
     collector = make_collector(prompts, rollout=loaded.function, functions=functions, group_size=1)
     assert collector.collect(1).rewards.tolist() == [[[score]]]
 
 
-# It shows the names of tools, and begins answers otherwise where there are any.
-WITH_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT.replace(
-    "<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:"
-)
+# It begins answers otherwise where there are tools.
+MAY_CALL = WITH_NAMES.replace("<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:")
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
@@ -435,9 +432,9 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
     async def in_a_branch(episode):
         branch = episode.branch(episode.messages, tools=[LOOK])
         await branch.generate(max_tokens=3)
-        await branch.generate(after={"role": "user", "content": "go on"}, max_tokens=3)
+        await branch.generate(after=user("go on"), max_tokens=3)
 
-    prompts = chat_prompts(200, HERMES + WITH_NAMES)
+    prompts = chat_prompts(200, HERMES + MAY_CALL)
     for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
         assert messages_of(rollout, prompts.tokenizer)[-1] == asks
         text = prompts.tokenizer.decode(rollout.tokens, skip_special_tokens=False)

@@ -40,12 +40,8 @@ def test_free_memory_is_what_the_tightest_control_group_allows(tmp_path):
     write("sys/fs/cgroup", max="max", current=900, stat="inactive_file 10")
     assert free_memory(tmp_path) == 2048_000
     for folder, limit in {"a": 1500, "a/b": 2000}.items():
-        numbers = {
-            "limit_in_bytes": limit,
-            "usage_in_bytes": 600,
-            "stat": "inactive_file 3\ntotal_inactive_file 7",
-        }
-        write(f"sys/fs/cgroup/memory/{folder}", **numbers)
+        stat = "inactive_file 3\ntotal_inactive_file 7"
+        write(f"sys/fs/cgroup/memory/{folder}", limit_in_bytes=limit, usage_in_bytes=600, stat=stat)
     assert free_memory(tmp_path) == 907
     write("sys/fs/cgroup", max=1000)
     assert free_memory(tmp_path) == 110

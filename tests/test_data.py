@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.data.jsonl import read_rows
@@ -19,7 +19,7 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.rollouts import RolloutId
-from support.texts import TEMPLATE, ids, letter_prompts, save_tokenizer
+from support.texts import TEMPLATE, assistant, ids, letter_prompts, save_tokenizer, user
 
 EOS = 1
 GOOD = b'{"prompt": "good", "answer": 1}'
@@ -88,10 +88,10 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 
-CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+CHAT = [{"role": "system", "content": "be kind"}, user("hello")]
 
 
-CONTINUED = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one, t"}]
+CONTINUED = [user("hello"), assistant("one, t")]
 
 
 def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
@@ -118,60 +118,34 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
 
-def test_text_prompts_have_one_bos_and_no_eos_and_a_note_says_so(tmp_path):
-    """Where the text spells out a BOS, and where the tokenizer ends texts with an EOS. Pitfall 17."""
-    save_tokenizer(tmp_path, None, single="<bos> $A <eos>")
-    tokenizer = Tokenizer(tmp_path)
-    for text in ("hello.", "<bos>hello."):
-        assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
-    assert tokenizer.encode_answered("<bos>he", "llo.") == ids("<bos>hello.<eos>")
+def test_text_prompts_have_one_bos_and_no_eos_and_answered_ones_one_end_token(tmp_path):
+    """Where the text spells out a BOS, and where the tokenizer ends texts with an EOS. Pitfalls 17 and 18.
+
+    A note says so.
+    """
+    for single in ("<bos> $A", "<bos> $A <eos>"):
+        save_tokenizer(tmp_path, TEMPLATE, single=single)
+        tokenizer = Tokenizer(tmp_path)
+        for text in ("hello.", "<bos>hello."):
+            assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
+            assert tokenizer.encode_answered(text, " cd") == ids("<bos>hello. cd<eos>")
     assert any(
         "writes <eos> after texts" in note for note in letter_prompts("a", tokenizer=tokenizer).notes()
     )
 
 
-def test_an_id_that_is_no_token_is_unreadable_and_those_behind_it_are_read(tmp_path):
-    """Ids may have holes: the stop token may have a greater id than there are tokens. Pitfall 6."""
-    save_tokenizer(tmp_path, None)
-    backend = json.loads((tmp_path / "tokenizer.json").read_text())
-    backend["model"]["vocab"]["z"] = 50
-    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
-    tokenizer = Tokenizer(tmp_path)
-    hole = ids("z")[0]
-    assert tokenizer.decode([50, hole, *ids("a"), 51, 50]) == "z\ufffda\ufffdz"
-    assert StopStrings(tokenizer, ["az"])([[*ids("a"), 50], [*ids("a"), hole, 50]]) == [True, False]
-
-
-def sentencepiece(normalizer=None, pre_tokenizer=None):
+def sentencepiece(first_space):
     """Single characters, and words with a first space, as SentencePiece has them."""
-    from tokenizers import normalizers
-
-    words = ["\u2581there", "\u2581was", "\u2581\u2581", "\u2581"]
-    letters = [*"abehrstw.0\n", *words]
-    merges = [
-        ("t", "h"),
-        ("th", "e"),
-        ("the", "r"),
-        ("ther", "e"),
-        ("\u2581", "there"),
-        ("w", "a"),
-        ("wa", "s"),
-    ]
-    merges += [("\u2581", "was"), ("\u2581", "\u2581")]
-    vocab = {
-        token: i for i, token in enumerate(dict.fromkeys([*letters, *("".join(pair) for pair in merges)]))
-    }
-    backend = Backend(models.BPE(vocab, merges))
-    replace = normalizers.Replace(" ", "\u2581")
-    backend.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if normalizer else None
-    )
-    if pre_tokenizer:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=pre_tokenizer, split=False)
-    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = (
-        decoders.Sequence(steps) if normalizer else decoders.Metaspace(prepend_scheme=pre_tokenizer)
-    )
+    merges = [tuple(pair.split("+")) for pair in "t+h th+e the+r ther+e ▁+there w+a wa+s ▁+was ▁+▁".split()]
+    tokens = (*"abehrstw.0\n▁", *map("".join, merges))
+    backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    if first_space == "prepended":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=first_space, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=first_space)
     return backend
 
 
@@ -184,10 +158,8 @@ def byte_level(adds_space):
 
 def unigram():
     """A line end is a space, and several are one."""
-    from tokenizers import Regex, normalizers
-
-    words = ["\u2581", "\u2581was", "\u2581there", *"ahersw.t"]
-    backend = Backend(models.Unigram([("<unk>", 0.0), *((word, -1.0) for word in words)], 0, False))
+    tokens = "▁ ▁was ▁there a h e r s w . t".split()
+    backend = Backend(models.Unigram([("<unk>", 0.0), *((token, -1.0) for token in tokens)], 0, False))
     backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     backend.decoder = decoders.Metaspace(prepend_scheme="always")
@@ -198,14 +170,11 @@ def unigram():
     "backend",
     [
         unigram(),
-        sentencepiece(normalizer="prepend"),
-        sentencepiece(pre_tokenizer="first"),
-        sentencepiece(pre_tokenizer="always"),
-        sentencepiece(pre_tokenizer="never"),
         byte_level(True),
         byte_level(False),
+        *map(sentencepiece, ("prepended", "first", "always", "never")),
     ],
-    ids=["unigram", "prepend", "first", "always", "never", "prefix space", "byte level"],
+    ids=["unigram", "prefix space", "byte level", "prepended", "first", "always", "never"],
 )
 def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp_path, backend):
     """No first space is added or lost. The text of all is that of the prompt and these."""
@@ -225,7 +194,7 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     """The template silently leaves out unknown fields. A result that is a list becomes its text."""
     call = {"type": "function", "function": {"name": "one", "arguments": {}}}
     completion = [
-        {"role": "assistant", "content": "wo", "tool_calls": [call]},
+        assistant("wo", tool_calls=[call]),
         {"role": "tool", "name": "one", "content": ["a"]},
     ]
     save_tokenizer(tmp_path, TEMPLATE)
@@ -234,8 +203,9 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     ):
         Tokenizer(tmp_path, chat=True).encode_answered("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
-    save_tokenizer(tmp_path, TEMPLATE.replace("{% endfor %}", f"{names}{{% endfor %}}"))
-    encoded = Tokenizer(tmp_path).encode_answered([{"role": "user", "content": "hello"}], completion)
+    of_texts = TEMPLATE.replace("m['content']", "m['content'].strip()")
+    save_tokenizer(tmp_path, of_texts.replace("{% endfor %}", f"{names}{{% endfor %}}"))
+    encoded = Tokenizer(tmp_path).encode_answered([user("hello")], completion)
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
 
 
@@ -272,22 +242,23 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
         Tokenizer(spoilt_folder)
 
 
-def test_an_answered_text_ends_with_one_end_token(tmp_path):
-    """Also where the tokenizer's own template of a text has one. Pitfall 18."""
-    for single in ("<bos> $A", "<bos> $A <eos>"):
-        save_tokenizer(tmp_path, TEMPLATE, single=single)
-        assert Tokenizer(tmp_path).encode_answered("ab,", " cd") == ids("<bos>ab, cd<eos>")
+def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(spoilt_folder):
+    """Unknown ids first, last and side by side, none at all; a list or a tensor; spaces before punctuation stay.
 
-
-def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(chat_folder):
-    """Unknown ids first, last and side by side, none at all; a list or a tensor; spaces before punctuation stay."""
-    tokenizer = Tokenizer(chat_folder)
-    unknown = len(tokenizer.backend)
+    Ids may have holes: the stop token may have a greater id than there are tokens. Pitfall 6.
+    """
+    path = spoilt_folder / "tokenizer.json"
+    backend = json.loads(path.read_text())
+    backend["model"]["vocab"]["z"] = 50
+    path.write_text(json.dumps(backend))
+    tokenizer = Tokenizer(spoilt_folder)
+    hole, a = ids("za")
     assert tokenizer.decode([*ids("a , b ."), EOS]) == "a , b ."
     assert tokenizer.decode([]) == ""
-    sampled = [unknown, *ids("<bos>ab"), 2**31, unknown, *ids("c<eos>d"), unknown]
+    sampled = [51, *ids("<bos>ab"), 2**31, hole, *ids("c<eos>d"), 50, hole]
     for given in (sampled, torch.tensor(sampled)):
-        assert tokenizer.decode(given) == "\ufffdab\ufffd\ufffdcd\ufffd"
+        assert tokenizer.decode(given) == "\ufffdab\ufffd\ufffdcdz\ufffd"
+    assert StopStrings(tokenizer, ["az"])([[a, 50], [a, hole, 50]]) == [True, False]
 
 
 def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder):
@@ -392,7 +363,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
         "a\ud800b",
         "x" * 1_000_000,
         "a\u2028b\u0085c\x0bd\x1ce\tf\ng\r",
-        [{"role": "system", "content": ""}, {"role": "user", "content": "na\u00efve \U0001f600"}],
+        [{"role": "system", "content": ""}, user("na\u00efve \U0001f600")],
     ]
     lines = [json.dumps({"prompt": text, "answer": i}, ensure_ascii=False) for i, text in enumerate(texts)]
     # JSON's own escape is all that can write half a surrogate pair.
@@ -402,19 +373,41 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
     assert list(read_rows(path)) == expected
 
 
-@pytest.mark.parametrize("texts", ["aaaaz", "zaaaz"])
-def test_row_36_the_first_prompt_with_an_id_beyond_the_embeddings_is_named(texts):
-    """A larger tokenizer would read outside of it; rows that do not use the rest are fine. Pitfall 6."""
-    said = f"^f:{texts.index('z') + 1}: token id 122, and the model has 122 embeddings"
+EMBEDDED = {"vocab_size": ord("z")}
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "said"),
+    [
+        ("aaaaz", EMBEDDED, "^f:5: token id 122, and the model has 122 embeddings"),
+        ("zaaaz", EMBEDDED, "^f:1: token id 122, and the model has 122 embeddings"),
+        (["a", ""], {}, "^f:2: the prompt has no tokens"),
+        (
+            ["a" * 7, "b" * 11],
+            {},
+            "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens",
+        ),
+    ],
+)
+def test_rows_21_and_36_prompts_with_an_id_too_many_no_tokens_or_too_little_room_are_refused(
+    texts, options, said
+):
+    """By the first row, or by the flags that give room. A larger tokenizer would read outside of the embeddings; one
+    without a BOS may find nothing in a text. Pitfall 6.
+    """
     with pytest.raises(InputError, match=said):
-        letter_prompts(texts, vocab_size=ord("z"))
-    assert letter_prompts("aaaa", vocab_size=ord("z")).num_prompts == 4
+        letter_prompts(texts, **options)
+
+
+def test_prompts_without_rows_or_without_the_tokenizers_last_ids_are_no_error():
+    assert letter_prompts("aaaa", **EMBEDDED).num_prompts == 4
+    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
 
 
 def test_row_19_a_text_that_cannot_be_tokenized_is_named(tmp_path):
     """Half of a surrogate pair, as text and in a message."""
     save_tokenizer(tmp_path, TEMPLATE)
-    for text in ("a\ud800", [{"role": "user", "content": "a\ud800"}]):
+    for text in ("a\ud800", [user("a\ud800")]):
         with pytest.raises(InputError, match=r"^f:2: the text cannot be tokenized: .*ud800"):
             letter_prompts(["ab", text], tokenizer=Tokenizer(tmp_path))
 
@@ -430,14 +423,6 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
     assert prompts.num_prompts == 2
     (said,) = prompts.notes()
     assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
-
-
-def test_row_21_prompts_that_all_leave_too_little_are_refused():
-    """The flags that give room are named. An empty file is not an error."""
-    said = "every prompt is too long: the shortest has 7 tokens, and --max-new-tokens 4 leaves 6 of .*--cache-tokens"
-    with pytest.raises(InputError, match=said):
-        letter_prompts(["a" * 7, "b" * 11])
-    assert letter_prompts([]).requests([], group_size=0, num_greedy=1) == []
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):
@@ -458,9 +443,3 @@ def test_row_36_a_tokenizer_without_an_end_token_is_said():
     (said,) = letter_prompts(["\1"], vocab_size=7).notes(per_step=1)
     assert "completions end only at --max-new-tokens" in said
     assert letter_prompts(["\1"], vocab_size=8).notes(per_step=1) == []
-
-
-def test_row_36_a_prompt_without_tokens_is_refused_by_row():
-    """A tokenizer without a BOS may find nothing in a text."""
-    with pytest.raises(InputError, match="f:2: the prompt has no tokens"):
-        letter_prompts(["a", ""])

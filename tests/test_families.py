@@ -11,14 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from minirl.errors import InputError
-from minirl.generation.engine import Request
 from minirl.model.config import Adapters
 from minirl.model.families import FAMILIES, config_from_dict, read_config
 from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import kept_tensors, load_replica, read_tokenizer_files, write_folder
-from minirl.rollouts import RolloutId
 from minirl.run.budget import num_parameters
-from support.engines import CPU, hidden_states, make_engine, scores_of
+from support.engines import CPU, hidden_states, make_engine, make_request, scores_of
 from support.families import CASES, DELTA_NET, PUBLISHED, check_peft, family_table, make_checkpoint, twin
 from support.marks import slow
 from support.resuming import resume
@@ -42,7 +40,9 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
     engine = make_engine(model)
     prompts = [tuple(range(3, 3 + length)) for length in (5, 40)]
     requests = [
-        Request(prompt, RolloutId(i, t), t, max_new_tokens=16, temperature=float(t), stop_ids=frozenset())
+        make_request(
+            prompt, number=i, member=t, max_new_tokens=16, temperature=float(t), stop_ids=frozenset()
+        )
         for t in (0, 1)
         for i, prompt in enumerate(prompts)
     ]

@@ -1,12 +1,9 @@
 """What rollout functions may not do, ask for or give: refused with function, row and turn."""
 
 import re
-import time
-from types import SimpleNamespace
 
 import pytest
 
-from minirl.episodes import running
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
@@ -76,15 +73,13 @@ async def mine(episode):
 
 
 @pytest.mark.parametrize(("code", "said", "when"), WRONG, ids=range(len(WRONG)))
-def test_row_53_61_what_an_episode_does_asks_for_or_gives_wrongly_stops_the_run(
-    tmp_path, code, said, when, monkeypatch
-):
+@pytest.mark.usefixtures("clock")
+def test_row_53_61_what_an_episode_does_asks_for_or_gives_wrongly_stops_the_run(tmp_path, code, said, when):
     """It names function, row and turn, and leaves nothing running. Faults 24 and 56, too."""
     functions = {name: EpisodeReward(name) for name in ("total",) if name in said}
     returned = dict.fromkeys(functions, 1.0)
     (tmp_path / "mine.py").write_text(f"RETURNED = {returned}\n{SOURCE}    {code}\n")
     rollout = load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:mine")).function
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=time.monotonic))
     options = {"functions": functions or None, "group_size": 1, "call_timeout": 60.0}
     collector = make_collector(Prompts(num_rows=9), rollout=rollout, **options)
     with pytest.raises(RolloutError) as raised:

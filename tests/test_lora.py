@@ -83,10 +83,7 @@ def train_one_update(rank, folder, options):
     # A CUDA graph reads the adapters there.
     assert addresses == [parameter.data_ptr() for parameter in model.decoder.parameters()]
     assert all(".lora_" in name for name in model.masters)
-    for own_base in (
-        folder,
-        folder.parent / ".." / folder.parent.name / folder.name,
-    ):  # the latter as another folder
+    for own_base in (folder, folder / ".." / folder.name):  # the latter as another folder
         value = sharded(own_base, scalar_head=True, adapters=NARROW, base=model, **options)
         assert value.masters.keys() == {*model.masters, "score.weight"}
         for name, weight in value.compute_weights.items():

@@ -4,14 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minirl.generation.engine import Request
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout
 from minirl.model.weights import load_replica
-from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
-from support.engines import CPU, hidden_states, make_engine, score_at
+from support.engines import CPU, hidden_states, make_engine, make_request, score_at
 from support.families import CASES, make_checkpoint, twin
 from support.marks import slow
 
@@ -149,7 +147,7 @@ def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(data
     model, stop_ids = load_replica(folder, dtype=torch.float32), frozenset({1})
     engine = make_engine(model)
     requests = [
-        Request(tuple(prompt), RolloutId(i, 0), i, max_new_tokens=100, temperature=0.0, stop_ids=stop_ids)
+        make_request(prompt, number=i, max_new_tokens=100, temperature=0.0, stop_ids=stop_ids)
         for i, prompt in enumerate(prompts)
     ]
     for rollout, prompt in zip(engine.generate(requests), prompts, strict=True):

@@ -35,6 +35,7 @@ from support.collecting import (
     unhurried,
 )
 from support.jobs import LIMIT_S
+from support.texts import user
 
 
 def rollouts_of(rollout, num_steps=1, num_groups=5, **options):
@@ -46,9 +47,9 @@ def test_a_rejected_request_is_raised_at_its_await_and_the_function_may_go_on():
     caught = []
 
     async def careful(episode):
-        for make in (lambda: episode.branch("a" * 200), lambda: episode):
+        for branch, after in ((episode.branch("a" * 200), None), (episode, user("a"))):
             try:
-                await make().generate(after={"role": "user", "content": "a"} if make() is episode else None)
+                await branch.generate(after=after)
             except InputError as error:
                 caught.append(str(error))
         await episode.generate(max_tokens=4)
@@ -77,7 +78,7 @@ def test_a_row_belongs_to_its_episode_alone():
 
     async def spoiling(episode):
         episode.row.columns["board"].append("x")
-        episode.prompt.append({"role": "user", "content": "b"})
+        episode.prompt.append(user("b"))
         episode.tools.append({"type": "function", "function": {"name": "f"}})
         episode.row.prompt[0]["content"] += "!"
         turn = await episode.generate(max_tokens=2)
@@ -85,7 +86,7 @@ def test_a_row_belongs_to_its_episode_alone():
         return float(len(episode.row.columns["board"]))
 
     def here(rollouts, board, prompts):
-        sizes = [float(len(one)) for one in board]
+        sizes = list(map(len, board))
         for rollout, one, prompt in zip(rollouts, board, prompts, strict=True):
             rollout.episode.row.columns["board"].append("y")
             one.append("y")
@@ -93,37 +94,32 @@ def test_a_row_belongs_to_its_episode_alone():
         return sizes
 
     prompts = chat_prompts()
-    prompts._rows = [Row([{"role": "user", "content": "a"}], {"board": []}, "f:1")]
+    prompts._rows, unchanged = ([Row([user("a")], {"board": []}, "f:1")] for _ in range(2))
     functions = {"reward": EpisodeReward(), "here": here, "later": lambda board: list(map(len, board))}
     collector = make_collector(prompts, rollout=spoiling, functions=functions)
     for _ in range(2):
         groups = collector.collect(2)
         assert groups.rewards.unique(dim=1).tolist() == [[[1.0, 0.0, 0.0]]] * 2
-    assert prompts._rows == [Row([{"role": "user", "content": "a"}], {"board": []}, "f:1")]
+    assert prompts._rows == unchanged
 
 
 def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
     """Numbers of numpy, sets and paths are read; what JSON cannot hold would end the step that logs it."""
 
-    async def noting(episode, noted):
+    noted = {"a": numpy.float32(0.5), "b": {1}, "c": Path("x"), "d": torch.ones(2)}
+
+    async def noting(episode):
         turn = await episode.generate(max_tokens=2)
         turn.extra["noted"] = noted
 
-    noted = {"a": numpy.float32(0.5), "b": {1}, "c": Path("x"), "d": torch.ones(2)}
-    (rollout, *_) = (
-        make_collector(rollout=functools.partial(noting, noted=noted)).collect(1).rewarded.rollouts
-    )
-    assert json.loads(json_text(rollout.episode.turns[0].numbers()))["extra"]["noted"] == {
-        "a": 0.5,
-        "b": [1],
-        "c": "x",
-        "d": [1.0, 1.0],
-    }
+    rollout = make_collector(rollout=noting).collect(1).rewarded.rollouts[0]
+    extra = json.loads(json_text(rollout.episode.turns[0].numbers()))["extra"]
+    assert extra == {"noted": {"a": 0.5, "b": [1], "c": "x", "d": [1.0, 1.0]}}
     noted[(1, 2)] = 3
     with pytest.raises(
         RolloutError, match=r"row at f:\d+, after turn 1: turn.extra, .* is not JSON: keys must be"
     ):
-        make_collector(rollout=functools.partial(noting, noted=noted)).collect(1)
+        make_collector(rollout=noting).collect(1)
 
 
 FUNCTIONS = [(one_turn, 7), (calculator, 3), (branching, 3)]

@@ -19,10 +19,10 @@ from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, appended, rollo
 from support.collecting import letter_tokenizer
 from support.jobs import LIMIT_S, wait_for
 from support.rollouts import rewards_of_call
-from support.texts import TEMPLATE, TOKENS, ids, letter_prompts, save_tokenizer
+from support.texts import TEMPLATE, TOKENS, assistant, ids, letter_prompts, save_tokenizer, user
 
 ROW = Row("one?", {"answer": 1, "messages": "of the file"}, "f.jsonl:1")
-CHAT_ROW = Row([{"role": "user", "content": "two?"}], {"answer": 2}, "f.jsonl:2")
+CHAT_ROW = Row([user("two?")], {"answer": 2}, "f.jsonl:2")
 CPU = torch.device("cpu")
 REWARD_TOKENS = (*"0123456789", *reversed(TOKENS))  # the reward model's: other ids, and more of them
 POSITIONS = 64
@@ -54,14 +54,11 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     assert arguments_of(everything, {"episodes": [3], "answer": [1]}) == {"answer": [1]}
 
 
-def test_a_reward_may_be_in_any_file_or_module_and_import_what_lies_beside_it(tmp_path, monkeypatch):
+def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
     """Modules are found in the working directory. A colon in its name does no harm."""
     folder = tmp_path / "a:b"
     folder.mkdir()
-    (folder / "found_beside.py").write_text("BONUS = 2\n")
-    (folder / "found_here.py").write_text(
-        "from found_beside import BONUS\ndef score(completions):\n    return [BONUS, 3]\n"
-    )
+    (folder / "found_here.py").write_text("def score(completions):\n    return [2, 3]\n")
     monkeypatch.chdir(folder)
     for spec in (f"{folder}/found_here.py:score", "found_here:score"):
         assert rewards_of(RewardWorkers(spec)) == [2.0, 3.0]
@@ -96,7 +93,7 @@ def load(folder, *, chat=False, max_tokens=1000, **options):
     return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
 
 
-CHAT = [{"role": "user", "content": "hello"}]
+CHAT = [user("hello")]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +107,7 @@ CHAT = [{"role": "user", "content": "hello"}]
         ),
         # Several turns, of which the first one continues the prompt's last message.
         (
-            [*CHAT, {"role": "assistant", "content": "i"}],
+            [*CHAT, assistant("i")],
             {},
             "<bos><turn>user:hello<turn>assistant:i{}<turn>user:so",
         ),
@@ -125,9 +122,7 @@ def test_a_reward_model_scores_what_transformers_scores(reward_folder, prompt, o
     folder, oracle = reward_folder
     answers = texts = ["", "a", " so it is.", "a" * 20]
     if prompt != "ab,":
-        answers = [
-            [{"role": "assistant", "content": text}, {"role": "user", "content": "so"}] for text in texts
-        ]
+        answers = [[assistant(text), user("so")] for text in texts]
     got = load(folder, **options)([prompt] * 4, answers)
     assert got == pytest.approx([oracle(expected.format(text)) for text in texts], rel=1e-5, abs=1e-5)
     assert max(got) - min(got) > 0.1
@@ -254,12 +249,10 @@ def test_row_23_25_a_function_of_this_process_that_raises_or_hangs_ends_the_run_
 
 def test_an_empty_answer_that_continues_the_prompts_last_message_is_a_message():
     """Rewards read the last message of each completion."""
-    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}]
-    rollout = rollout_of(RolloutId(0, 0), token_tensor([5]), appended(ids("<eos>")), "stop")
+    prompt = [user("a"), assistant("so")]
+    _, [[rollout]] = made_groups(("",))
     record = EpisodeRecord([TurnFacts(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
-    assert answers_of(replace(rollout, episode=record), letter_tokenizer()) == [
-        {"role": "assistant", "content": ""}
-    ]
+    assert answers_of(replace(rollout, episode=record), letter_tokenizer()) == [assistant("")]
 
 
 def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_reward, tmp_path):

@@ -2,11 +2,9 @@
 
 import asyncio
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
-from minirl.episodes import running
 from minirl.episodes.runner import EpisodeRunner
 from support.collecting import Prompts, collected, make_collector, resumed
 
@@ -72,17 +70,15 @@ def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_
     assert found == {row[0]: row for row in expected if row[0] in found}
 
 
-def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(monkeypatch):
+def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(clock):
     """An update takes longer than a reply may. For the last one that runs the step would wait forever."""
-    now = [0.0]
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now[0]))
     gate = asyncio.Event()
     options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 60.0}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
     collector._serve(2)
     collector._run_round(0)
     gate.set()
-    now[0] = 61.0
+    clock.monotonic = lambda: 61.0
     collector._run_round(0)
     assert collector._queue.groups.keys() == {0, 1}
 

@@ -50,6 +50,16 @@ def ids(text, tokens=TOKENS):
     return found
 
 
+def user(content):
+    """A user's message."""
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **fields):
+    """An assistant's message with these further fields."""
+    return {"role": "assistant", "content": content, **fields}
+
+
 class Letters:
     """A tokenizer of one id per letter."""
 
