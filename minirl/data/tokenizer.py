@@ -1,7 +1,6 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
 import copy
-import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from minirl.model.folders import file_of
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Lists of tools that are remembered.
-MAX_TOOL_LISTS = 64
+# Sequences of roles, each with its tools, that are remembered as shown by the chat template.
+MAX_SHOWN_FORMS = 1024
 # Texts that others are tokenized behind. A token that spans the border rules one out.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
@@ -33,6 +32,7 @@ class Tokenizer:
     """The tokenizer of a model folder, and the ids that end a completion.
 
     stop_ids: those of the model's files. chat_stop_ids: with the token that the chat template writes after an answer.
+    special_tokens: by their ids.
     """
 
     def __init__(
@@ -69,10 +69,12 @@ class Tokenizer:
         self.known_ids = frozenset(self.backend.get_vocab().values())
         self.num_ids = max(self.known_ids) + 1
         self._measure()
+        # transformers makes this list each time.
+        added = self.backend.added_tokens_decoder.items()
+        self.special_tokens = {i: str(token) for i, token in added if token.special}
         self.tools = tool_schemas(tools)
         self.chat_stop_ids = self.stop_ids | self._turn_end_ids()
-        # Keyed by their tools.
-        self._with_tools: dict[str, Tokenizer] = {}
+        # Of all that `with_tools` returns.
         self._shown_forms: set[tuple[Any, ...]] = set()
 
     def _measure(self) -> None:
@@ -89,20 +91,9 @@ class Tokenizer:
         """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `tool_schemas`."""
         if tools is None or tools == self.tools:
             return self
-        key = repr(tools)
-        if key not in self._with_tools:
-            other = copy.copy(self)
-            other.tools = tool_schemas(tools)
-            other._shown_forms = set()
-            if len(self._with_tools) == MAX_TOOL_LISTS:
-                self._with_tools.clear()
-            self._with_tools[key] = other
-        return self._with_tools[key]
-
-    @functools.cached_property
-    def special_tokens(self) -> dict[int, str]:
-        """The special tokens by their ids. Cached, since transformers makes the lists each time."""
-        return {i: str(token) for i, token in self.backend.added_tokens_decoder.items() if token.special}
+        other = copy.copy(self)
+        other.tools = tool_schemas(tools)
+        return other
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
@@ -150,8 +141,15 @@ class Tokenizer:
         return self.chat or not isinstance(prompt, str)
 
     def _prompt_text(self, row: Row) -> str:
-        """Return the text of a row's prompt. Raises InputError naming the row."""
-        shown = self.for_prompt(row.tools, row.place)
+        """Return the text of a row's prompt. Raises InputError naming the row, also if row and run have tools."""
+        refuse(
+            bool(row.tools and self.tools and row.tools != self.tools),
+            f"{row.place}: has tools of its own, and so has the run; leave out one of them",
+        )
+        try:
+            shown = self.with_tools(row.tools)
+        except InputError as error:
+            raise InputError(f"{row.place}: {error}") from None
         if not self.is_chat(row.prompt):
             refuse(bool(shown.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
             return str(row.prompt)
@@ -159,17 +157,6 @@ class Tokenizer:
         text = shown.apply_template(messages, row.place, is_prompt=True)
         shown.check_shown(messages, row.place, is_prompt=True)
         return text
-
-    def for_prompt(self, tools: list[dict[str, Any]] | None, place: str) -> "Tokenizer":
-        """Return `with_tools` of a prompt's own tools. Raises InputError naming `place`, also if the run has others."""
-        refuse(
-            bool(tools and self.tools and tools != self.tools),
-            f"{place}: has tools of its own, and so has the run; leave out one of them",
-        )
-        try:
-            return self.with_tools(tools)
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from None
 
     def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
@@ -198,17 +185,20 @@ class Tokenizer:
         Templates drop roles that they do not know, and tools, without a word. It renders marks in place of the texts,
         once for each sequence of roles.
         """
-        form = tuple((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
+        roles = ((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
+        form = (str(self.tools), *roles)
         if form in self._shown_forms:
             return
         marked, marks = marked_messages(messages)
-        shown = copy.copy(self)
-        shown.tools = []
+        tools = []
         for tool in self.tools:
             name = _CALL.format(len(marks))
             marks[name] = f"the tool {tool_name(tool)}"
-            shown.tools.append({**tool, "function": {**tool["function"], "name": name}})
-        self.refuse_hidden(marks, shown.apply_template(marked, place, is_prompt=is_prompt), place)
+            tools.append({**tool, "function": {**tool["function"], "name": name}})
+        text = self.with_tools(tools).apply_template(marked, place, is_prompt=is_prompt)
+        self.refuse_hidden(marks, text, place)
+        if len(self._shown_forms) == MAX_SHOWN_FORMS:
+            self._shown_forms.clear()
         self._shown_forms.add(form)
 
     def refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
