@@ -1,7 +1,6 @@
 """TRL's tools and environments: run as they are, with the messages and tokens that TRL makes of them."""
 
 import asyncio
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -412,18 +411,16 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
     loaded, functions = load_rollout(config), load_task(config).rewards
-    tokenizer = copy.copy(letter_tokenizer(HERMES + CHAT, chat=True))
-    tokenizer.tools = loaded.tools
-    prompts = Prompts(tokenizer=tokenizer, max_new_tokens=450)
+    tokenizer = letter_tokenizer(HERMES + NAMES + CHAT, chat=True).with_tools(loaded.tools)
+    prompts = Prompts(tokenizer=tokenizer, max_new_tokens=440)
     prompts._rows = [Row([{"role": "user", "content": "a b"}], {"answer": "Yes"}, "f:1")]
     collector = make_collector(prompts, rollout=loaded.function, functions=functions, group_size=1)
     assert collector.collect(1).rewards.tolist() == [[[score]]]
 
 
+NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
 # It shows the names of tools, and begins answers otherwise where there are any.
-WITH_NAMES = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHAT.replace(
-    "<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:"
-)
+WITH_NAMES = NAMES + CHAT.replace("<turn>a:", "<turn>{{ 'may call' if tools else 'a' }}:")
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 

@@ -52,7 +52,7 @@ class PromptStream:
         self.seed = seed
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
-        self.vocab_size = vocab_size or tokenizer.num_ids
+        self.vocab_size = vocab_size or max(tokenizer.known_ids) + 1
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
         # Notes on the rows. A caller that leaves out some adds its own.
