@@ -75,9 +75,8 @@ def functions_and_weights(
     if len(reward_weights) != len(functions):
         given = " ".join(map(str, weights))
         raise InputError(f"--reward-weights {given}: the rewards are {', '.join(functions)}")
-    all_functions = {**functions, **logged}
     all_weights = reward_weights + [0.0] * len(logged)
-    return all_functions, torch.tensor(all_weights, dtype=torch.float64)
+    return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
 
 
 def check_columns(
