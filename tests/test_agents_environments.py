@@ -1,7 +1,6 @@
 """TRL's tools and environments: run as they are, with the messages and tokens that TRL makes of them."""
 
 import asyncio
-import copy
 from types import SimpleNamespace
 
 import pytest

@@ -284,7 +284,8 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     tokenizer, rng = Tokenizer(tmp_path), random.Random(0)
     # Each byte of the first string is a token here, and its first space would be stripped.
     stop = StopStrings(tokenizer, [" \né\n\né\n", "ab a</s>", "é\né"])
-    units = [[256, *"\né\n\né\n".encode()], *([i] for i in (*b"\n", *range(256, tokenizer.num_ids + 1)))]
+    singles = (*b"\n", *range(256, max(tokenizer.known_ids) + 2))
+    units = [[256, *"\né\n\né\n".encode()], *([i] for i in singles)]
     num_late = 0
     for _ in range(300):
         turn = list(itertools.chain(*rng.choices(units, k=40)))

@@ -1,11 +1,11 @@
 """The tokens that the chat template writes for messages after a sampled answer.
 
-The template might write the sampled answer differently, so the answer is never rendered. Instead the template renders a
-user's message, a one-word answer and the new messages, and the text after that word is appended.
+The template might write the sampled answer differently, so the answer is never rendered: another one is
+(`Tokenizer.after_answer`).
 """
 
 from minirl.data.task import Messages
-from minirl.data.tokenizer import ANSWER, Tokenizer, marked_messages
+from minirl.data.tokenizer import Tokenizer, marked_messages
 from minirl.errors import refuse
 
 
@@ -22,9 +22,9 @@ def following_ids(tokenizer: Tokenizer, messages: Messages, place: str, *, end_i
         "beginning as text",
     )
     marked, marks = marked_messages(messages)
-    outline = _after_answer(tokenizer, marked, place)
+    outline = tokenizer.after_answer(marked, place)
     tokenizer.refuse_hidden(marks, outline, place)
-    ids = tokenizer.encode_appended(_after_answer(tokenizer, messages, place), place)
+    ids = tokenizer.encode_appended(tokenizer.after_answer(messages, place), place)
     # The template's own text before the first message.
     head = tokenizer.encode_appended(outline.partition(next(iter(marks)))[0], place)
     if end_id is None or end_id not in head:
@@ -32,15 +32,3 @@ def following_ids(tokenizer: Tokenizer, messages: Messages, place: str, *, end_i
     # An ordinary token of the head may also have completed a stop string.
     closes = end_id in tokenizer.stop_ids_of(messages) or end_id == head[0]
     return ids[head.index(end_id) + 1 :] if closes else ids
-
-
-def _after_answer(tokenizer: Tokenizer, messages: Messages, place: str) -> str:
-    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}, *messages]
-    text = tokenizer.apply_template(conversation, place, is_prompt=True)
-    _, answer, after = text.partition(ANSWER)
-    refuse(
-        not answer,
-        f"{place}: the chat template of {tokenizer.folder} does not show the text of an answer; append "
-        "text or token ids",
-    )
-    return after

@@ -52,17 +52,14 @@ class PromptStream:
         self.seed = seed
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
-        self.vocab_size = vocab_size or tokenizer.num_ids
+        self.vocab_size = vocab_size or max(tokenizer.known_ids) + 1
         # Of the distributions that requests sample from; an evaluation may set another. Greedy requests have none.
         self.truncation: Truncation = NO_TRUNCATION
         # Notes on the rows. A caller that leaves out some adds its own.
         self.row_notes = [note for row in rows[:1] for note in tokenizer.notes(row.prompt)]
-        self._max_prompt_tokens = max_tokens - max_new_tokens
-        rows = list(map(_read_row, rows))
-        lengths = self._checked_lengths(rows)
-        self._rows = self._without_long_prompts(rows, lengths)
         # Tokens of the longest served prompt.
-        self.longest_prompt = max((n for n in lengths if n <= self._max_prompt_tokens), default=0)
+        self.longest_prompt = 0
+        self._rows = self._served(list(map(_read_row, rows)))
         # Of two epochs: a step may begin in one and end in the next.
         self._order = functools.lru_cache(2)(self._shuffled)
 
@@ -99,7 +96,7 @@ class PromptStream:
         requests = []
         for prompt_ordinal in own:
             row = self._rows[self.index(prompt_ordinal)]
-            prompt_ids = tuple(self.tokenizer.encode(row))
+            prompt_ids = self.prompt_ids(prompt_ordinal)
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
                 is_greedy = sample >= group_size
@@ -154,13 +151,13 @@ class PromptStream:
         that the model does not have.
         """
         if isinstance(after, str):
-            ids = self.tokenizer.encode_appended(after, place) if after else []
+            ids = self.tokenizer.encode_appended(after, place)
         elif is_messages(after):
             ids = following_ids(self.tokenizer.with_tools(tools), after, place, end_id=end_id)
         else:
             ids = list(cast(Sequence[int], after))
             refuse(
-                any(type(i) is not int or i < 0 for i in ids),
+                ids and not is_token_ids(ids),
                 f"{place}: generate(after=...): expected text, token ids or messages",
             )
         self._check_ids(f"{place}: generate(after=...)", ids)
@@ -211,33 +208,32 @@ class PromptStream:
         random.Random(f"{self.seed} {epoch}").shuffle(order)
         return order
 
-    def _without_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
-        """Return the rows that are served, see `__init__`. lengths: the tokens of each. Raises InputError."""
-        longest = self._max_prompt_tokens
-        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= longest]
-        places = [row.place for row, length in zip(rows, lengths, strict=True) if length > longest]
-        if places:
-            refuse(
-                not kept,
-                f"every prompt is too long: the shortest has {min(lengths)} tokens, and --max-new-tokens "
-                f"{self.max_new_tokens} leaves {longest} of the {self.max_tokens} that the model, --cache-tokens and "
-                "--max-tokens-per-microbatch allow",
-            )
-            listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
-            counts = f"{len(places)} of {len(rows)} prompts"
-            self.row_notes.append(f"{counts} have more than {longest} tokens ({listed}): left out")
-        return kept
-
-    def _checked_lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Return the number of tokens of each row's prompt. Raises InputError naming the first bad row."""
-        lengths = []
+    def _served(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that are served, see `__init__`. Raises InputError naming the first bad row."""
+        limit = self.max_tokens - self.max_new_tokens
+        served = []
+        too_long = []
         for first in range(0, len(rows), ROWS_PER_CHECK):
             part = rows[first : first + ROWS_PER_CHECK]
             for row, ids in zip(part, self.tokenizer.encode_all(part), strict=True):
                 refuse(not ids, f"{row.place}: the prompt has no tokens")
                 self._check_ids(row.place, ids)
-                lengths.append(len(ids))
-        return lengths
+                if len(ids) > limit:
+                    too_long.append((len(ids), row.place))
+                    continue
+                served.append(row)
+                self.longest_prompt = max(self.longest_prompt, len(ids))
+        if too_long:
+            refuse(
+                not served,
+                f"every prompt is too long: the shortest has {min(too_long)[0]} tokens, and --max-new-tokens "
+                f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} that the model, --cache-tokens and "
+                "--max-tokens-per-microbatch allow",
+            )
+            listed = ", ".join(place for _, place in too_long[:3]) + (", ..." if len(too_long) > 3 else "")
+            counts = f"{len(too_long)} of {len(rows)} prompts"
+            self.row_notes.append(f"{counts} have more than {limit} tokens ({listed}): left out")
+        return served
 
     def _check_ids(self, place: str, ids: Sequence[int]) -> None:
         """Raise InputError naming the place for an id that the model does not know."""

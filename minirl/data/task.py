@@ -38,7 +38,7 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
     if isinstance(content, list) and all(map(_is_text_part, content)) and (content or not is_tool):
         content = "".join(part["text"] for part in content)
     refuse(
-        not (is_tool and isinstance(content, list)) and not isinstance(content, str | None),
+        not isinstance(content, str | list | None if is_tool else str | None),
         f"{place}: content is {content!r:.80}; only text content is supported",
     )
     refuse(

@@ -1,7 +1,6 @@
 """The Hugging Face tokenizer: prompts to token ids, token ids to text."""
 
 import copy
-import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -18,13 +17,13 @@ from minirl.model.folders import file_of
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Lists of tools that are remembered.
-MAX_TOOL_LISTS = 64
+# Sequences of roles, each with its tools, that are remembered as shown by the chat template.
+MAX_SHOWN_FORMS = 1024
 # Texts that others are tokenized behind. A token that spans the border rules one out.
 ANCHORS = ("\n", "a", "0", ".")
 DECODED_ANCHOR = "a"
 # Words that no template mistakes for something else.
-ANSWER = "minirlanswer"
+_ANSWER = "minirlanswer"
 _CONTENT = "minirlcontent{}end"
 _CALL = "minirlcall{}end"
 
@@ -33,6 +32,7 @@ class Tokenizer:
     """The tokenizer of a model folder, and the ids that end a completion.
 
     stop_ids: those of the model's files. chat_stop_ids: with the token that the chat template writes after an answer.
+    special_tokens: by their ids.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class Tokenizer:
         self.stop_ids = find_stop_ids(folder, self.backend.eos_token_id)
         # Ids may have holes: the model may have embeddings for ids that are no token.
         self.known_ids = frozenset(self.backend.get_vocab().values())
-        self.num_ids = max(self.known_ids) + 1
         self._measure()
+        # transformers makes this list each time.
+        added = self.backend.added_tokens_decoder.items()
+        self.special_tokens = {i: str(token) for i, token in added if token.special}
         self.tools = tool_schemas(tools)
         self.chat_stop_ids = self.stop_ids | self._turn_end_ids()
-        # Keyed by their tools.
-        self._with_tools: dict[str, Tokenizer] = {}
+        # Of all that `with_tools` returns.
         self._shown_forms: set[tuple[Any, ...]] = set()
 
     def _measure(self) -> None:
@@ -89,20 +90,9 @@ class Tokenizer:
         """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `tool_schemas`."""
         if tools is None or tools == self.tools:
             return self
-        key = repr(tools)
-        if key not in self._with_tools:
-            other = copy.copy(self)
-            other.tools = tool_schemas(tools)
-            other._shown_forms = set()
-            if len(self._with_tools) == MAX_TOOL_LISTS:
-                self._with_tools.clear()
-            self._with_tools[key] = other
-        return self._with_tools[key]
-
-    @functools.cached_property
-    def special_tokens(self) -> dict[int, str]:
-        """The special tokens by their ids. Cached, since transformers makes the lists each time."""
-        return {i: str(token) for i, token in self.backend.added_tokens_decoder.items() if token.special}
+        other = copy.copy(self)
+        other.tools = tool_schemas(tools)
+        return other
 
     def encode(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
@@ -150,26 +140,19 @@ class Tokenizer:
         return self.chat or not isinstance(prompt, str)
 
     def _prompt_text(self, row: Row) -> str:
-        """Return the text of a row's prompt. Raises InputError naming the row."""
-        shown = self.for_prompt(row.tools, row.place)
+        """Return the text of a row's prompt. Raises InputError naming the row, also if row and run have tools."""
+        refuse(
+            bool(row.tools and self.tools and row.tools != self.tools),
+            f"{row.place}: has tools of its own, and so has the run; leave out one of them",
+        )
+        try:
+            shown = self.with_tools(row.tools)
+        except InputError as error:
+            raise InputError(f"{row.place}: {error}") from None
         if not self.is_chat(row.prompt):
             refuse(bool(shown.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
             return str(row.prompt)
-        messages = as_messages(row.prompt)
-        text = shown.apply_template(messages, row.place, is_prompt=True)
-        shown.check_shown(messages, row.place, is_prompt=True)
-        return text
-
-    def for_prompt(self, tools: list[dict[str, Any]] | None, place: str) -> "Tokenizer":
-        """Return `with_tools` of a prompt's own tools. Raises InputError naming `place`, also if the run has others."""
-        refuse(
-            bool(tools and self.tools and tools != self.tools),
-            f"{place}: has tools of its own, and so has the run; leave out one of them",
-        )
-        try:
-            return self.with_tools(tools)
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from None
+        return shown.shown_text(as_messages(row.prompt), row.place, is_prompt=True)
 
     def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
@@ -189,27 +172,31 @@ class Tokenizer:
         messages = list(as_messages(prompt))
         add_answer(messages, first)
         messages += others
-        self.check_shown(messages, place, is_prompt=False)
-        return self.encode_text(self.apply_template(messages, place, is_prompt=False), place)
+        return self.encode_text(self.shown_text(messages, place, is_prompt=False), place)
 
-    def check_shown(self, messages: Messages, place: str, *, is_prompt: bool) -> None:
-        """Raise InputError naming `place` if the chat template leaves out a message, a tool call or a tool.
+    def shown_text(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
+        """Return `apply_template` of messages. Raises InputError also if that leaves out a message, tool call or tool.
 
-        Templates drop roles that they do not know, and tools, without a word. It renders marks in place of the texts,
-        once for each sequence of roles.
+        Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
+        texts, once for each sequence of roles.
         """
-        form = tuple((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
+        text = self.apply_template(messages, place, is_prompt=is_prompt)
+        roles = ((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
+        form = (str(self.tools), *roles)
         if form in self._shown_forms:
-            return
+            return text
         marked, marks = marked_messages(messages)
-        shown = copy.copy(self)
-        shown.tools = []
+        tools = []
         for tool in self.tools:
             name = _CALL.format(len(marks))
             marks[name] = f"the tool {tool_name(tool)}"
-            shown.tools.append({**tool, "function": {**tool["function"], "name": name}})
-        self.refuse_hidden(marks, shown.apply_template(marked, place, is_prompt=is_prompt), place)
+            tools.append({**tool, "function": {**tool["function"], "name": name}})
+        outline = self.with_tools(tools).apply_template(marked, place, is_prompt=is_prompt)
+        self.refuse_hidden(marks, outline, place)
+        if len(self._shown_forms) == MAX_SHOWN_FORMS:
+            self._shown_forms.clear()
         self._shown_forms.add(form)
+        return text
 
     def refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
         """Raise InputError for the first of `marked_messages` that a text of the chat template does not have."""
@@ -249,6 +236,26 @@ class Tokenizer:
             ) from None
         return text
 
+    def after_answer(self, messages: Messages, place: str) -> str:
+        """Return what the chat template writes after an answer: these messages, and the beginning of the next answer.
+
+        It renders a user's message, a one-word answer and the messages. Raises InputError naming `place`, also if the
+        template does not show the word.
+        """
+        conversation = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": _ANSWER},
+            *messages,
+        ]
+        text = self.apply_template(conversation, place, is_prompt=True)
+        _, answer, after = text.partition(_ANSWER)
+        refuse(
+            not answer,
+            f"{place}: the chat template of {self.folder} does not show the text of an answer; append "
+            "text or token ids",
+        )
+        return after
+
     def check_arguments(self, flag: str) -> None:
         """Raise InputError, naming the flag, for a template argument that the chat template does not use."""
         for name in self.template_arguments:
@@ -259,14 +266,11 @@ class Tokenizer:
 
     def _turn_end_ids(self) -> set[int]:
         """Return the special token that the chat template writes after an answer, unless it writes a stop id there."""
-        texts = (("user", "a"), ("assistant", ANSWER), ("user", _CONTENT))
-        messages = [{"role": role, "content": text} for role, text in texts]
         try:
-            text = self.apply_template(messages, str(self.folder), is_prompt=False)
+            text = self.after_answer([{"role": "user", "content": _CONTENT}], str(self.folder))
         except InputError:  # no template, or one for other conversations
             return set()
-        between = text.rpartition(ANSWER)[2].partition(_CONTENT)[0].lstrip()
-        after = self.encode_appended(between, str(self.folder))
+        after = self.encode_appended(text.partition(_CONTENT)[0].lstrip(), str(self.folder))
         is_stopped = not self.stop_ids.isdisjoint(after)
         return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
 

@@ -3,7 +3,6 @@
 They are made from the tokens on demand: most are needed once or never.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -59,14 +58,27 @@ def answers_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
 def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
 
-    Answers have no special tokens; if the model may call tools, they have its calls.
+    Answers have no special tokens; if the model may call tools, those of one turn have its calls.
     """
     begun = rollout.episode.prompt
     if begun is None or is_token_ids(begun):
         return []
     tokenizer = tokenizer.with_tools(rollout.episode.tools)
     turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
-    answer = functools.partial(_answer, tokenizer, rollout)
+
+    def answer(start: int, turn: TurnFacts) -> str | dict[str, Any]:
+        first = rollout.num_prompt_tokens + start
+        ids = rollout.tokens[first : rollout.num_prompt_tokens + turn.end]
+        text = tokenizer.decode(ids)
+        if not tokenizer.tools or start != turn.start:
+            return text
+        try:
+            message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))
+        except InputError:  # nothing says how the model writes calls
+            return text
+        # The text shows what could not be read.
+        return message if message.pop("parse_error", None) is None else message | {"content": text}
+
     return conversation(cast(str | Messages, begun), turns, answer)
 
 
@@ -90,21 +102,6 @@ def conversation(
         if not goes_on:
             add_answer(messages, answer(start, turn))
     return messages
-
-
-def _answer(tokenizer: Tokenizer, rollout: Rollout, start: int, turn: TurnFacts) -> str | dict[str, Any]:
-    """Return an answer, as `conversation` asks: text, or with its calls if it is one turn."""
-    first = rollout.num_prompt_tokens + start
-    ids = rollout.tokens[first : rollout.num_prompt_tokens + turn.end]
-    text = tokenizer.decode(ids)
-    if not tokenizer.tools or start != turn.start:
-        return text
-    try:
-        message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))
-    except InputError:  # nothing says how the model writes calls
-        return text
-    # The text shows what could not be read.
-    return message if message.pop("parse_error", None) is None else message | {"content": text}
 
 
 def _segments(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:

@@ -50,9 +50,8 @@ def loading(what: str) -> Iterator[None]:
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
     """Return functions of one file or module. Raises InputError; exceptions of its code pass through."""
     module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
-    missing = [name for name in names if not callable(getattr(module, name, None))]
-    if missing:
-        raise InputError(f"{source} has no function {missing[0]}")
+    for name in names:
+        refuse(not callable(getattr(module, name, None)), f"{source} has no function {name}")
     return [getattr(module, name) for name in names]
 
 

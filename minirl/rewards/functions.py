@@ -16,7 +16,6 @@ A reward model is such a function too: it reads the texts with its own tokenizer
 """
 
 import copy
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,13 +75,12 @@ def functions_and_weights(
     if len(reward_weights) != len(functions):
         given = " ".join(map(str, weights))
         raise InputError(f"--reward-weights {given}: the rewards are {', '.join(functions)}")
-    all_functions = {**functions, **logged}
     all_weights = reward_weights + [0.0] * len(logged)
-    return all_functions, torch.tensor(all_weights, dtype=torch.float64)
+    return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
 
 
 def check_columns(
-    functions: Mapping[str, RewardFunction], rows: Iterable[Row], *, has_environment: bool = False
+    functions: Mapping[str, RewardFunction], rows: Iterable[Row], *, has_environment: bool
 ) -> None:
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires.
 
@@ -90,8 +88,6 @@ def check_columns(
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
     required = {name: {*parameters_of(function).required} - given for name, function in functions.items()}
-    if not any(required.values()):
-        return
     for row in rows:
         for name, columns in required.items():
             for missing in sorted(columns - row.columns.keys()):
@@ -114,14 +110,12 @@ def group_arguments(
 
     row: the prompt's. texts: the completions.
     """
-    episodes = (
-        map(functools.partial(episode_facts, tokenizer), rollouts, texts) if "episodes" in asked else ()
-    )
+    seen = zip(rollouts, texts, strict=True) if "episodes" in asked else ()
     is_text = isinstance(row.prompt, str)
     return {
         "rollouts": list(rollouts),
         "environments": [rollout.episode.environment for rollout in rollouts],
-        "episodes": list(episodes),
+        "episodes": [episode_facts(tokenizer, rollout, text) for rollout, text in seen],
         **{name: [value] * len(rollouts) for name, value in row.columns.items()},
         "prompts": [row.prompt] * len(rollouts),
         "completions": list(texts) if is_text else [answers_of(rollout, tokenizer) for rollout in rollouts],
@@ -136,14 +130,6 @@ def arguments_of(function: RewardFunction, given: Mapping[str, list[Any]]) -> di
     if parameters.takes_all:
         taken |= given.keys() - set(EPISODE_ARGUMENTS)
     return {name: values for name, values in given.items() if name in taken}
-
-
-def own_arguments(arguments: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return copies of arguments for a function that runs in this process, and may change what is not an object."""
-    return {
-        name: list(values) if name in ("environments", "rollouts") else list(map(copy.deepcopy, values))
-        for name, values in arguments.items()
-    }
 
 
 def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str, Any]:
@@ -178,15 +164,24 @@ def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str
 
 
 def scored_here(
-    name: str, function: RewardFunction, arguments: Mapping[str, Any], place: str, texts: Sequence[str]
+    name: str,
+    function: RewardFunction,
+    arguments: Mapping[str, list[Any]],
+    place: str,
+    texts: Sequence[str],
 ) -> list[float | None]:
     """Call a function in this process, for the completions of the row at `place`; see `checked_rewards`.
 
-    Raises RewardError, with the traceback, also for what the function raises.
+    It gets copies, and may change all but environments and rollouts. Raises RewardError, with the traceback, also for
+    what the function raises.
     """
+    own = {
+        name: list(values) if name in ("environments", "rollouts") else list(map(copy.deepcopy, values))
+        for name, values in arguments.items()
+    }
     answer: Answer
     try:
-        answer = validate_rewards(call_reward(function, arguments), texts)
+        answer = validate_rewards(call_reward(function, own), texts)
     except (InputError, RewardError):
         raise
     except (Exception, SystemExit) as error:

@@ -11,13 +11,12 @@ import torch
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Messages, RewardFunction
-from minirl.errors import RewardError
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import (
     arguments_of,
     asked_of_episodes,
+    checked_rewards,
     group_arguments,
-    own_arguments,
     scored_here,
 )
 from minirl.rewards.reward_model import RewardModel
@@ -86,8 +85,7 @@ class RewardQueue:
             if isinstance(function, RewardWorkers):
                 calls[name] = function.submit(arguments, row.place, texts, seed=seed)
             elif name in self._threads:
-                own = own_arguments(arguments)
-                call = functools.partial(scored_here, name, function, own, row.place, texts)
+                call = functools.partial(scored_here, name, function, arguments, row.place, texts)
                 calls[name] = self._threads[name].submit(self._limited, name, row.place, call)
         self._under_way += calls.values()
         self.groups[ordinal] = _Group(group, texts, given["completions"], calls)
@@ -97,8 +95,9 @@ class RewardQueue:
         try:
             return ThreadPoolExecutor(1).submit(call).result(self._call_timeout)
         except TimeoutError:
-            limit = f"took more than {self._call_timeout:g} s; see --call-timeout"
-            raise RewardError(f"reward {name} for the row at {place}: {limit}") from None
+            return checked_rewards(
+                name, place, f"took more than {self._call_timeout:g} s; see --call-timeout"
+            )
 
     @property
     def is_busy(self) -> bool:
@@ -115,13 +114,13 @@ class RewardQueue:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Raise the error of a call that failed, see `finish`. While calls are under way, wait for one's end."""
-        if timeout_s > 0 and self.is_busy:
+        if timeout_s > 0:
             with spent_on("wait_rewards"):
-                wait([call for call in self._under_way if not call.done()], timeout_s, FIRST_COMPLETED)
-        for call in self._under_way:
-            if call.done():
-                call.result()
-        self._under_way = [call for call in self._under_way if not call.done()]
+                wait(self._under_way, timeout_s, FIRST_COMPLETED)
+        ended = [call for call in self._under_way if call.done()]
+        for call in ended:
+            call.result()
+        self._under_way = [call for call in self._under_way if call not in ended]
 
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.

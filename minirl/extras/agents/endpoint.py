@@ -85,28 +85,14 @@ async def run_program(url: str, *command: str, text: str = "") -> str:
     return output.decode(errors="replace")
 
 
-class Chat:
-    """A branch of the episode as the agent knows it. said: the messages so far, as `said_message` returns them."""
-
-    def __init__(self, branch: Branch, said: Messages):
-        self.branch = branch
-        self.said = said
-
-    def is_continued_by(self, request: ChatRequest) -> bool:
-        """Return whether a request asks for the next turn."""
-        num_said = len(self.said)
-        is_same = request.messages[:num_said] == self.said and request.tools == self.branch.tools
-        # The first turn answers the prompt unchanged, and later ones answer new messages.
-        return is_same and (len(request.messages) > num_said) == bool(self.branch.turns)
-
-
 class Endpoint:
     """The requests of an episode's agent. `async with` gives the URL, and answers each with a turn until it ends."""
 
     def __init__(self, episode: Episode):
         prompt = [said_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
-        self._chats = [Chat(episode, prompt)]
+        # The messages so far of each branch, as the agent knows them: `said_message` returned them.
+        self._said: dict[Branch, Messages] = {episode: prompt}
         # Requests wait for each other, in order of arrival. A turn goes on without its client.
         self._is_free = asyncio.Lock()
         self._answering: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
@@ -154,27 +140,32 @@ class Endpoint:
 
     async def _sample(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
         """Sample the turn that a request asks for. Raises InputError and HTTPException."""
-        chat = self._find(request)
-        branch = chat.branch
+        branch = self._find(request)
         if branch.room < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
             raise web.HTTPBadRequest(text=message, reason="context_length_exceeded")
-        after = request.messages[len(chat.said) :] or None
+        after = request.messages[len(self._said[branch]) :] or None
         turn = await branch.generate(after=after, stop=request.stop, max_tokens=request.max_tokens)
         if answered.done():
             # Its client hung up.
             branch.drops_last = True
-            self._chats.remove(chat)
+            del self._said[branch]
             return
         completion = completion_of(turn, branch, request, len(self._episode.all_turns))
-        chat.said = [*request.messages, said_message(completion["choices"][0]["message"], "answer")]
+        answer = said_message(completion["choices"][0]["message"], "answer")
+        self._said[branch] = [*request.messages, answer]
         answered.set_result(completion)
 
-    def _find(self, request: ChatRequest) -> Chat:
+    def _find(self, request: ChatRequest) -> Branch:
         """Return the longest conversation that a request continues, or a new one."""
-        continued = [chat for chat in self._chats if chat.is_continued_by(request)]
+        continued: dict[int, Branch] = {}
+        for branch, said in self._said.items():
+            is_same = request.messages[: len(said)] == said and request.tools == branch.tools
+            # The first turn answers the prompt unchanged, and later ones answer new messages.
+            if is_same and (len(request.messages) > len(said)) == bool(branch.turns):
+                continued.setdefault(len(said), branch)
         if continued:
-            return max(continued, key=lambda chat: len(chat.said))
-        chat = Chat(self._episode.branch(request.messages, tools=request.tools), request.messages)
-        self._chats.append(chat)
-        return chat
+            return continued[max(continued)]
+        branch = self._episode.branch(request.messages, tools=request.tools)
+        self._said[branch] = request.messages
+        return branch

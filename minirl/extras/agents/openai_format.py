@@ -32,20 +32,16 @@ _READ = {
 class ChatRequest:
     """A request.
 
-    messages: in the form for chat templates. tools: JSON schemas. stop: strings that end the turn. fields: all that are
-    not None, as they came. ignored: the names of those that have no effect.
+    messages: in the form for chat templates. tools: JSON schemas. stop: strings that end the turn. max_tokens: the most
+    to sample. fields: all that are not None, as they came. ignored: the names of those that have no effect.
     """
 
     messages: Messages
     tools: list[dict[str, Any]]
     stop: list[str]
+    max_tokens: int | None
     fields: dict[str, Any]
     ignored: list[str]
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The most tokens to sample."""
-        return self.fields.get("max_completion_tokens", self.fields.get("max_tokens"))
 
 
 def read_request(given: Any, episode: Episode) -> ChatRequest:
@@ -72,7 +68,8 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     ignored = sorted(fields.keys() - _READ - _ONLY.keys())
     for key in ignored:
         _note_ignored(key)
-    return ChatRequest(read, tools, stop, fields, ignored)
+    max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    return ChatRequest(read, tools, stop, max_tokens, fields, ignored)
 
 
 def said_message(message: Any, place: str) -> dict[str, Any]:
