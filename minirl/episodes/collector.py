@@ -24,7 +24,7 @@ from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.runner import EpisodeRunner
 from minirl.episodes.running import NO_BUDGET
-from minirl.episodes.step_groups import Groups, Selection, select_step
+from minirl.episodes.step_groups import Groups, select_step
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
@@ -117,9 +117,24 @@ class Collector:
         weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
         """
         self._num_steps += 1
-        with self._runner.closed_on_error():
-            selection = self._select_step(num_groups, weight_version)
-        self._runner.leave_engine()
+        num_equal = 0
+        with self._runner.in_step():
+            due = self._prompts_due(num_groups)
+            # Groups without signal are replaced by those of other prompts. Then they fill up the step.
+            for num_refills in itertools.count():
+                ready = self._complete(num_groups, num_equal, due, weight_version)
+                self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
+                selection = select_step(
+                    self._rewarded,
+                    num_groups,
+                    self._group_size,
+                    self._num_greedy,
+                    reward_weights=self._reward_weights,
+                    replaces_equal=self._max_refills is not None,
+                )
+                if selection.num_missing == 0 or num_refills == self._max_refills:
+                    break
+                num_equal = selection.num_equal
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
@@ -130,10 +145,9 @@ class Collector:
 
         Collective if ranks share the model's layers.
         """
-        with self._runner.closed_on_error():
+        with self._runner.in_step():
             self._begin(requests)
             self._run_round(weight_version)
-        self._runner.leave_engine()
         return self._queue.finish(sorted(self._queue.groups))
 
     def evaluator(self, prompts: PromptStream) -> "Collector":
@@ -142,8 +156,6 @@ class Collector:
             self.engine,
             prompts,
             self._functions,
-            group_size=0,
-            num_greedy=1,
             **self._of_episodes,
         )
 
@@ -153,7 +165,7 @@ class Collector:
         counted: "sampled_tokens", of all episodes; "tool_results", that were appended; "tool_errors", how many of these
         are errors.
         """
-        return self._runner.take_count(counted)
+        return self._runner.counts.pop(counted, 0)
 
     @property
     def in_flight(self) -> list[int]:
@@ -192,21 +204,6 @@ class Collector:
         )
         return set(ordinals[:num_due])
 
-    def _select_step(self, num_groups: int, weight_version: int) -> Selection:
-        """Complete a step's groups, and select them (collective).
-
-        Groups without signal are replaced by those of other prompts, `max_refills` times. Then they fill up the step.
-        """
-        due = self._prompts_due(num_groups)
-        num_equal = 0
-        for num_refills in itertools.count():
-            ready = self._complete(num_groups, num_equal, due, weight_version)
-            selection = self._select(num_groups, ready)
-            if selection.num_missing == 0 or num_refills == self._max_refills:
-                break
-            num_equal = selection.num_equal
-        return selection
-
     def _complete(self, num_groups: int, num_equal: int, due: set[int], weight_version: int) -> set[int]:
         """Decode round by round until a step's groups, `num_equal` further ones, and those that are due are ready.
 
@@ -232,18 +229,6 @@ class Collector:
             self._queue.poll(left_s)
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
         return set().union(*gather_objects(own | self._queue.ready()))
-
-    def _select(self, num_groups: int, ready: set[int]) -> Selection:
-        """Select a step's groups of those that are ready (collective)."""
-        self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
-        return select_step(
-            self._rewarded,
-            num_groups,
-            self._group_size,
-            self._num_greedy,
-            reward_weights=self._reward_weights,
-            replaces_equal=self._max_refills is not None,
-        )
 
     def _serve(self, num_prompts: int) -> None:
         """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""

@@ -160,8 +160,7 @@ class Branch:
     rollout. No turn follows it.
 
     For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
-    tokens; missing before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
-    engine for its next turn.
+    tokens; missing before the first. engine_tokens: as the engine last returned them.
     """
 
     prompt: str | Messages | list[int]
@@ -174,7 +173,6 @@ class Branch:
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
     request: Request = field(init=False, repr=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
-    is_held: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,7 @@
 While a function works on its reply (`running`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
-their keys and values in the engine, unless `leave_engine` frees these.
+their keys and values in the engine, which frees these at the end of a step.
 """
 
 import time
@@ -33,6 +33,7 @@ class EpisodeRunner:
     """Runs episodes, round by round. Not collective.
 
     patience_s: how long a round with a budget waits for the next reply if it has nothing to decode.
+    counts: see `Collector.take_count`.
     """
 
     patience_s = 0.05
@@ -58,12 +59,11 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._counts: Counter[str] = Counter()
-        # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
-        self._running: dict[RunningEpisode, None] = {}
+        self.counts: Counter[str] = Counter()
+        # All open episodes by their first branches, in the order in which they began; those whose turn waits for the
+        # next round's budget.
+        self._running: dict[RolloutId, RunningEpisode] = {}
         self._paused: list[RunningEpisode] = []
-        # By branch that the engine has.
-        self._running_of: dict[RolloutId, RunningEpisode] = {}
         self._ended: list[Rollout] = []
         # By prompt: its episodes until all have asked for their first turns.
         self._unbegun: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
@@ -79,7 +79,7 @@ class EpisodeRunner:
             tokenizer = self._prompts.tokenizer.with_tools(row.tools)
             episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
             running = self._programs.begin(episode)
-            self._running[running] = None
+            self._running[request.rollout_id] = running
             self._unbegun[request.rollout_id.prompt_ordinal].append(running)
 
     def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
@@ -87,7 +87,7 @@ class EpisodeRunner:
         self._budget = budget
         self._weight_version = weight_version
         self._active_at = time.monotonic()
-        for running in self._running:
+        for running in self._running.values():
             running.budget = budget
         paused, self._paused = self._paused, []
         self._start(paused)
@@ -106,25 +106,22 @@ class EpisodeRunner:
         waits = len(self._paused) < len(self._running)
         return not waits or time.monotonic() - self._active_at > self.patience_s
 
-    def leave_engine(self) -> None:
-        """Take the episodes out of the engine at the end of a step."""
-        for running in self._running:
-            self._leave(running)
-        event_loop().run_slice()  # functions of episodes that ended clean up
-
     def close(self) -> None:
         """End all episodes without a rollout, and let their functions clean up."""
         self._running.clear()
         self._programs.close_all()
 
     @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """`close` if the block raises an error."""
+    def in_step(self) -> Iterator[None]:
+        """Take the episodes out of the engine at the end of the block; `close` if it raises an error."""
         try:
             yield
         except BaseException:
             self.close()
             raise
+        for running in self._running.values():
+            self._leave(running)
+        event_loop().run_slice()  # functions of episodes that ended clean up
 
     def step(self) -> list[Rollout]:
         """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
@@ -133,7 +130,7 @@ class EpisodeRunner:
         function fails, as it does at a rejected request that it does not catch.
         """
         for rollout in self._engine.step():
-            self._take_tokens(self._running_of[rollout.rollout_id], rollout)
+            self._take_tokens(self._running[rollout.rollout_id._replace(branch=0)], rollout)
         if self._engine.lacks_room:
             # Episodes that need no more in this round make room for others.
             for running in self._paused:
@@ -143,10 +140,6 @@ class EpisodeRunner:
             self._active_at = time.monotonic()
         ended, self._ended = self._ended, []
         return ended
-
-    def take_count(self, counted: str) -> int:
-        """Return this count since the last call; see `Collector.take_count`."""
-        return self._counts.pop(counted, 0)
 
     def _take_replies(self, timeout_s: float) -> bool:
         """Continue the episodes whose functions have replied. Return whether there are any."""
@@ -203,8 +196,8 @@ class EpisodeRunner:
         """Count the results of tools that are appended before a turn."""
         for message in asked.after if is_messages(asked.after) else ():
             if message["role"] == "tool":
-                self._counts["tool_results"] += 1
-                self._counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
+                self.counts["tool_results"] += 1
+                self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Submit the turns of these episodes."""
@@ -212,22 +205,19 @@ class EpisodeRunner:
         for running in episodes:
             branch, _ = running.present
             tokens = running.tokens_before()
-            branch.is_held = False
             running.part_start = len(tokens)
             # Of the turn, the part that this round's budget allows.
             limit = min(branch.request.max_new_tokens, running.part_start + running.budget)
             requests.append(replace(branch.request, sampled=tokens, max_new_tokens=limit))
-            self._running_of[branch.request.rollout_id] = running
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
         branch, turn = running.present
         branch.engine_tokens.rollout = rollout
-        branch.is_held = True
         end = len(rollout.tokens) - rollout.num_prompt_tokens
         running.budget -= end - running.part_start
-        self._counts["sampled_tokens"] += end - running.part_start
+        self.counts["sampled_tokens"] += end - running.part_start
         if rollout.finish_reason == "length" and end < branch.request.max_new_tokens:
             self._paused.append(running)
             return
@@ -261,16 +251,15 @@ class EpisodeRunner:
             ends[running.branch.number] = finish_reason
         row = self._prompts.row(episode.request.rollout_id.prompt_ordinal)
         self._ended.append(running.rollout(finish_reason, ends, rewards, row))
-        del self._running[running]
+        del self._running[episode.request.rollout_id]
         self._leave(running)
 
     def _leave(self, running: RunningEpisode) -> None:
         """Take the branches of an episode out of the engine."""
-        for branch in running.episode.branches.values():
-            if branch.is_held:
-                branch.is_held = False
-                del self._running_of[branch.request.rollout_id]
-                self._engine.release(branch.request.rollout_id)
+        episode = running.episode
+        self._engine.release(
+            *(episode.request.rollout_id._replace(branch=number) for number in episode.branches)
+        )
 
 
 def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) -> Turn | None:
