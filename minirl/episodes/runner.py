@@ -3,7 +3,7 @@
 While a function works on its reply (`running`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
-their keys and values in the engine, which frees these at the end of a step.
+their keys and values in the engine, which frees these at the end of a step: see `EpisodeRunner.in_step`.
 """
 
 import time
@@ -16,7 +16,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.running import NO_BUDGET, Programs, Reply, RunningEpisode
+from minirl.episodes.running import NO_BUDGET, Programs, RunningEpisode
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.rollouts import Request, Rollout, RolloutId
@@ -60,8 +60,8 @@ class EpisodeRunner:
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
         self.counts: Counter[str] = Counter()
-        # All open episodes by their first branches, in the order in which they began; those whose turn waits for the
-        # next round's budget.
+        # All open episodes by the id of their first branch, in the order in which they began; those whose turn waits
+        # for the next round's budget.
         self._running: dict[RolloutId, RunningEpisode] = {}
         self._paused: list[RunningEpisode] = []
         self._ended: list[Rollout] = []
@@ -146,7 +146,12 @@ class EpisodeRunner:
         replies = self._programs.replies(timeout_s)
         for running, reply in replies:
             try:
-                self._go_on(running, reply)
+                if isinstance(reply, Generate):
+                    self._begin_turn(running, reply)
+                elif isinstance(reply, InputError):
+                    raise reply
+                else:
+                    self._end(running, running.episode.end_reason, reply)
             except InputError as error:
                 num_turns = len(running.episode.all_turns)
                 when = f"after turn {num_turns}" if num_turns else "before its first turn"
@@ -154,33 +159,23 @@ class EpisodeRunner:
                 raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
         return bool(replies)
 
-    def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
-        """Begin the turn of an episode that its function asks for, or end the episode. Raises InputError."""
-        if isinstance(reply, Generate):
-            self._begin_turn(running, reply)
-        elif isinstance(reply, InputError):
-            raise reply
-        else:
-            self._end(running, running.episode.end_reason, reply)
-
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
 
         A request that is rejected raises its InputError in the function, which may catch it and go on.
         """
         limit = "length"  # the turn has no room
-        last_branch = running.branch
         try:
-            turn = _make_turn(self._prompts, running, asked)
+            running.branch, turn = _make_turn(self._prompts, running, asked)
         except InputError as error:
-            running.branch = last_branch
-            self._programs.send(running, error)
+            running.send(error)
             return
         if turn is not None:
+            running.turn = turn
             self._count_results(asked)
             limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         if limit:
-            self._programs.close(running)
+            running.cancel()
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
@@ -223,7 +218,7 @@ class EpisodeRunner:
             return
         turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
         running.episode.take(turn)
-        self._programs.send(running, turn)
+        running.send(turn)
 
     def _end(
         self,
@@ -258,28 +253,29 @@ class EpisodeRunner:
         """Take the branches of an episode out of the engine."""
         episode = running.episode
         self._engine.release(
-            *(episode.request.rollout_id._replace(branch=number) for number in episode.branches)
+            *(episode.request.rollout_id._replace(branch=branch.number) for branch in episode.branches)
         )
 
 
-def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) -> Turn | None:
-    """Set the turn of an episode and its branch; return None if the turn has no room.
+def _make_turn(
+    prompts: PromptStream, running: RunningEpisode, asked: Generate
+) -> tuple[Branch | None, Turn | None]:
+    """Return the branch and the turn that a function asks for.
 
-    Raises InputError, with the episode's place.
+    The turn is None if it has no room, and the branch, too, if it is new and its prompt leaves none. Raises InputError,
+    with the episode's place.
     """
     episode, place = running.episode, running.place
     refuse(episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})")
     branch = episode.branches[asked.branch]
-    running.branch = None
     if not branch.prompt_ids and not _begin_branch(prompts, branch, episode, place):
-        return None
-    running.branch = branch
+        return None, None
     new_ids = _appended_ids(prompts, branch, asked, place)
     start = branch.num_tokens + len(new_ids)
     room = branch.max_tokens - start
     if room < 1:
         refuse(not episode.all_turns, f"{place}: the first turn's `after` leaves no room for a turn")
-        return None
+        return branch, None
     branch.request = replace(
         branch.request,
         max_new_tokens=start + min(room, asked.max_tokens or room),
@@ -287,7 +283,7 @@ def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) 
         stop=asked.stop,
         turn_start=start,
     )
-    running.turn = Turn(
+    turn = Turn(
         start,
         branch=branch.number,
         inserted=list(asked.after) if is_messages(asked.after) else [],
@@ -295,7 +291,7 @@ def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) 
         tokenizer=prompts.tokenizer.with_tools(branch.tools),
         tokens=branch.engine_tokens,
     )
-    return running.turn
+    return branch, turn
 
 
 def _begin_branch(prompts: PromptStream, branch: Branch, episode: Episode, place: str) -> bool:
