@@ -10,11 +10,11 @@ then depends on the clock, too. Unfinished rollouts, and complete ones that no s
 checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
+import functools
 import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ class Collector:
     """Collects the rollouts of one stream of prompts.
 
     engine: samples them. num_served: prompts taken from the stream so far; a script may raise it to skip some.
-    temperature: of the sampled rollouts that begin; a script may change it before a step.
+    temperature: of the sampled rollouts that begin; a script may change it before a step. evaluator: makes a collector
+    for requests of other prompts, with the same engine, rewards and rollout function.
     """
 
     def __init__(
@@ -76,7 +77,6 @@ class Collector:
         self.num_served = 0
         self.engine = engine
         self._prompts = prompts
-        self._functions = functions
         weights = torch.ones(len(functions), dtype=torch.float64)
         self._reward_weights = weights if reward_weights is None else reward_weights
         self._group_size = group_size
@@ -93,12 +93,22 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        self._of_episodes: dict[str, Any] = {
-            "rollout": rollout,
-            "max_turns": max_turns,
-            "call_timeout": call_timeout,
-        }
-        self._runner = EpisodeRunner(engine, prompts=prompts, reward_names=reward_names, **self._of_episodes)
+        self.evaluator = functools.partial(
+            Collector,
+            engine,
+            functions=functions,
+            rollout=rollout,
+            max_turns=max_turns,
+            call_timeout=call_timeout,
+        )
+        self._runner = EpisodeRunner(
+            engine,
+            rollout,
+            prompts,
+            max_turns=max_turns,
+            reward_names=reward_names,
+            call_timeout=call_timeout,
+        )
         self._queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
         # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
         # them. The queue has whole groups until a step asks for their rewards.
@@ -149,15 +159,6 @@ class Collector:
             self._begin(requests)
             self._run_round(weight_version)
         return self._queue.finish(sorted(self._queue.groups))
-
-    def evaluator(self, prompts: PromptStream) -> "Collector":
-        """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
-        return Collector(
-            self.engine,
-            prompts,
-            self._functions,
-            **self._of_episodes,
-        )
 
     def take_count(self, counted: str) -> int:
         """Return this rank's count since the last call, including rollouts that no step takes.
