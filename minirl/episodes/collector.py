@@ -13,7 +13,6 @@ checkpoint has the ordinals of their prompts, which begin again after a resume.
 import functools
 import itertools
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,7 +31,7 @@ from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Request, Rollout
+from minirl.rollouts import Request
 
 # The tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts
 # take the places of finished ones sooner; with more, the ranks exchange less often.
@@ -110,10 +109,8 @@ class Collector:
             call_timeout=call_timeout,
         )
         self._queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
-        # them. The queue has whole groups until a step asks for their rewards.
-        self._num_running: Counter[int] = Counter()
-        self._ended: defaultdict[int, list[Rollout]] = defaultdict(list)
+        # In flight on this rank, besides the runner's episodes: the queue has whole groups until a step asks for their
+        # rewards.
         self._rewarded = self._queue.finish([])
         # The same on every rank: the number of collected steps, and the step in which each prompt in flight began.
         self._num_steps = 0
@@ -156,7 +153,7 @@ class Collector:
         Collective if ranks share the model's layers.
         """
         with self._runner.in_step():
-            self._begin(requests)
+            self._runner.begin(requests)
             self._run_round(weight_version)
         return self._queue.finish(sorted(self._queue.groups))
 
@@ -243,30 +240,17 @@ class Collector:
             num_greedy=self._num_greedy,
             temperature=self.temperature,
         )
-        self._begin(requests)
-
-    def _begin(self, requests: Sequence[Request]) -> None:
-        self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
         self._runner.begin(requests)
 
     def _run_round(self, weight_version: int) -> None:
         """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
         self._runner.begin_round(self._round_tokens, weight_version=weight_version)
-        with show_progress("generate", total=self._num_running.total(), unit="completions") as bar:
+        num_open = self._runner.num_open
+        with show_progress("generate", total=num_open, unit="completions") as bar:
             while not self._runner.is_round_over:
-                bar.update(self._step())
+                for group in self._runner.step():
+                    self._queue.add(group)
+                bar.update(num_open - self._runner.num_open)
+                num_open = self._runner.num_open
                 self._queue.poll()
         self.engine.sync()  # ranks that share the model's layers pass through them until all are here
-
-    def _step(self) -> int:
-        """Decode a token of each episode and take the rollouts that ended; returns how many."""
-        rollouts = self._runner.step()
-        for rollout in rollouts:
-            ordinal = rollout.rollout_id.prompt_ordinal
-            self._ended[ordinal].append(rollout)
-            self._num_running[ordinal] -= 1
-            if self._num_running[ordinal] == 0:
-                # All rollouts of the prompt ended: they are rewarded.
-                del self._num_running[ordinal]
-                self._queue.add(self._ended.pop(ordinal))
-        return len(rollouts)

@@ -44,9 +44,9 @@ class EpisodeRunner:
         rollout: RolloutFunction,
         prompts: PromptStream,
         *,
-        max_turns: int = 0,
-        reward_names: Collection[str] = (),
-        call_timeout: float | None = None,
+        max_turns: int,
+        reward_names: Collection[str],
+        call_timeout: float | None,
     ):
         """rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
 
@@ -55,7 +55,7 @@ class EpisodeRunner:
         reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
         """
         self._engine = engine
-        self._programs = Programs(rollout, timeout_s=call_timeout)
+        self._programs = Programs(rollout, call_timeout)
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
@@ -64,9 +64,9 @@ class EpisodeRunner:
         # for the next round's budget.
         self._running: dict[RolloutId, RunningEpisode] = {}
         self._paused: list[RunningEpisode] = []
-        self._ended: list[Rollout] = []
-        # By prompt: its episodes until all have asked for their first turns.
-        self._unbegun: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
+        # By prompt: its episodes until all have ended; then their rollouts are in `_ended`, until `step` returns them.
+        self._groups: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
+        self._ended: list[list[Rollout]] = []
         # In the present round.
         self._budget = NO_BUDGET
         self._weight_version = 0
@@ -80,9 +80,9 @@ class EpisodeRunner:
             episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
             running = self._programs.begin(episode)
             self._running[request.rollout_id] = running
-            self._unbegun[request.rollout_id.prompt_ordinal].append(running)
+            self._groups[request.rollout_id.prompt_ordinal].append(running)
 
-    def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
+    def begin_round(self, budget: int, *, weight_version: int) -> None:
         """Let each episode sample up to `budget` tokens. Raises InputError like `Engine.submit`."""
         self._budget = budget
         self._weight_version = weight_version
@@ -94,10 +94,15 @@ class EpisodeRunner:
         self._take_replies(0.0)
 
     @property
+    def num_open(self) -> int:
+        """How many episodes have begun and not ended."""
+        return len(self._running)
+
+    @property
     def is_round_over(self) -> bool:
         """Return whether every episode ended or, with a budget, used it up or waited long for a reply.
 
-        `step` has returned the rollouts of all that ended.
+        `step` has returned all whole groups.
         """
         if self._engine.is_decoding or self._ended:
             return False
@@ -123,9 +128,10 @@ class EpisodeRunner:
             self._leave(running)
         event_loop().run_slice()  # functions of episodes that ended clean up
 
-    def step(self) -> list[Rollout]:
-        """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
+    def step(self) -> list[list[Rollout]]:
+        """Decode one more token of each episode that has a turn.
 
+        Returns the rollouts of each prompt whose last episode ended, in the order in which they began.
         If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
         function fails, as it does at a rejected request that it does not catch.
         """
@@ -179,9 +185,9 @@ class EpisodeRunner:
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
-            ordinal = running.episode.request.rollout_id.prompt_ordinal
-            if all(one.branch is not None for one in self._unbegun[ordinal]):
-                self._start(self._unbegun.pop(ordinal))
+            group = self._groups[running.episode.request.rollout_id.prompt_ordinal]
+            if all(one.branch is not None for one in group):
+                self._start(group)
         elif running.budget == 0:
             self._paused.append(running)
         else:
@@ -198,22 +204,25 @@ class EpisodeRunner:
         """Submit the turns of these episodes."""
         requests = []
         for running in episodes:
-            branch, _ = running.present
+            request = running.episode.branches[running.turn.branch].request
             tokens = running.tokens_before()
             running.part_start = len(tokens)
             # Of the turn, the part that this round's budget allows.
-            limit = min(branch.request.max_new_tokens, running.part_start + running.budget)
-            requests.append(replace(branch.request, sampled=tokens, max_new_tokens=limit))
+            limit = min(request.max_new_tokens, running.part_start + running.budget)
+            requests.append(replace(request, sampled=tokens, max_new_tokens=limit))
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
-        branch, turn = running.present
-        branch.engine_tokens.rollout = rollout
+        turn = running.turn
+        turn.tokens.rollout = rollout
         end = len(rollout.tokens) - rollout.num_prompt_tokens
         running.budget -= end - running.part_start
         self.counts["sampled_tokens"] += end - running.part_start
-        if rollout.finish_reason == "length" and end < branch.request.max_new_tokens:
+        if (
+            rollout.finish_reason == "length"
+            and end < running.episode.branches[turn.branch].request.max_new_tokens
+        ):
             self._paused.append(running)
             return
         turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
@@ -244,9 +253,15 @@ class EpisodeRunner:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
             ends[running.branch.number] = finish_reason
-        row = self._prompts.row(episode.request.rollout_id.prompt_ordinal)
-        self._ended.append(running.rollout(finish_reason, ends, rewards, row))
-        del self._running[episode.request.rollout_id]
+        rollout_id = episode.request.rollout_id
+        row = self._prompts.row(rollout_id.prompt_ordinal)
+        running.ended = running.rollout(finish_reason, ends, rewards, row)
+        group = self._groups[rollout_id.prompt_ordinal]
+        rollouts = [one.ended for one in group if one.ended is not None]
+        if len(rollouts) == len(group):
+            del self._groups[rollout_id.prompt_ordinal]
+            self._ended.append(rollouts)
+        del self._running[rollout_id]
         self._leave(running)
 
     def _leave(self, running: RunningEpisode) -> None:

@@ -60,8 +60,8 @@ class RunningEpisode:
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
     room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
     this round. budget: how many tokens the episode may sample in this round, from part_start on. rejected: why the
-    function's last request was rejected, if one was. working_since: when the function began to work on its next reply;
-    infinity while none is due.
+    function's last request was rejected, if one was. ended: its rollout, once it has ended. working_since: when the
+    function began to work on its next reply; infinity while none is due.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class RunningEpisode:
         self.part_start = 0
         self.budget = NO_BUDGET
         self.rejected: InputError | None = None
+        self.ended: Rollout | None = None
         self.working_since = time.monotonic()
         self._function = function
         self._replies = replies
@@ -87,18 +88,11 @@ class RunningEpisode:
         """How messages name it."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
-    @property
-    def present(self) -> tuple[Branch, Turn]:
-        """The turn that the function asks for, and its branch."""
-        assert self.branch is not None, "there is no room for it"
-        return self.branch, self.turn
-
     def tokens_before(self) -> Completion:
         """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
-        branch, turn = self.present
-        rollout = branch.engine_tokens.rollout
+        rollout = self.turn.tokens.rollout
         tokens = NO_TOKENS if rollout is None else rollout.after_prompt
-        return tokens if len(tokens) >= turn.start else tokens + appended(turn.appended)
+        return tokens if len(tokens) >= self.turn.start else tokens + appended(self.turn.appended)
 
     def send(self, turn: Turn | InputError) -> None:
         """Give the function the turn that it asked for, or raise the error in it; it replies."""
@@ -185,7 +179,7 @@ class Programs:
     name: the function's.
     """
 
-    def __init__(self, function: RolloutFunction, *, timeout_s: float | None = None):
+    def __init__(self, function: RolloutFunction, timeout_s: float | None):
         """timeout_s: limit from the start or a turn to the next reply; None: no limit. Raises InputError."""
         self.name = function_name(function)
         check_form(function, f"rollout {self.name}")
@@ -211,7 +205,7 @@ class Programs:
             event_loop().run_slice(left_s)
 
     @spent_on("wait_replies")
-    def replies(self, wait_s: float = 0.0) -> list[tuple[RunningEpisode, Reply]]:
+    def replies(self, wait_s: float) -> list[tuple[RunningEpisode, Reply]]:
         """Let the functions run until all wait; return their replies, in any order.
 
         Without any it waits up to `wait_s` seconds for the first. The function that has worked longest fails if it
@@ -273,7 +267,7 @@ def returned_rewards(returned: Any) -> dict[str, float | None]:
         return {}
     if not isinstance(returned, dict):
         return {REWARD: checked_reward(returned, "returns")}
-    rewards: dict[str, float | None] = {}
-    for name, value in returned.items():
-        rewards[name] = None if value is None else checked_reward(value, f"returns {name!r}:")
-    return rewards
+    return {
+        name: None if value is None else checked_reward(value, f"returns {name!r}:")
+        for name, value in returned.items()
+    }
