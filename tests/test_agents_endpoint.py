@@ -349,7 +349,7 @@ def test_row_60_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped
             await at_least(number, arrived)
         await asyncio.wait(hung_up)
         _, answer = await post(url, messages=[HI], max_tokens=3)
-        assert [branch.drops_last for branch in episode.branches.values()] == [True, False]
+        assert [branch.drops_last for branch in episode.branches] == [True, False]
         await post(url, messages=[HI, message_in(answer), HI], max_tokens=4)
 
     async def hang_up():
@@ -501,7 +501,7 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
     """A system's message of the agent's own, other tools, the same question once more, another history."""
     own = [{"role": "system", "content": "be brief"}, HI]
     other = {**TOOL, "function": {**TOOL["function"], "name": "sub"}}
-    branches = {}
+    branches = []
 
     @serve
     async def agent(url, episode):
@@ -511,12 +511,12 @@ def test_what_continues_nothing_begins_a_branch_which_is_continued_in_its_turn()
         await post(url, messages=[HI])
         _, answer = await post(url, messages=[HI])
         await post(url, messages=[HI, message_in(answer), HI], tools=[other])
-        branches.update(episode.branches)
+        branches.extend(episode.branches)
 
     asked = drive(agent, *[{}] * 6)
     assert [one.branch for one in asked] == [1, 2, 2, 0, 3, 4]
     assert [one.after for one in asked if one.after] == [[HI]]
-    assert [branch.tools for branch in branches.values()] == [[TOOL]] * 4 + [[other]]
+    assert [branch.tools for branch in branches] == [[TOOL]] * 4 + [[other]]
     assert branches[2].prompt == own
     # Templates get arguments as structures, and text.
     (call,) = branches[1].prompt[1]["tool_calls"]

@@ -10,11 +10,10 @@ then depends on the clock, too. Unfinished rollouts, and complete ones that no s
 checkpoint has the ordinals of their prompts, which begin again after a resume.
 """
 
+import functools
 import itertools
 import time
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.runner import EpisodeRunner
 from minirl.episodes.running import NO_BUDGET
-from minirl.episodes.step_groups import Groups, Selection, select_step
+from minirl.episodes.step_groups import Groups, select_step
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
@@ -32,7 +31,7 @@ from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.rewarded import RewardedRollouts
-from minirl.rollouts import Request, Rollout
+from minirl.rollouts import Request
 
 # The tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts
 # take the places of finished ones sooner; with more, the ranks exchange less often.
@@ -44,7 +43,8 @@ class Collector:
     """Collects the rollouts of one stream of prompts.
 
     engine: samples them. num_served: prompts taken from the stream so far; a script may raise it to skip some.
-    temperature: of the sampled rollouts that begin; a script may change it before a step.
+    temperature: of the sampled rollouts that begin; a script may change it before a step. evaluator: makes a collector
+    for requests of other prompts, with the same engine, rewards and rollout function.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Collector:
         self.num_served = 0
         self.engine = engine
         self._prompts = prompts
-        self._functions = functions
         weights = torch.ones(len(functions), dtype=torch.float64)
         self._reward_weights = weights if reward_weights is None else reward_weights
         self._group_size = group_size
@@ -93,17 +92,25 @@ class Collector:
         reward_names = [
             function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
         ]
-        self._of_episodes: dict[str, Any] = {
-            "rollout": rollout,
-            "max_turns": max_turns,
-            "call_timeout": call_timeout,
-        }
-        self._runner = EpisodeRunner(engine, prompts=prompts, reward_names=reward_names, **self._of_episodes)
+        self.evaluator = functools.partial(
+            Collector,
+            engine,
+            functions=functions,
+            rollout=rollout,
+            max_turns=max_turns,
+            call_timeout=call_timeout,
+        )
+        self._runner = EpisodeRunner(
+            engine,
+            rollout,
+            prompts,
+            max_turns=max_turns,
+            reward_names=reward_names,
+            call_timeout=call_timeout,
+        )
         self._queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # In flight on this rank: by prompt, the number of the runner's episodes, and the rollouts that ended before
-        # them. The queue has whole groups until a step asks for their rewards.
-        self._num_running: Counter[int] = Counter()
-        self._ended: defaultdict[int, list[Rollout]] = defaultdict(list)
+        # In flight on this rank, besides the runner's episodes: the queue has whole groups until a step asks for their
+        # rewards.
         self._rewarded = self._queue.finish([])
         # The same on every rank: the number of collected steps, and the step in which each prompt in flight began.
         self._num_steps = 0
@@ -117,9 +124,24 @@ class Collector:
         weight_version: the version of the present weights. Raises RewardError or RolloutError naming function and row.
         """
         self._num_steps += 1
-        with self._runner.closed_on_error():
-            selection = self._select_step(num_groups, weight_version)
-        self._runner.leave_engine()
+        num_equal = 0
+        with self._runner.in_step():
+            due = self._prompts_due(num_groups)
+            # Groups without signal are replaced by those of other prompts. Then they fill up the step.
+            for num_refills in itertools.count():
+                ready = self._complete(num_groups, num_equal, due, weight_version)
+                self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
+                selection = select_step(
+                    self._rewarded,
+                    num_groups,
+                    self._group_size,
+                    self._num_greedy,
+                    reward_weights=self._reward_weights,
+                    replaces_equal=self._max_refills is not None,
+                )
+                if selection.num_missing == 0 or num_refills == self._max_refills:
+                    break
+                num_equal = selection.num_equal
         self._rewarded = selection.left
         for ordinal in selection.ended:
             del self._begun_in[ordinal]
@@ -130,22 +152,10 @@ class Collector:
 
         Collective if ranks share the model's layers.
         """
-        with self._runner.closed_on_error():
-            self._begin(requests)
+        with self._runner.in_step():
+            self._runner.begin(requests)
             self._run_round(weight_version)
-        self._runner.leave_engine()
         return self._queue.finish(sorted(self._queue.groups))
-
-    def evaluator(self, prompts: PromptStream) -> "Collector":
-        """A collector for requests of other prompts, with the same engine, rewards and rollout function."""
-        return Collector(
-            self.engine,
-            prompts,
-            self._functions,
-            group_size=0,
-            num_greedy=1,
-            **self._of_episodes,
-        )
 
     def take_count(self, counted: str) -> int:
         """Return this rank's count since the last call, including rollouts that no step takes.
@@ -153,7 +163,7 @@ class Collector:
         counted: "sampled_tokens", of all episodes; "tool_results", that were appended; "tool_errors", how many of these
         are errors.
         """
-        return self._runner.take_count(counted)
+        return self._runner.counts.pop(counted, 0)
 
     @property
     def in_flight(self) -> list[int]:
@@ -192,21 +202,6 @@ class Collector:
         )
         return set(ordinals[:num_due])
 
-    def _select_step(self, num_groups: int, weight_version: int) -> Selection:
-        """Complete a step's groups, and select them (collective).
-
-        Groups without signal are replaced by those of other prompts, `max_refills` times. Then they fill up the step.
-        """
-        due = self._prompts_due(num_groups)
-        num_equal = 0
-        for num_refills in itertools.count():
-            ready = self._complete(num_groups, num_equal, due, weight_version)
-            selection = self._select(num_groups, ready)
-            if selection.num_missing == 0 or num_refills == self._max_refills:
-                break
-            num_equal = selection.num_equal
-        return selection
-
     def _complete(self, num_groups: int, num_equal: int, due: set[int], weight_version: int) -> set[int]:
         """Decode round by round until a step's groups, `num_equal` further ones, and those that are due are ready.
 
@@ -233,18 +228,6 @@ class Collector:
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
         return set().union(*gather_objects(own | self._queue.ready()))
 
-    def _select(self, num_groups: int, ready: set[int]) -> Selection:
-        """Select a step's groups of those that are ready (collective)."""
-        self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))
-        return select_step(
-            self._rewarded,
-            num_groups,
-            self._group_size,
-            self._num_greedy,
-            reward_weights=self._reward_weights,
-            replaces_equal=self._max_refills is not None,
-        )
-
     def _serve(self, num_prompts: int) -> None:
         """Begin this rank's share of this number of prompts: interrupted ones, then new ones."""
         again, self._interrupted = self._interrupted[:num_prompts], self._interrupted[num_prompts:]
@@ -257,30 +240,17 @@ class Collector:
             num_greedy=self._num_greedy,
             temperature=self.temperature,
         )
-        self._begin(requests)
-
-    def _begin(self, requests: Sequence[Request]) -> None:
-        self._num_running.update(request.rollout_id.prompt_ordinal for request in requests)
         self._runner.begin(requests)
 
     def _run_round(self, weight_version: int) -> None:
         """Run a round of all episodes. A prompt's rollouts are rewarded when the last one ends."""
         self._runner.begin_round(self._round_tokens, weight_version=weight_version)
-        with show_progress("generate", total=self._num_running.total(), unit="completions") as bar:
+        num_open = self._runner.num_open
+        with show_progress("generate", total=num_open, unit="completions") as bar:
             while not self._runner.is_round_over:
-                bar.update(self._step())
+                for group in self._runner.step():
+                    self._queue.add(group)
+                bar.update(num_open - self._runner.num_open)
+                num_open = self._runner.num_open
                 self._queue.poll()
         self.engine.sync()  # ranks that share the model's layers pass through them until all are here
-
-    def _step(self) -> int:
-        """Decode a token of each episode and take the rollouts that ended; returns how many."""
-        rollouts = self._runner.step()
-        for rollout in rollouts:
-            ordinal = rollout.rollout_id.prompt_ordinal
-            self._ended[ordinal].append(rollout)
-            self._num_running[ordinal] -= 1
-            if self._num_running[ordinal] == 0:
-                # All rollouts of the prompt ended: they are rewarded.
-                del self._num_running[ordinal]
-                self._queue.add(self._ended.pop(ordinal))
-        return len(rollouts)

@@ -67,7 +67,7 @@ class Generate:
     max_tokens: int | None
     branch: int
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
         is_after = isinstance(self.after, str | list | tuple)
         is_limit = self.max_tokens is None or (type(self.max_tokens) is int and self.max_tokens >= 1)
@@ -160,8 +160,7 @@ class Branch:
     rollout. No turn follows it.
 
     For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
-    tokens; missing before the first. engine_tokens: as the engine last returned them. is_held: whether it waits in the
-    engine for its next turn.
+    tokens; missing before the first. engine_tokens: as the engine last returned them.
     """
 
     prompt: str | Messages | list[int]
@@ -174,7 +173,6 @@ class Branch:
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
     request: Request = field(init=False, repr=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
-    is_held: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -225,7 +223,6 @@ class Branch:
             # Copies: the caller may go on to change its messages.
             appended = [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended]
         asked = Generate("" if appended is None else appended, strings, max_tokens, self.number)
-        asked.check()
         return await self.ask(asked)
 
 
@@ -258,16 +255,16 @@ class Episode(Branch):
         self.temperature = request.temperature
         self.environment: Any = None
         self.end_reason: str | None = None
-        self._further: dict[int, Branch] = {}
+        self._further: list[Branch] = []
         self.all_turns: list[Turn] = []
         self.given: dict[str, float] = {}
         self.is_closed = False
 
     @property
-    def branches(self) -> dict[int, Branch]:
-        """All branches by number; the episode itself is 0."""
+    def branches(self) -> list[Branch]:
+        """All branches, in order of their numbers; the episode itself is 0."""
         # Not stored: only a garbage collection would free an object that holds itself, with its rollout.
-        return {0: self, **self._further}
+        return [self, *self._further]
 
     def take(self, turn: Turn) -> None:
         """Add a finished turn to its branch. For the code that runs the episode."""
@@ -276,7 +273,7 @@ class Episode(Branch):
 
     def drop_unseen(self) -> None:
         """Remove the turns that reached nobody."""
-        for branch in self.branches.values():
+        for branch in self.branches:
             if branch.drops_last:
                 branch.drops_last = False
                 self.all_turns.remove(branch.turns.pop())
@@ -305,7 +302,7 @@ class Episode(Branch):
         number = 1 + len(self._further)
         branch = Branch(own, self.max_tokens, number=number, tools=own_tools)
         branch.ask = self.ask
-        self._further[number] = branch
+        self._further.append(branch)
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:

@@ -3,7 +3,7 @@
 While a function works on its reply (`running`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
-their keys and values in the engine, unless `leave_engine` frees these.
+their keys and values in the engine, which frees these at the end of a step: see `EpisodeRunner.in_step`.
 """
 
 import time
@@ -16,7 +16,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.running import NO_BUDGET, Programs, Reply, RunningEpisode
+from minirl.episodes.running import NO_BUDGET, Programs, RunningEpisode
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.rollouts import Request, Rollout, RolloutId
@@ -33,6 +33,7 @@ class EpisodeRunner:
     """Runs episodes, round by round. Not collective.
 
     patience_s: how long a round with a budget waits for the next reply if it has nothing to decode.
+    counts: see `Collector.take_count`.
     """
 
     patience_s = 0.05
@@ -43,9 +44,9 @@ class EpisodeRunner:
         rollout: RolloutFunction,
         prompts: PromptStream,
         *,
-        max_turns: int = 0,
-        reward_names: Collection[str] = (),
-        call_timeout: float | None = None,
+        max_turns: int,
+        reward_names: Collection[str],
+        call_timeout: float | None,
     ):
         """rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
 
@@ -54,19 +55,18 @@ class EpisodeRunner:
         reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
         """
         self._engine = engine
-        self._programs = Programs(rollout, timeout_s=call_timeout)
+        self._programs = Programs(rollout, call_timeout)
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
-        self._counts: Counter[str] = Counter()
-        # All open episodes, in the order in which they began; those whose turn waits for the next round's budget.
-        self._running: dict[RunningEpisode, None] = {}
+        self.counts: Counter[str] = Counter()
+        # All open episodes by the id of their first branch, in the order in which they began; those whose turn waits
+        # for the next round's budget.
+        self._running: dict[RolloutId, RunningEpisode] = {}
         self._paused: list[RunningEpisode] = []
-        # By branch that the engine has.
-        self._running_of: dict[RolloutId, RunningEpisode] = {}
-        self._ended: list[Rollout] = []
-        # By prompt: its episodes until all have asked for their first turns.
-        self._unbegun: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
+        # By prompt: its episodes until all have ended; then their rollouts are in `_ended`, until `step` returns them.
+        self._groups: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
+        self._ended: list[list[Rollout]] = []
         # In the present round.
         self._budget = NO_BUDGET
         self._weight_version = 0
@@ -79,25 +79,30 @@ class EpisodeRunner:
             tokenizer = self._prompts.tokenizer.with_tools(row.tools)
             episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
             running = self._programs.begin(episode)
-            self._running[running] = None
-            self._unbegun[request.rollout_id.prompt_ordinal].append(running)
+            self._running[request.rollout_id] = running
+            self._groups[request.rollout_id.prompt_ordinal].append(running)
 
-    def begin_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
+    def begin_round(self, budget: int, *, weight_version: int) -> None:
         """Let each episode sample up to `budget` tokens. Raises InputError like `Engine.submit`."""
         self._budget = budget
         self._weight_version = weight_version
         self._active_at = time.monotonic()
-        for running in self._running:
+        for running in self._running.values():
             running.budget = budget
         paused, self._paused = self._paused, []
         self._start(paused)
         self._take_replies(0.0)
 
     @property
+    def num_open(self) -> int:
+        """How many episodes have begun and not ended."""
+        return len(self._running)
+
+    @property
     def is_round_over(self) -> bool:
         """Return whether every episode ended or, with a budget, used it up or waited long for a reply.
 
-        `step` has returned the rollouts of all that ended.
+        `step` has returned all whole groups.
         """
         if self._engine.is_decoding or self._ended:
             return False
@@ -106,34 +111,32 @@ class EpisodeRunner:
         waits = len(self._paused) < len(self._running)
         return not waits or time.monotonic() - self._active_at > self.patience_s
 
-    def leave_engine(self) -> None:
-        """Take the episodes out of the engine at the end of a step."""
-        for running in self._running:
-            self._leave(running)
-        event_loop().run_slice()  # functions of episodes that ended clean up
-
     def close(self) -> None:
         """End all episodes without a rollout, and let their functions clean up."""
         self._running.clear()
         self._programs.close_all()
 
     @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """`close` if the block raises an error."""
+    def in_step(self) -> Iterator[None]:
+        """Take the episodes out of the engine at the end of the block; `close` if it raises an error."""
         try:
             yield
         except BaseException:
             self.close()
             raise
+        for running in self._running.values():
+            self._leave(running)
+        event_loop().run_slice()  # functions of episodes that ended clean up
 
-    def step(self) -> list[Rollout]:
-        """Decode one more token of each episode that has a turn; return the rollouts of those that ended.
+    def step(self) -> list[list[Rollout]]:
+        """Decode one more token of each episode that has a turn.
 
+        Returns the rollouts of each prompt whose last episode ended, in the order in which they began.
         If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
         function fails, as it does at a rejected request that it does not catch.
         """
         for rollout in self._engine.step():
-            self._take_tokens(self._running_of[rollout.rollout_id], rollout)
+            self._take_tokens(self._running[rollout.rollout_id._replace(branch=0)], rollout)
         if self._engine.lacks_room:
             # Episodes that need no more in this round make room for others.
             for running in self._paused:
@@ -144,16 +147,17 @@ class EpisodeRunner:
         ended, self._ended = self._ended, []
         return ended
 
-    def take_count(self, counted: str) -> int:
-        """Return this count since the last call; see `Collector.take_count`."""
-        return self._counts.pop(counted, 0)
-
     def _take_replies(self, timeout_s: float) -> bool:
         """Continue the episodes whose functions have replied. Return whether there are any."""
         replies = self._programs.replies(timeout_s)
         for running, reply in replies:
             try:
-                self._go_on(running, reply)
+                if isinstance(reply, Generate):
+                    self._begin_turn(running, reply)
+                elif isinstance(reply, InputError):
+                    raise reply
+                else:
+                    self._end(running, running.episode.end_reason, reply)
             except InputError as error:
                 num_turns = len(running.episode.all_turns)
                 when = f"after turn {num_turns}" if num_turns else "before its first turn"
@@ -161,39 +165,29 @@ class EpisodeRunner:
                 raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
         return bool(replies)
 
-    def _go_on(self, running: RunningEpisode, reply: Reply) -> None:
-        """Begin the turn of an episode that its function asks for, or end the episode. Raises InputError."""
-        if isinstance(reply, Generate):
-            self._begin_turn(running, reply)
-        elif isinstance(reply, InputError):
-            raise reply
-        else:
-            self._end(running, running.episode.end_reason, reply)
-
     def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
 
         A request that is rejected raises its InputError in the function, which may catch it and go on.
         """
         limit = "length"  # the turn has no room
-        last_branch = running.branch
         try:
-            turn = _make_turn(self._prompts, running, asked)
+            running.branch, turn = _make_turn(self._prompts, running, asked)
         except InputError as error:
-            running.branch = last_branch
-            self._programs.send(running, error)
+            running.send(error)
             return
         if turn is not None:
+            running.turn = turn
             self._count_results(asked)
             limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
         if limit:
-            self._programs.close(running)
+            running.cancel()
             self._end(running, limit)
         elif not running.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
-            ordinal = running.episode.request.rollout_id.prompt_ordinal
-            if all(one.branch is not None for one in self._unbegun[ordinal]):
-                self._start(self._unbegun.pop(ordinal))
+            group = self._groups[running.episode.request.rollout_id.prompt_ordinal]
+            if all(one.branch is not None for one in group):
+                self._start(group)
         elif running.budget == 0:
             self._paused.append(running)
         else:
@@ -203,37 +197,37 @@ class EpisodeRunner:
         """Count the results of tools that are appended before a turn."""
         for message in asked.after if is_messages(asked.after) else ():
             if message["role"] == "tool":
-                self._counts["tool_results"] += 1
-                self._counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
+                self.counts["tool_results"] += 1
+                self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
     def _start(self, episodes: Sequence[RunningEpisode]) -> None:
         """Submit the turns of these episodes."""
         requests = []
         for running in episodes:
-            branch, _ = running.present
+            request = running.episode.branches[running.turn.branch].request
             tokens = running.tokens_before()
-            branch.is_held = False
             running.part_start = len(tokens)
             # Of the turn, the part that this round's budget allows.
-            limit = min(branch.request.max_new_tokens, running.part_start + running.budget)
-            requests.append(replace(branch.request, sampled=tokens, max_new_tokens=limit))
-            self._running_of[branch.request.rollout_id] = running
+            limit = min(request.max_new_tokens, running.part_start + running.budget)
+            requests.append(replace(request, sampled=tokens, max_new_tokens=limit))
         self._engine.submit(requests, weight_version=self._weight_version)
 
     def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
-        branch, turn = running.present
-        branch.engine_tokens.rollout = rollout
-        branch.is_held = True
+        turn = running.turn
+        turn.tokens.rollout = rollout
         end = len(rollout.tokens) - rollout.num_prompt_tokens
         running.budget -= end - running.part_start
-        self._counts["sampled_tokens"] += end - running.part_start
-        if rollout.finish_reason == "length" and end < branch.request.max_new_tokens:
+        self.counts["sampled_tokens"] += end - running.part_start
+        if (
+            rollout.finish_reason == "length"
+            and end < running.episode.branches[turn.branch].request.max_new_tokens
+        ):
             self._paused.append(running)
             return
         turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
         running.episode.take(turn)
-        self._programs.send(running, turn)
+        running.send(turn)
 
     def _end(
         self,
@@ -259,38 +253,44 @@ class EpisodeRunner:
             finish_reason = ends[episode.all_turns[-1].branch]
         elif running.branch is not None:
             ends[running.branch.number] = finish_reason
-        row = self._prompts.row(episode.request.rollout_id.prompt_ordinal)
-        self._ended.append(running.rollout(finish_reason, ends, rewards, row))
-        del self._running[running]
+        rollout_id = episode.request.rollout_id
+        row = self._prompts.row(rollout_id.prompt_ordinal)
+        running.ended = running.rollout(finish_reason, ends, rewards, row)
+        group = self._groups[rollout_id.prompt_ordinal]
+        rollouts = [one.ended for one in group if one.ended is not None]
+        if len(rollouts) == len(group):
+            del self._groups[rollout_id.prompt_ordinal]
+            self._ended.append(rollouts)
+        del self._running[rollout_id]
         self._leave(running)
 
     def _leave(self, running: RunningEpisode) -> None:
         """Take the branches of an episode out of the engine."""
-        for branch in running.episode.branches.values():
-            if branch.is_held:
-                branch.is_held = False
-                del self._running_of[branch.request.rollout_id]
-                self._engine.release(branch.request.rollout_id)
+        episode = running.episode
+        self._engine.release(
+            *(episode.request.rollout_id._replace(branch=branch.number) for branch in episode.branches)
+        )
 
 
-def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) -> Turn | None:
-    """Set the turn of an episode and its branch; return None if the turn has no room.
+def _make_turn(
+    prompts: PromptStream, running: RunningEpisode, asked: Generate
+) -> tuple[Branch | None, Turn | None]:
+    """Return the branch and the turn that a function asks for.
 
-    Raises InputError, with the episode's place.
+    The turn is None if it has no room, and the branch, too, if it is new and its prompt leaves none. Raises InputError,
+    with the episode's place.
     """
     episode, place = running.episode, running.place
     refuse(episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})")
     branch = episode.branches[asked.branch]
-    running.branch = None
     if not branch.prompt_ids and not _begin_branch(prompts, branch, episode, place):
-        return None
-    running.branch = branch
+        return None, None
     new_ids = _appended_ids(prompts, branch, asked, place)
     start = branch.num_tokens + len(new_ids)
     room = branch.max_tokens - start
     if room < 1:
         refuse(not episode.all_turns, f"{place}: the first turn's `after` leaves no room for a turn")
-        return None
+        return branch, None
     branch.request = replace(
         branch.request,
         max_new_tokens=start + min(room, asked.max_tokens or room),
@@ -298,7 +298,7 @@ def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) 
         stop=asked.stop,
         turn_start=start,
     )
-    running.turn = Turn(
+    turn = Turn(
         start,
         branch=branch.number,
         inserted=list(asked.after) if is_messages(asked.after) else [],
@@ -306,7 +306,7 @@ def _make_turn(prompts: PromptStream, running: RunningEpisode, asked: Generate) 
         tokenizer=prompts.tokenizer.with_tools(branch.tools),
         tokens=branch.engine_tokens,
     )
-    return running.turn
+    return branch, turn
 
 
 def _begin_branch(prompts: PromptStream, branch: Branch, episode: Episode, place: str) -> bool:

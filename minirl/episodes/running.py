@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,18 +60,24 @@ class RunningEpisode:
     turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
     room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
     this round. budget: how many tokens the episode may sample in this round, from part_start on. rejected: why the
-    function's last request was rejected, if one was.
+    function's last request was rejected, if one was. ended: its rollout, once it has ended. working_since: when the
+    function began to work on its next reply; infinity while none is due.
     """
 
-    def __init__(self, episode: Episode, function: RolloutFunction, take_reply: "TakeReply"):
+    def __init__(
+        self, episode: Episode, function: RolloutFunction, replies: "list[tuple[RunningEpisode, Reply]]"
+    ):
+        """replies: gets those of the function."""
         self.episode = episode
         self.turn: Turn
         self.branch: Branch | None = None
         self.part_start = 0
         self.budget = NO_BUDGET
         self.rejected: InputError | None = None
+        self.ended: Rollout | None = None
+        self.working_since = time.monotonic()
         self._function = function
-        self._take_reply = take_reply
+        self._replies = replies
         # While the function waits for its turn.
         self._asked: asyncio.Future[Turn] | None = None
         episode.ask = self._ask
@@ -81,21 +88,15 @@ class RunningEpisode:
         """How messages name it."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
-    @property
-    def present(self) -> tuple[Branch, Turn]:
-        """The turn that the function asks for, and its branch."""
-        assert self.branch is not None, "there is no room for it"
-        return self.branch, self.turn
-
     def tokens_before(self) -> Completion:
         """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
-        branch, turn = self.present
-        rollout = branch.engine_tokens.rollout
+        rollout = self.turn.tokens.rollout
         tokens = NO_TOKENS if rollout is None else rollout.after_prompt
-        return tokens if len(tokens) >= turn.start else tokens + appended(turn.appended)
+        return tokens if len(tokens) >= self.turn.start else tokens + appended(self.turn.appended)
 
     def send(self, turn: Turn | InputError) -> None:
         """Give the function the turn that it asked for, or raise the error in it; it replies."""
+        self.working_since = time.monotonic()
         future, self._asked = self._asked, None
         assert future is not None, "it asked for no turn"
         if future.cancelled():  # a failure follows
@@ -107,9 +108,13 @@ class RunningEpisode:
             future.set_exception(turn)
 
     def cancel(self) -> None:
-        """End the function where it waits, unless it cleans up already. It does not reply."""
+        """End the function where it waits, unless it cleans up already: its `finally` runs in the next slice.
+
+        It does not reply.
+        """
         if not self.episode.is_closed:
             self.episode.is_closed = True
+            self.working_since = math.inf
             self.task.cancel()
 
     def rollout(
@@ -121,9 +126,7 @@ class RunningEpisode:
         function may have changed the episode's.
         """
         episode = self.episode
-        *earlier, (last, seen) = [
-            (branch, _seen(branch)) for branch in episode.branches.values() if branch.turns
-        ]
+        *earlier, (last, seen) = [(branch, _seen(branch)) for branch in episode.branches if branch.turns]
         turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
         return replace(
             seen,
@@ -144,7 +147,7 @@ class RunningEpisode:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             reply = InputError(f"raised\n{users_traceback(error)}")
         self._reply(reply)
-        for branch in self.episode.branches.values():
+        for branch in self.episode.branches:
             # Only a garbage collection would free an episode that leads to itself.
             branch.ask = _ask_too_late
 
@@ -165,10 +168,9 @@ class RunningEpisode:
     def _reply(self, reply: Reply) -> None:
         if not self.episode.is_closed:
             self.episode.is_closed = not isinstance(reply, Generate)
-            self._take_reply(self, reply)
-
-
-TakeReply = Callable[[RunningEpisode, Reply], None]
+            self.working_since = math.inf
+            self._replies.append((self, reply))
+            event_loop().stop()
 
 
 class Programs:
@@ -177,7 +179,7 @@ class Programs:
     name: the function's.
     """
 
-    def __init__(self, function: RolloutFunction, *, timeout_s: float | None = None):
+    def __init__(self, function: RolloutFunction, timeout_s: float | None):
         """timeout_s: limit from the start or a turn to the next reply; None: no limit. Raises InputError."""
         self.name = function_name(function)
         check_form(function, f"rollout {self.name}")
@@ -185,65 +187,46 @@ class Programs:
         self._timeout_s = timeout_s
         # Also those that clean up after their episode's end.
         self._open: set[RunningEpisode] = set()
-        # Those at work, with the time since when; the longest first.
-        self._since: dict[RunningEpisode, float] = {}
         self._replies: list[tuple[RunningEpisode, Reply]] = []
 
     def begin(self, episode: Episode) -> RunningEpisode:
         """Call the function for an episode; it replies."""
-        running = RunningEpisode(episode, self._function, self._take_reply)
-        self._since[running] = time.monotonic()
+        running = RunningEpisode(episode, self._function, self._replies)
         self._open.add(running)
         running.task.add_done_callback(lambda _: self._forget(running))
         return running
 
-    def send(self, running: RunningEpisode, turn: Turn | InputError) -> None:
-        """Give a function the turn that it asked for, or raise the error in it; it replies."""
-        self._since[running] = time.monotonic()
-        running.send(turn)
-
-    def close(self, running: RunningEpisode) -> None:
-        """End a function where it waits: its `finally` runs in the next slice. It does not reply."""
-        self._since.pop(running, None)
-        running.cancel()
-
     def close_all(self) -> None:
         """End all functions where they wait, and give them CLOSE_S to clean up."""
-        for running in list(self._open):
-            self.close(running)
+        for running in self._open:
+            running.cancel()
         until = time.monotonic() + CLOSE_S
         while self._open and (left_s := until - time.monotonic()) > 0:
             event_loop().run_slice(left_s)
 
     @spent_on("wait_replies")
-    def replies(self, wait_s: float = 0.0) -> list[tuple[RunningEpisode, Reply]]:
+    def replies(self, wait_s: float) -> list[tuple[RunningEpisode, Reply]]:
         """Let the functions run until all wait; return their replies, in any order.
 
-        Without any it waits up to `wait_s` seconds for the first.
+        Without any it waits up to `wait_s` seconds for the first. The function that has worked longest fails if it
+        exceeds its time.
         """
         event_loop().run_slice(0.0 if self._replies else wait_s)
-        self._fail_late()
-        replies, self._replies = self._replies, []
+        if self._timeout_s is not None and self._open:
+            # After the slice: what came in time is a reply by then.
+            slowest = min(self._open, key=lambda running: running.working_since)
+            if time.monotonic() - slowest.working_since > self._timeout_s:
+                slowest.cancel()
+                late = InputError(f"took more than {self._timeout_s:g} s; see --call-timeout")
+                self._replies.append((slowest, late))
+        replies = self._replies.copy()
+        self._replies.clear()
         return replies
-
-    def _fail_late(self) -> None:
-        """Fail functions that exceed their time. After a slice: what came in time is a reply by then."""
-        if self._timeout_s is None:
-            return
-        limit = time.monotonic() - self._timeout_s
-        while self._since and (running := next(iter(self._since))) and self._since[running] < limit:
-            running.cancel()
-            self._take_reply(running, InputError(f"took more than {self._timeout_s:g} s; see --call-timeout"))
 
     def _forget(self, running: RunningEpisode) -> None:
         self._open.discard(running)
         if not self._open:
             event_loop().stop()
-
-    def _take_reply(self, running: RunningEpisode, reply: Reply) -> None:
-        self._since.pop(running, None)
-        self._replies.append((running, reply))
-        event_loop().stop()
 
 
 async def _ask_too_late(asked: Generate) -> Turn:
@@ -284,7 +267,7 @@ def returned_rewards(returned: Any) -> dict[str, float | None]:
         return {}
     if not isinstance(returned, dict):
         return {REWARD: checked_reward(returned, "returns")}
-    rewards: dict[str, float | None] = {}
-    for name, value in returned.items():
-        rewards[name] = None if value is None else checked_reward(value, f"returns {name!r}:")
-    return rewards
+    return {
+        name: None if value is None else checked_reward(value, f"returns {name!r}:")
+        for name, value in returned.items()
+    }

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minirl.errors import InputError
+from minirl.errors import refuse
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache, ceil_div
 from minirl.generation.running_requests import PendingTokens, RunningRequests
@@ -116,14 +116,14 @@ class Engine:
         # The rows of resumed requests that have tokens which the cache lacks.
         self._resumed: deque[int] = deque()
         # Launched, but not yet read by the host; oldest first.
-        self._pending: list[PendingTokens] = []
+        self._pending: deque[PendingTokens] = deque()
         # On the device, the newest token of each running request, at its `RunningRequests.token_index`.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
-        # The row of the padding in decode steps, int64 [1] ([0] without CUDA graphs). Padding stores keys and values
-        # like any request, so it needs a block.
-        self._padding_row = torch.arange(0)
+        # With CUDA graphs, the row of the padding in decode steps, int64 [1]. Padding stores keys and values like any
+        # request, so it needs a block.
+        self._padding_row: Tensor
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests, and continue those that are between two turns. Not collective.
@@ -138,12 +138,14 @@ class Engine:
         for request in requests:
             max_length = len(request.prompt_ids) + request.max_new_tokens
             max_positions = self.config.max_position_embeddings
-            if max_length > max_positions:
-                raise InputError(
-                    f"prompt + max_new_tokens = {max_length} tokens exceed the model's {max_positions} positions"
-                )
-            if max_length > self.cache_tokens:
-                raise InputError(f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens")
+            refuse(
+                max_length > max_positions,
+                f"prompt + max_new_tokens = {max_length} tokens exceed the model's {max_positions} positions",
+            )
+            refuse(
+                max_length > self.cache_tokens,
+                f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens",
+            )
         if requests and self._cache is None:
             self._allocate()
         self.weight_version = weight_version
@@ -226,7 +228,7 @@ class Engine:
         """Run these requests to their end. Rollouts are in the order of the requests. Not collective."""
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, Rollout] = {}
-        while self._running or self._waiting:
+        while self.is_decoding:
             for rollout in self.step():
                 finished[rollout.rollout_id] = rollout
         return [finished[request.rollout_id] for request in requests]
@@ -294,15 +296,13 @@ class Engine:
     def _end_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        while self._pending:
+            self._pending.popleft().wait()
         self._newest_tokens = self._newest_tokens.new_empty(0)
         self._running = self._no_requests()
         if not self.keeps_cache:
             self._cache = None
             self._graphs = None
-            self._padding_row = torch.arange(0)
 
     def _admit(self) -> list[tuple[Request, _Stem]]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
@@ -392,10 +392,10 @@ class Engine:
         This includes requests between two turns, so that none has to give way to a new request.
         """
         cache, running = self._live_cache, self._running
-        in_turn = torch.tensor([*running.rows.tolist(), *self._resumed], dtype=torch.int64)
-        rows = torch.cat([in_turn, torch.tensor(list(self._held.values()), dtype=torch.int64)])
+        num_in_turn = len(running) + len(self._resumed)
+        rows = torch.tensor([*running.rows.tolist(), *self._resumed, *self._held.values()], dtype=torch.int64)
         ends = running.counts[rows] + self.room_tokens
-        ends[: len(in_turn)].clamp_(max=running.limits[in_turn])
+        ends[:num_in_turn].clamp_(max=running.limits[rows[:num_in_turn]])
         # The cache need not hold the newest of these tokens.
         num_more = running.prompt_lengths[rows] + ends - 1 - cache.lengths[rows]
         return int(cache.num_new_blocks(cache.lengths[rows], num_more.clamp(min=0)).sum())
@@ -568,12 +568,9 @@ class Engine:
 
     def _read_pending(self, *, num_unread: int = 0) -> list[Rollout]:
         """Read the pending tokens except the `num_unread` newest launches; returns the finished rollouts."""
-        num_ready = len(self._pending) - num_unread
-        ready = self._pending[:num_ready]
-        self._pending = self._pending[num_ready:]
         finished: list[Rollout] = []
-        for pending in ready:
-            for row, reason in self._running.read(pending).items():
+        while len(self._pending) > num_unread:
+            for row, reason in self._running.read(self._pending.popleft()).items():
                 finished.append(self._running.rollout(row, reason))
                 self._end_turn(row)
         return finished
