@@ -410,8 +410,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
     loaded, functions = load_rollout(config), load_task(config).rewards
-    tokenizer = copy.copy(letter_tokenizer(HERMES + WITH_NAMES, chat=True))
-    tokenizer.tools = loaded.tools
+    tokenizer = letter_tokenizer(HERMES + WITH_NAMES, chat=True).with_tools(loaded.tools)
     prompts = Prompts(tokenizer=tokenizer, max_new_tokens=450)
     prompts._rows = [Row([user("a b")], {"answer": "Yes"}, "f:1")]
     collector = make_collector(prompts, rollout=loaded.function, functions=functions, group_size=1)
