@@ -92,9 +92,10 @@ class PromptStream:
         has whole groups: it prefills a prompt once, and has everything that a reward may compare. The ranks take the
         ordinals in turn, so that they get equally many prompts even if each call is for one.
         """
-        own = [ordinal for ordinal in ordinals if ordinal % world_size() == rank()]
         requests = []
-        for prompt_ordinal in own:
+        for prompt_ordinal in ordinals:
+            if prompt_ordinal % world_size() != rank():
+                continue
             row = self._rows[self.index(prompt_ordinal)]
             prompt_ids = self.prompt_ids(prompt_ordinal)
             for sample in range(group_size + num_greedy):
@@ -178,7 +179,7 @@ class PromptStream:
         """
         place = f"{place}: branch(...)"
         if is_token_ids(prompt):
-            ids = list(cast(list[int], prompt))
+            ids = list(prompt)
         else:
             shown = self.tokenizer.with_tools(tools)
             ids = shown.encode(Row(cast(str | Messages, prompt), {}, place))

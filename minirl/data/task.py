@@ -85,7 +85,7 @@ def is_messages(after: After) -> TypeGuard[Messages]:
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
-def is_token_ids(prompt: Any) -> bool:
+def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
     """Return whether a prompt is token ids rather than text or messages."""
     ids = prompt if isinstance(prompt, list | tuple) else ()
     return bool(ids) and all(type(i) is int and i >= 0 for i in ids)

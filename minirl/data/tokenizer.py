@@ -54,8 +54,8 @@ class Tokenizer:
 
         source = file_of(folder, "tokenizer_config.json").parent
         # Without any of these files transformers makes an empty tokenizer.
-        if not any((source / name).is_file() for name in TOKENIZER_FILES):
-            raise InputError(f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        has_one = any((source / name).is_file() for name in TOKENIZER_FILES)
+        refuse(not has_one, f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:

@@ -98,8 +98,8 @@ def conversation(
         if turn.inserted:
             messages += (dict(message) for message in turn.inserted)
             start = turn.start
-        goes_on = i + 1 < len(turns) and not turns[i + 1].inserted
-        if not goes_on:
+        # Otherwise the answer goes on in the next turn.
+        if i + 1 == len(turns) or turns[i + 1].inserted:
             add_answer(messages, answer(start, turn))
     return messages
 

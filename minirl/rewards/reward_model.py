@@ -11,7 +11,7 @@ import torch
 
 from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
-from minirl.errors import InputError, RewardError
+from minirl.errors import RewardError, refuse
 from minirl.model.folders import file_of
 from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
@@ -42,8 +42,10 @@ def load_reward_model(
     """
     model = load_replica(folder, dtype=dtype, scalar_head=True)
     tokenizer = Tokenizer(folder, chat=chat, template_arguments=template_arguments)
-    if chat and tokenizer.backend.chat_template is None:
-        raise InputError(f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat")
+    refuse(
+        chat and tokenizer.backend.chat_template is None,
+        f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat",
+    )
     max_length = min(model.config.max_position_embeddings, max_tokens)
     ignored_id = json.loads(file_of(folder, "config.json").read_text()).get("pad_token_id")
 

@@ -134,14 +134,14 @@ class RewardQueue:
         for call in ended:
             call.result()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [rollout.episode.row for rollout in rollouts]
         texts = [text for group in groups for text in group.texts]
         columns = []
         for name, function in self._functions.items():
             rewards: Rewards = []
             if not isinstance(function, RewardModel):
                 rewards = [reward for group in groups for reward in group.calls[name].result()]
-            elif rows:
+            elif rollouts:
+                rows = [rollout.episode.row for rollout in rollouts]
                 completions = [completion for group in groups for completion in group.completions]
                 asked = {"prompts": [row.prompt for row in rows], "completions": completions}
                 place = f"{rows[0].place} and those that follow"

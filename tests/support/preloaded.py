@@ -14,29 +14,13 @@ from transformers import AutoTokenizer
 import support.scripts
 import train_grpo
 import train_ppo
-from minirl.data.prompts import PromptStream
 from minirl.run import embedded_model
 from minirl.run.config import RunConfig
 
 torch.set_num_threads(1)
-# Making and tokenizing the 20,000 rows of the embedded task takes a third of a short run. They are the same for all
-# runs with the same tokenizer.
+# Making the 20,000 rows of the embedded task takes a part of a short run. They are the same for all runs.
 _task = embedded_model.load_sorting()
 embedded_model.EMBEDDED_TASKS["sorting"] = lambda: _task
 RunConfig.eval_rows = 8  # of 256: evaluations take most of a short run
-_checked_lengths = PromptStream._checked_lengths
-_found = {}
-
-
-def _check_once(stream, rows):
-    if rows is not _task.train_rows or stream.tokenizer.chat:
-        return _checked_lengths(stream, rows)
-    key = (stream.vocab_size, (stream.tokenizer.folder / "tokenizer.json").read_bytes())
-    if key not in _found:
-        _found[key] = _checked_lengths(stream, rows)
-    return _found[key]
-
-
-PromptStream._checked_lengths = _check_once
 gc.collect()
 gc.freeze()  # a collection in a forked process would copy the memory of all this

@@ -37,11 +37,10 @@ from minirl.extras.agents.server import Server
 MAX_PENDING = 64
 
 SERVER = Server()
-Agent = Callable[[str, Episode], Any]
 Completion = dict[str, Any]
 
 
-def serve(agent: Agent) -> RolloutFunction:
+def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
     """The rollout function of an agent that asks for turns at a URL.
 
     agent: takes the URL and the episode; returns the reward, or rewards by name. An `async def`, or a blocking

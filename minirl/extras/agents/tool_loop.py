@@ -24,7 +24,7 @@ from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
 from minirl.episodes.running import UserRollout
-from minirl.errors import InputError
+from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
@@ -41,8 +41,7 @@ def of_environment(factory: Callable[[], Any]) -> UserRollout:
     Raises InputError. Exceptions of the class pass through.
     """
     environment = factory()
-    if not hasattr(environment, "reset"):
-        raise InputError(f"{factory.__name__} has no method reset(**row)")
+    refuse(not hasattr(environment, "reset"), f"{factory.__name__} has no method reset(**row)")
     return UserRollout(
         rollout_of((), factory),
         tool_schemas(methods_of(environment)),
