@@ -291,6 +291,8 @@ class Tokenizer:
 
         SentencePiece tokenizers put a space before a text. So it is tokenized behind another, whose ids are cut off.
         """
+        if not text:  # as before most turns
+            return []
         for anchor in ANCHORS:
             before = self.encode_text(anchor, place)
             ids = self.encode_text(anchor + text, place)
