@@ -252,7 +252,7 @@ def plain_facts(turn: Turn) -> TurnFacts:
     """Return what is stored of a turn. Raises InputError for what JSON cannot hold."""
     facts = TurnFacts(**turn.numbers(), inserted=turn.inserted)
     try:
-        json_text(vars(facts))
+        json_text([turn.extra, turn.inserted])
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"turn.extra, or a message appended before the turn, is not JSON: {error}") from None
     return facts

@@ -157,7 +157,10 @@ def sample(
         chunk_totals = torch.stack([chunk.contiguous().logsumexp(-1) for chunk in logit_chunks], -1)
     logprobs = log_softmax(logits, chunk_totals)
     tokens = inverse_cdf(logprobs, uniform)
-    tokens = torch.where(temperature == 0, logits.argmax(-1), tokens)
+    is_greedy = temperature == 0
+    if not is_on_cpu or is_greedy.any():  # the host does not wait for a device
+        likeliest = logits.argmax(-1)
+        tokens = torch.where(is_greedy, likeliest, tokens)
     token_logprobs = logprobs.gather(1, tokens[:, None])
     return tokens, token_logprobs[:, 0]
 

@@ -63,11 +63,12 @@ class RewardQueue:
         self._prompts = prompts
         self._call_timeout = call_timeout
         self._asked = asked_of_episodes(functions.values())
-        self._threads = {
-            name: ThreadPoolExecutor(MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1)
-            for name, function in functions.items()
-            if not isinstance(function, RewardWorkers | RewardModel)
-        }
+        # Of each function that runs here: the threads that wait for its calls, and those that run them.
+        self._threads = {}
+        for name, function in functions.items():
+            if not isinstance(function, RewardWorkers | RewardModel):
+                num_threads = MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1
+                self._threads[name] = ThreadPoolExecutor(num_threads), ThreadPoolExecutor(num_threads)
         self._under_way: list[Future[Rewards]] = []
         self.groups: dict[int, _Group] = {}
 
@@ -86,14 +87,14 @@ class RewardQueue:
                 calls[name] = function.submit(arguments, row.place, texts, seed=seed)
             elif name in self._threads:
                 call = functools.partial(scored_here, name, function, arguments, row.place, texts)
-                calls[name] = self._threads[name].submit(self._limited, name, row.place, call)
+                calls[name] = self._threads[name][0].submit(self._limited, name, row.place, call)
         self._under_way += calls.values()
         self.groups[ordinal] = _Group(group, texts, given["completions"], calls)
 
     def _limited(self, name: str, place: str, call: Callable[[], Rewards]) -> Rewards:
         """Return the result of a call, or raise RewardError when it takes too long. Its thread cannot be ended."""
         try:
-            return ThreadPoolExecutor(1).submit(call).result(self._call_timeout)
+            return self._threads[name][1].submit(call).result(self._call_timeout)
         except TimeoutError:
             return checked_rewards(
                 name, place, f"took more than {self._call_timeout:g} s; see --call-timeout"
