@@ -157,7 +157,7 @@ def byte_level(adds_space):
 
 
 def unigram():
-    """A line end is a space, and several are one."""
+    """Reads a newline as a space, and collapses runs of spaces."""
     tokens = "▁ ▁was ▁there a h e r s w . t".split()
     backend = Backend(models.Unigram([("<unk>", 0.0), *((token, -1.0) for token in tokens)], 0, False))
     backend.normalizer = normalizers.Replace(Regex(r"\s+"), " ")

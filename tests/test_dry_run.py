@@ -156,7 +156,7 @@ def test_nothing_is_made(tmp_path, monkeypatch):
 def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
     """Microbatches and sharding, whatever memory there is now: otherwise sums would round differently.
 
-    But a microbatch takes the longest sequence of the new flags. It goes on in the same run of wandb.
+    The microbatch still grows to fit the longest sequence of the new flags. The wandb run continues.
     """
     flags = f"{TINY} --run-name sizes"
     run_in_pool(one_rank, "train_grpo.py", flags, runs=runs)

@@ -150,7 +150,7 @@ def test_what_would_be_computed_in_another_way_is_refused_by_name(kind, keys, re
 
 
 def test_adapters_of_layers_without_linear_modules_are_refused():
-    """Also in `--dry-run`, which counts the parameters."""
+    """Rejected by `--dry-run`, too, which builds the model to count its parameters."""
     config = config_from_dict(make_config("gpt2").to_dict())
     with pytest.raises(InputError, match="--lora-rank: this model"):
         num_parameters(dataclasses.replace(config, adapters=Adapters(2)))

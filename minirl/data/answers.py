@@ -36,7 +36,7 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> d
         text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
         # Otherwise each turn of a long episode would decode everything before it.
         tail = before[-TAIL_TOKENS:].tolist()
-        special = [i for i, token in enumerate(tail, 1) if _without_special(tokenizer, [token]) == []]
+        special = [i for i, token in enumerate(tail, 1) if not _without_special(tokenizer, [token])]
         said = tokenizer.decode(tail[max(special, default=0) :], skip_special_tokens=False)
         return _hermes_message(text, has_begun_thinking=said.rfind("<think>") > said.rfind("</think>"))
     prefix = tokenizer.decode(before, skip_special_tokens=False)

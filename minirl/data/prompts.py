@@ -97,7 +97,7 @@ class PromptStream:
             if prompt_ordinal % world_size() != rank():
                 continue
             row = self._rows[self.index(prompt_ordinal)]
-            prompt_ids = self.prompt_ids(prompt_ordinal)
+            prompt_ids = tuple(self.tokenizer.encode(row))
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
                 is_greedy = sample >= group_size
@@ -192,7 +192,7 @@ class PromptStream:
     def row(self, prompt_ordinal: int) -> Row:
         """Return the row of a prompt: a copy, which its caller may change."""
         row = self._rows[self.index(prompt_ordinal)]
-        return Row(*map(copy.deepcopy, vars(row).values()))  # faster than the row itself
+        return Row(*map(copy.deepcopy, vars(row).values()))  # faster than a deep copy of the row
 
     def index(self, prompt_ordinal: int) -> int:
         """Return the number of a prompt among the rows that are served.

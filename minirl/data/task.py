@@ -60,7 +60,9 @@ def _is_text_part(part: Any) -> bool:
 
 def _read_call(call: Any) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, if they are one. Raises TypeError and LookupError."""
-    name = call["function"]["name"] + ""
+    name = call["function"]["name"]
+    if not isinstance(name, str):
+        raise TypeError("a function's name is text")
     arguments: Any = call["function"]["arguments"] or {}
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         read = json.loads(arguments)

@@ -328,7 +328,10 @@ class Tokenizer:
 
 
 def marked_messages(messages: Messages) -> tuple[Messages, dict[str, str]]:
-    """Return messages whose texts and called functions are marks, and what each mark stands for."""
+    """Replace the texts and the names of called functions by unique marks.
+
+    Return the messages, and by mark what it stands for.
+    """
     marked = []
     marks: dict[str, str] = {}
     for message in messages:

@@ -127,7 +127,7 @@ class Collector:
         num_equal = 0
         with self._runner.in_step():
             due = self._prompts_due(num_groups)
-            # Groups without signal are replaced by those of other prompts. Then they fill up the step.
+            # Zero-variance groups are resampled from other prompts, `max_refills` times; after that they are kept.
             for num_refills in itertools.count():
                 ready = self._complete(num_groups, num_equal, due, weight_version)
                 self._rewarded += self._queue.finish(sorted(self._queue.groups.keys() & ready))

@@ -89,9 +89,8 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
     """
     folder = Path(model).resolve()
     args = folder.parent.parent / "args.json"
-    if args.is_file() and folder in checkpoints_in(
-        args.parent
-    ):  # one that was copied elsewhere is a model of no run
+    # A checkpoint that was copied elsewhere is a model of no run.
+    if args.is_file() and folder in checkpoints_in(args.parent):
         return model, read_json_object(args)
     if os.path.exists(os.path.join(model, "config.json")):
         return model, {}

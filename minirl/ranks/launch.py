@@ -142,9 +142,8 @@ def _report(error: BaseException) -> int:
     for number in STOP_SIGNALS:  # torchrun's, if another rank leaves first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []
-    with contextlib.suppress(
-        dist.DistError, InputError
-    ):  # the store ended with torchrun or rank 0; or there is none
+    # The store ended with torchrun or rank 0, or there is none.
+    with contextlib.suppress(dist.DistError, InputError):
         is_first = rendezvous().add("num_errors", 1) == 1
         missing = _ranks_without_error()
     exit_code, message = _exit_code_and_message(error, missing)

@@ -175,10 +175,10 @@ def scored_here(
     It gets copies, and may change all but environments and rollouts. Raises RewardError, with the traceback, also for
     what the function raises.
     """
-    own = {
-        name: list(values) if name in ("environments", "rollouts") else list(map(copy.deepcopy, values))
-        for name, values in arguments.items()
-    }
+    own = {}
+    for argument, values in arguments.items():
+        is_shared = argument in ("environments", "rollouts")
+        own[argument] = list(values) if is_shared else list(map(copy.deepcopy, values))
     answer: Answer
     try:
         answer = validate_rewards(call_reward(function, own), texts)

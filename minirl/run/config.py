@@ -216,7 +216,7 @@ class RunConfig(
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether advantages depend on the policy's logprobs before the update; a script says when they do not."""
+        """Whether advantages need the policy's logprobs from before the update; a script overrides this."""
         return self.has_reference
 
     @property

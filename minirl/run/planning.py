@@ -41,8 +41,8 @@ def free_memory(root: Path = Path("/")) -> int:
     """The bytes of the host that its processes may still take, at most as many as their control groups allow."""
     (available,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
     free = 1024 * int(available)
-    # The lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see the path of
-    # its host, while its own group is mounted above all: each parent is asked.
+    # The lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its host's
+    # path although its own group is mounted at the root, so every parent is read, too.
     lines = (root / "proc/self/cgroup").read_text()
     for controllers, path in re.findall(r"^\d+:(|.*\bmemory\b.*):/(.*)$", lines, re.MULTILINE):
         names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
