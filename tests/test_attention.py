@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from minirl.model import attention, padding, portable_attention
-from minirl.model.attention import PackedLayout, attend, kernel_for
+from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
-from support.caches import length_of, make_cache, poison
+from support.caches import decode_layout, length_of, make_cache, poison
 from support.engines import CPU, cached_model
 from support.layouts import FAMILIES, shared_layout
 from support.marks import slow
@@ -46,7 +46,7 @@ def dense_attention(q, k, v, window):
 
 
 def attend_packed(q, k, v, lengths, window):
-    return attend(q, k, v, PackedLayout(tuple(lengths), CPU), layer=0, window=window)
+    return attend(q, k, v, PackedLayout(tuple(map(Sequence, lengths)), CPU), layer=0, window=window)
 
 
 def assert_near(got, expected, tolerance):
@@ -149,7 +149,7 @@ def test_what_the_fused_kernels_are_asked_for_is_what_the_portable_one_computes(
     )
     name = "flash_attn" if kernel == "flash" else "torch.nn.attention.varlen"
     monkeypatch.setitem(sys.modules, name, module)
-    layout = shared_layout(FAMILIES) if shares else PackedLayout(RAGGED, CPU)
+    layout = shared_layout(FAMILIES) if shares else PackedLayout(tuple(map(Sequence, RAGGED)), CPU)
     qkv = random_qkv(len(layout.computed_tokens), 4, 2, 8, torch.float64)
     got = attention._attend_varlen(*qkv, layout, window, kernel)
     assert_near(got, attend(*qkv, layout, layer=0, window=window), 1e-14)
@@ -219,11 +219,11 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
     poison(cache)
 
     def check(chosen):
-        index, mask = cache.decode_layout(torch.tensor(chosen)).read[window]
+        index, mask = decode_layout(cache, chosen).read[window]
         q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
         got = portable_attention.decode(padding.pad_rows(q), keys, values, index, mask)
         for i, row in enumerate(chosen):
-            blocks, num_keys = cache.blocks_of(row), length_of(cache, row)
+            blocks, num_keys = cache.blocks.blocks_of(row), length_of(cache, row)
             k = keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
             v = values[blocks].transpose(1, 2).flatten(0, 1)[:num_keys]
             expected = attend_packed(q[i].expand(num_keys, -1, -1), k, v, [num_keys], window)[-1]
@@ -234,7 +234,7 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
         shared = check(chosen)
         assert shared == ([] if window == 1 else [17 * groups]) or len(chosen) < 17
     for row in rows[1:8:3]:
-        cache.free(row)
+        cache.blocks.remove(row)
     left = [row for row in rows if row not in rows[1:8:3]]
     cache.compact()
     poison(cache)

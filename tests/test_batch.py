@@ -4,25 +4,25 @@ import dataclasses
 from dataclasses import dataclass
 from itertools import starmap
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from minirl.rollouts import Rollout, RolloutId, all_branches
+from minirl.rollouts import RolloutId, all_branches, rollout_of
 from minirl.training.batch import NOT_MADE, Batch, exchange, gather_table, gather_to_rollouts, pack
-from support.rollouts import in_two_branches
+from support.rollouts import in_two_branches, sampled
 
 IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in the order of the table
 
 
 def make_rollout(prompt, sample):
     """A rollout whose every number follows from its id; the length limit cut off the last of each group."""
-    num_prompt, num_sampled = prompt, 1 + sample
-    mask = torch.arange(num_prompt + num_sampled) >= num_prompt
-    tokens = torch.arange(len(mask)) + 100 * prompt + 10 * sample * mask
+    first = 100 * prompt
+    tokens = np.arange(prompt, prompt + 1 + sample) + first + 10 * sample
+    completion = sampled(tokens, logprobs=tokens / -1000, versions=1 + sample)
     end = "length" if sample == 2 else "stop"
-    logprobs, versions = mask * tokens / -1000, mask.int() * (1 + sample)
-    return Rollout(tokens, mask, logprobs, versions, num_prompt, RolloutId(prompt, sample), end)
+    return rollout_of(RolloutId(prompt, sample), range(first, first + prompt), completion, end)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first
         by_rollout = table.by_rollout()
         assert by_rollout.ids == [RolloutId(p, s) for p, s in IDS]
         assert by_rollout.num_loss_tokens.tolist() == [1 + s for _, s in IDS]
-        assert table[torch.tensor([3, 6, 7])].rollout.tolist() == [0, 1, 1]
+        assert table[np.array([3, 6, 7])].rollout.tolist() == [0, 1, 1]
         own = [i for i, receiver in enumerate(rank_of) if receiver == rank]
         assert batch.rollout.tolist() == [ROLLOUT_OF_ROW[i] for i in own]
         expected = pack([branches[i] for i in own])
@@ -105,12 +105,12 @@ def shared_prompts(rank, changed, has_branches=False):
     if has_branches:
         rollouts = list(map(in_two_branches, rollouts))
     batch = exchange(rollouts, gather_table(rollouts, torch.zeros(2, 1)), [0] * (2 + 2 * has_branches))
-    return batch.layout().shared
+    return [(sequence.parent, sequence.num_shared) for sequence in batch.layout().sequences]
 
 
 def test_the_first_branches_of_a_prompts_rollouts_share_it_and_others_share_nothing(one_rank):
     """A later branch's prompt, here of as many tokens, is its own."""
-    assert one_rank.run(shared_prompts, 7) == [((0, 0), (0, 7))]
-    assert one_rank.run(shared_prompts, 7, True) == [((0, 0), (1, 0), (0, 7), (3, 0))]
+    assert one_rank.run(shared_prompts, 7) == [[(None, 0), (0, 7)]]
+    assert one_rank.run(shared_prompts, 7, True) == [[(None, 0), (None, 0), (0, 7), (None, 0)]]
     with pytest.raises(AssertionError, match="begin differently"):
         one_rank.run(shared_prompts, 6)

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from minirl.errors import InputError
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.batch_invariance import head_logits
 from minirl.model.weights import load_replica
 from support.families import CASES, LLAMA3_ROPE, make_checkpoint
@@ -121,7 +121,7 @@ def outputs_here(folder, scalar_head):
     """Logits or scores [T, ...] of one sequence, as long as the model's positions allow."""
     model = load_replica(folder, dtype=torch.float32, scalar_head=scalar_head)
     num_tokens = min(NUM_TOKENS, model.config.max_position_embeddings)
-    layout = PackedLayout((num_tokens,), torch.device("cpu"))
+    layout = PackedLayout((Sequence(num_tokens),), torch.device("cpu"))
     hidden = model(torch.arange(num_tokens), layout.positions, layout)
     return model.score(hidden) if scalar_head else head_logits(hidden, model.head)
 

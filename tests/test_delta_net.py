@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.transformer import is_batch_invariant
+from minirl.training.batch import pack
 from support.engines import (
     CPU,
     cached_model,
@@ -22,26 +23,34 @@ from support.engines import (
 from support.marks import slow
 
 # Around the borders of chunks of 32; with parents that share with another one, even more than their own tokens.
-LENGTHS = (64, 200, 130, 70, 128, 129, 63, 300)
-SHARED = ((0, 0), (1, 0), (1, 128), (2, 65), (1, 64), (4, 127), (1, 1), (1, 199))
+SEQUENCES = (
+    Sequence(64),
+    Sequence(200),
+    Sequence(130, 1, 128),
+    Sequence(70, 2, 65),
+    Sequence(128, 1, 64),
+    Sequence(129, 4, 127),
+    Sequence(63, 1, 1),
+    Sequence(300, 1, 199),
+)
 
 
-def tokens_of(lengths, shared):
-    """Random sequences that begin as `shared` says."""
+def tokens_of(sequences):
+    """Random tokens of each sequence, which begin as their parents do."""
     generator = torch.Generator().manual_seed(0)
-    sequences = []
-    for length, (parent, num_shared) in zip(lengths, shared, strict=True):
+    tokens = []
+    for length, parent, num_shared in sequences:
         own = torch.randint(48, (length,), generator=generator)
-        sequences.append(torch.cat([sequences[parent][:num_shared], own[num_shared:]]) if num_shared else own)
-    return sequences
+        tokens.append(own if parent is None else torch.cat([tokens[parent][:num_shared], own[num_shared:]]))
+    return tokens
 
 
 def test_sequences_that_share_their_beginning_have_the_bits_and_gradients_of_each_alone():
     """Also of a parent that shares with another one. Pitfall 65."""
     model = cached_model("states", torch.float32)
     is_exact = is_batch_invariant(model.config, torch.float32, CPU)
-    sequences = tokens_of(LENGTHS, SHARED)
-    layout = PackedLayout(LENGTHS, CPU, shared=SHARED)
+    sequences = tokens_of(SEQUENCES)
+    layout = PackedLayout(SEQUENCES, CPU)
     tokens = torch.cat(sequences)[layout.computed_tokens]
     packed = model(tokens, layout.positions, layout)[layout.hidden_index]
     gradients = []
@@ -68,14 +77,14 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     rollouts = {}
     while engine.is_busy:
         cache = engine._cache
-        free = [row for row in cache._free_rows if row < engine.max_running_requests + 1]
-        for states in cache.states.values():
-            for pool in states:
+        free = [row for row in cache.blocks._free_rows if row < engine.max_running_requests + 1]
+        for layer in model.config.delta_net.layers:
+            for pool in cache.states.layer(layer):
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:
-        sampled = rollouts[rollout.rollout_id].sample_logprobs
-        assert torch.equal(sampled, rollout.sample_logprobs)
+        sampled = pack([rollouts[rollout.rollout_id]]).sample_logprobs
+        assert torch.equal(sampled, pack([rollout]).sample_logprobs)
         assert torch.equal(scores_of(model, [rollout]), sampled)
 
 
@@ -88,7 +97,7 @@ def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_ru
     requests[:2] = [replace(request, holds=True) for request in requests[:2]]
     engine.submit(requests)
     held = {rollout.rollout_id: rollout for rollout in finish(engine, 2)}
-    assert held.keys() == engine._held.keys()
+    assert held.keys() == engine._table.parked.keys()
     finish(engine, 2)
     assert engine.stats.drops >= 1
     engine.submit([next_turn(one, held[one.rollout_id], [1, 2], 2) for one in requests[:2]])

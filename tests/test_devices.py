@@ -67,7 +67,6 @@ def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, a
     assert (engine.async_decoding, engine.cuda_graphs) == (True, True)
     for rollout, twin in zip(engine.generate(requests), expected, strict=True):
         assert rollout.tokens.tolist() == twin.tokens.tolist()
-        assert rollout.tokens.device == CPU
 
 
 def make_batch():

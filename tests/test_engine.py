@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from minirl.generation.kv_cache import KVCache
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.rollouts import Rollout
+from minirl.training.batch import pack
 from support.engines import (
     CPU,
     STOP_IDS,
@@ -86,7 +88,7 @@ def assert_same(
         assert twin.tokens.tolist() == rollout.tokens.tolist(), rollout.rollout_id
         assert twin.finish_reason == rollout.finish_reason
         assert twin.num_prompt_tokens == rollout.num_prompt_tokens
-        assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= allowed
+        assert np.abs(twin.stream["logprob"] - rollout.stream["logprob"]).max() <= allowed
 
 
 # Sampled logprobs equal scoring logprobs.
@@ -107,9 +109,9 @@ def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype):
     moved = []
 
     def compact(cache, compact=KVCache.compact):
-        before = cache.tables.copy()
+        before = cache.blocks.tables.copy()
         compact(cache)
-        moved.append((cache.tables != before).any())
+        moved.append((cache.blocks.tables != before).any())
 
     with mock.patch.object(KVCache, "compact", compact):
         rollouts = make_engine(model).generate(requests)
@@ -117,7 +119,7 @@ def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype):
     assert [len(r.completion) for r in rollouts[-2:]] == [40, 40], (
         "they have a limit of their own and no stop ids"
     )
-    sampled = torch.cat([r.sample_logprobs for r in rollouts])
+    sampled = pack(rollouts).sample_logprobs
     assert sampled.std() > 0.5, "the model is too certain, or too uncertain, for the comparison to mean much"
     scored = scores_of(model, rollouts)
     assert (scored - sampled).abs().max() <= tolerance(model)
@@ -133,7 +135,7 @@ SCHEDULES = {
     "late, padded, preempted": {
         "async_decoding": True,
         "cuda_graphs": True,
-        "cache_tokens": 480,
+        "cache_tokens": 320,
     },
     "one at a time": {"max_running_requests": 1},
     "prompts alone": {"max_prefill_tokens": 1},
@@ -208,9 +210,9 @@ def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, la
         left = []
         for request in unfinished:
             rollout = by_id[request.rollout_id]
-            old = request.sampled.weight_versions.tolist()
+            old = request.sampled["weight_version"].tolist()
             new = [phase] * (len(rollout.completion) - len(old))
-            assert rollout.weight_version.tolist() == [0] * rollout.num_prompt_tokens + old + new
+            assert rollout.stream["weight_version"].tolist() == [0] * rollout.num_prompt_tokens + old + new
             if rollout.finish_reason == "length" and len(rollout.completion) < 32:
                 left.append(replace(request, sampled=rollout.after_prompt))
             else:
@@ -297,6 +299,15 @@ def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_b
     assert len(rollout.tokens) == int(message.split()[0]) - 1
 
 
+@pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 5), ([1], 0)])
+def test_a_request_that_leaves_nothing_to_sample_from_or_to_sample_is_refused(prompt, max_new_tokens):
+    """With the reason, before it takes a row."""
+    with pytest.raises(ValueError, match="a prompt without tokens|max_new_tokens 0 leaves none"):
+        make_engine(cached_model("full", torch.float32)).submit(
+            [make_request(prompt, max_new_tokens=max_new_tokens)]
+        )
+
+
 # Weights and cache.
 
 
@@ -319,7 +330,9 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
     kept = engine._cache, engine._graphs
     assert (kept[0] is not None) == ("keeps_cache" in how)
     if kept[0]:
-        assert sum(kept[0].references) == ("cuda_graphs" in how), "a sequence stays, besides the padding"
+        assert kept[0].blocks.references.sum() == ("cuda_graphs" in how), (
+            "a sequence stays, besides the padding"
+        )
     change_weights(model)
     after = run(engine, mixed_requests())
     assert_same(after, run(make_engine(model), mixed_requests()), model)

@@ -16,6 +16,7 @@ from minirl.model.families import FAMILIES, config_from_dict, read_config
 from minirl.model.transformer import is_batch_invariant, on_meta
 from minirl.model.weights import kept_tensors, load_replica, read_tokenizer_files, write_folder
 from minirl.run.budget import num_parameters
+from minirl.training.batch import pack
 from support.engines import CPU, hidden_states, make_engine, make_request, scores_of
 from support.families import CASES, DELTA_NET, PUBLISHED, check_peft, family_table, make_checkpoint, twin
 from support.marks import slow
@@ -53,7 +54,7 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
             assert rollout.tokens.tolist() == expected.tolist()
             continue
         if is_batch_invariant(model.config, torch.float32, CPU):
-            assert torch.equal(scores_of(model, [rollout]), rollout.sample_logprobs)
+            assert torch.equal(scores_of(model, [rollout]), pack([rollout]).sample_logprobs)
     write_folder(tmp_path / "saved", dict(model.named_parameters()), config=oracle.config.to_dict())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in oracle.state_dict().items())

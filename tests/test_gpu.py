@@ -2,16 +2,17 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from minirl.generation.engine import Engine
 from minirl.model import portable_attention
-from minirl.model.attention import PackedLayout, attend, kernel_for
+from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import Gate
 from minirl.training.scoring import outputs_of_head
-from support.caches import make_cache, paged_read, poison
+from support.caches import decode_layout, make_cache, paged_read, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
 from support.scripts import FAST_LEARNING, ROOT, read_metrics, run_script
@@ -41,7 +42,11 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
     """bf16 on CUDA against fp32 on the same values. Where prompts are shared, queries are the last of their sequence's
     keys, and gradients of a shared row are summed over those who share it."""
     assert kernel_for(CUDA, torch.bfloat16) != "portable"
-    layout = shared_layout(FAMILIES) if shares else PackedLayout((1, 17, 128, 300), torch.device("cpu"))
+    layout = (
+        shared_layout(FAMILIES)
+        if shares
+        else PackedLayout(tuple(map(Sequence, (1, 17, 128, 300))), torch.device("cpu"))
+    )
     tokens = len(layout.computed_tokens)
     *qkv, upstream = random_tensors(*((tokens, heads, 64) for heads in (4, 2, 2, 4)))
     results = []
@@ -62,7 +67,7 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
     from minirl.extras.kernels import paged_attention
 
     cache, rows = make_cache(window, groups, dim, dtype)
-    read = cache.decode_layout(torch.tensor(rows)).read[window]
+    read = decode_layout(cache, rows).read[window]
     keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), *read)
@@ -109,7 +114,7 @@ def test_asynchronous_graphs_give_the_rollouts_of_plain_steps(attention, cache_t
         if twin.completion != rollout.completion:
             num_turned += 1
         else:
-            assert (twin.sample_logprobs - rollout.sample_logprobs).abs().max() <= 1e-4
+            assert np.abs(twin.stream["logprob"] - rollout.stream["logprob"]).max() <= 1e-4
     assert num_turned <= 1, "more than a tie that rounding may have turned"
 
 

@@ -27,6 +27,7 @@ from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import kept_tensors, load_replica, write_folder
 from minirl.run.budget import num_parameters
 from minirl.run.embedded_model import write_shape
+from minirl.training.batch import pack
 from support.engines import make_engine, make_request, scores_of
 from support.families import PUBLISHED_KEYS, check_peft, logit_error
 from support.marks import slow
@@ -108,9 +109,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
     ]
     rollouts = make_engine(model).generate(requests)
     assert is_batch_invariant(model.config, torch.float32, CPU)
-    assert torch.equal(
-        scores_of(model, rollouts), torch.cat([rollout.sample_logprobs for rollout in rollouts])
-    )
+    assert torch.equal(scores_of(model, rollouts), pack(rollouts).sample_logprobs)
     raw = read_json_object(tmp_path / "read" / "config.json")
     with torch.no_grad():
         for parameter in model.parameters():

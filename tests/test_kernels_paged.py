@@ -5,7 +5,7 @@ import torch
 
 from minirl.extras.kernels import paged_attention
 from minirl.model import portable_attention
-from support.caches import make_cache, paged_read, poison
+from support.caches import decode_layout, make_cache, paged_read, poison
 from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler
 from support.marks import slow
 from support.scripts import ROOT
@@ -28,7 +28,7 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     cache, rows = make_cache(window, groups, dim, dtype)
     some = [rows[i] for i in (0, 2, 3, 4, 6, 9)]
-    read, expected_read = paged_read(cache, some), cache.decode_layout(torch.tensor(some)).read[window]
+    read, expected_read = paged_read(cache, some), decode_layout(cache, some).read[window]
     keys, values = cache.pool.of_layer(0)
     q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), *expected_read)

@@ -12,7 +12,7 @@ import train_grpo
 import train_ppo
 from minirl.errors import InputError
 from minirl.model.adapters import WEIGHTS_FILE
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.config import Adapters
 from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import is_batch_invariant
@@ -44,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def logprobs_of(model, tokens, lengths):
-    is_sampled = PackedLayout(lengths, CPU).positions > 0
+    is_sampled = PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0
     return score_batch(model, Batch(lengths, tokens, is_sampled))[0]
 
 

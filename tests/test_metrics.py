@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,10 +28,10 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.rollouts import Rollout, RolloutId
+from minirl.rollouts import RolloutId, rollout_of
 from minirl.training.batch import Batch
 from support.processes import file_limit
-from support.rollouts import in_two_branches
+from support.rollouts import in_two_branches, sampled
 
 
 @pytest.fixture
@@ -64,19 +65,8 @@ def test_a_nan_is_not_hidden_by_a_maximum_and_a_metric_without_values_is_missing
 
 
 def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1):
-    length = num_prompt_tokens + num_sampled
-    tokens = torch.arange(length)
-    is_sampled = tokens >= num_prompt_tokens
-    version = torch.where(is_sampled, 8, 0).int()
-    return Rollout(
-        tokens,
-        is_sampled,
-        torch.zeros(length),
-        version,
-        num_prompt_tokens,
-        RolloutId(4, sample),
-        finish_reason,
-    )
+    completion = sampled(range(num_sampled), versions=8)
+    return rollout_of(RolloutId(4, sample), range(num_prompt_tokens), completion, finish_reason)
 
 
 def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monkeypatch):
@@ -94,7 +84,7 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_skipped(metrics, torch.tensor([6, 1, 1, 2]), [None, 0, 1, None])
+        add_skipped(metrics, np.array([6, 1, 1, 2]), [None, 0, 1, None])
     # 8 requests, of which 2 run on alone for as many steps again.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, drops=3))

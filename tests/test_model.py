@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl.model import batch_invariance
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.weights import load_replica
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
@@ -27,7 +27,7 @@ def random_tokens(model, lengths, seed=0):
 
 def batch_of(tokens, lengths):
     """A batch in which all tokens but the first of each sequence are sampled."""
-    return Batch(lengths, tokens, loss_mask=PackedLayout(lengths, CPU).positions > 0)
+    return Batch(lengths, tokens, loss_mask=PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0)
 
 
 def logits(model, tokens, lengths):

@@ -13,6 +13,7 @@ import torch
 from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, TurnFacts
 from minirl.training.batch import Batch
 from support.resuming import resume
+from support.rollouts import sampled
 from support.scripts import (
     ROOT,
     load_script,
@@ -121,9 +122,8 @@ def turn_rewards(fork):
     rollouts = []
     for sample, rewards in enumerate(([1.0, 0.0], [0.5, 0.5])):
         turns = [TurnFacts(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
-        streams = (torch.arange(2), torch.ones(2).bool(), torch.zeros(2), torch.zeros(2))
         record, rollout_id = EpisodeRecord(turns), RolloutId(0, sample)
-        rollouts.append(Rollout(*streams, 0, rollout_id, "stop", episode=record))
+        rollouts.append(Rollout(sampled([0, 1]), 0, rollout_id, "stop", episode=record))
     return [fork.turn_advantages(rollouts)]
 
 

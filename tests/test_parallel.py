@@ -14,14 +14,14 @@ from minirl.generation.engine import Request
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica
 from minirl.ranks.process_group import world_size
-from minirl.rollouts import Completion, RolloutId, rollout_of
+from minirl.rollouts import RolloutId, rollout_of
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_table, pack
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
-from support.rollouts import in_two_branches
+from support.rollouts import in_two_branches, sampled
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def make_rollouts():
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     rollouts = []
     for prompt in range(7):
-        opening = torch.randint(33, (rng.randint(1, 60),), generator=generator)
+        opening = torch.randint(33, (rng.randint(1, 60),), generator=generator).tolist()
         for sample in range(3):
             n = rng.randint(1, 130)
             logprobs = -torch.rand(n, generator=generator)
-            tokens = torch.randint(33, (n,), generator=generator)
-            completion = Completion(tokens, tokens >= 0, logprobs, torch.arange(n, dtype=torch.int32) % 3)
+            tokens = torch.randint(33, (n,), generator=generator).tolist()
+            completion = sampled(tokens, logprobs=logprobs, versions=torch.arange(n) % 3)
             end = "length" if (prompt + sample) % 4 == 0 else "stop"
             rollout = rollout_of(RolloutId(prompt, sample), opening, completion, end)
             rollouts.append(in_two_branches(rollout) if len(rollouts) % 3 else rollout)
@@ -56,7 +56,7 @@ def shared_out(rank, max_tokens, config, can_skip=None):
     mine = [rollout for i, rollout in enumerate(make_rollouts()) if min(i // 5, last) == rank]
     rewards = [0.1 if r.rollout_id.prompt_ordinal < 4 else r.rollout_id.sample == 0 for r in mine]
     table = gather_table(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
-    rewards = table.by_rollout().rewards.view(7, 3, 1)
+    rewards = torch.from_numpy(table.by_rollout().rewards).view(7, 3, 1)
     groups = Groups(None, table, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
     is_trained = torch.ones(len(table.ids), dtype=torch.bool)
     if can_skip is not None:
@@ -217,7 +217,7 @@ def check_refreshes(rank, folder, dtype):
         (rollout,) = engine.generate([request])
         new, _ = score_batch(model.module, pack([rollout]))
         if is_batch_invariant(model.module.config, dtype, CPU):
-            assert torch.equal(new, rollout.sample_logprobs)
+            assert torch.equal(new, pack([rollout]).sample_logprobs)
         model.backward(-new.sum(), is_last=True)
         assert versions == {name: weight._version for name, weight in weights.items()}
         model.step(optimizer, lr=0.1, max_grad_norm=1.0)

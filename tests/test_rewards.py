@@ -15,7 +15,7 @@ from minirl.rewards.functions import arguments_of, functions_and_weights, overlo
 from minirl.rewards.reward_model import RewardModel, load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, appended, rollout_of, token_tensor
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, rollout_of, unsampled
 from support.collecting import letter_tokenizer
 from support.jobs import LIMIT_S, wait_for
 from support.rollouts import rewards_of_call
@@ -146,7 +146,7 @@ def test_overlong_penalty_is_the_reference_row():
     Of several branches it is the sum: the limit is that of a branch.
     """
     lengths = (0, 12, 13, 16, 20, 100)
-    rollouts = [rollout_of(RolloutId(0, 0), token_tensor([1]), appended([7] * n), "") for n in lengths]
+    rollouts = [rollout_of(RolloutId(0, 0), [1], unsampled([7] * n), "") for n in lengths]
     rollouts.append(replace(rollouts[2], earlier=(rollouts[3],)))
     assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
@@ -204,7 +204,7 @@ def made_groups(*groups):
     prompts = letter_prompts("abcdefghijkl"[: len(groups)], tokenizer=letter_tokenizer())
     groups = [
         [
-            rollout_of(RolloutId(ordinal, sample), token_tensor([5]), appended(ids(f"{text}<eos>")), "stop")
+            rollout_of(RolloutId(ordinal, sample), [5], unsampled(ids(f"{text}<eos>")), "stop")
             for sample, text in enumerate(texts)
         ]
         for ordinal, texts in enumerate(groups)

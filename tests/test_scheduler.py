@@ -40,6 +40,14 @@ def test_a_request_that_fills_the_whole_cache_is_decoded_to_its_end():
         assert len(engine.generate(requests_of(load))) == load.num_requests
 
 
+def test_a_request_is_admitted_where_its_own_limit_needs_less_than_the_headroom():
+    """All 31 run at once in 31 blocks of the cache, of which none needs a second one."""
+    load = Load(64, 31 * 128, 31, 1, 100, 1000, max_new_tokens=24)
+    with stub_engine(load) as engine:
+        engine.generate(requests_of(load))
+    assert engine.take_stats().most_running == load.num_requests
+
+
 NUM_TURNS = 5
 REPLY = [1] * 20
 # Eight times as many episodes as places. They grow to 5 blocks each, of which 7 share the first.

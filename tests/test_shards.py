@@ -60,7 +60,7 @@ def a_group_and_others():
 
 def decoded(rollouts):
     """What must be equal of rollouts: tokens, the bits of logprobs, reasons."""
-    return [(r.tokens.tolist(), r.sample_logprobs.tolist(), r.finish_reason) for r in rollouts]
+    return [(r.tokens.tolist(), r.stream["logprob"].tolist(), r.finish_reason) for r in rollouts]
 
 
 def decode_both_ways(rank, whole, size, options):

@@ -9,14 +9,12 @@ and of the policy loss have no effect.
 
 from dataclasses import dataclass
 
-import torch
-
 from minirl.data.prompts import PromptStream
 from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.rollouts import Completion, Rollout, RolloutId, rollout_of, token_tensor
+from minirl.rollouts import Rollout, RolloutId, rollout_of, unsampled
 from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig
 from minirl.run.flags import run_script
@@ -47,9 +45,9 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> Rollout:
     refuse(
         length > prompts.max_tokens, f"{row.place}: {length} tokens with the answer, {prompts.max_tokens} fit"
     )
-    zeros = torch.zeros(len(ids))
-    completion = Completion(token_tensor(ids), zeros == 0, zeros, zeros.int())
-    return rollout_of(RolloutId(ordinal, 0), token_tensor(prompt_ids), completion, "stop")
+    completion = unsampled(ids)
+    completion["is_sampled"] = True
+    return rollout_of(RolloutId(ordinal, 0), prompt_ids, completion, "stop")
 
 
 def main(config: Config) -> int:

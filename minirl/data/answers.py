@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from minirl.data.task import check_text
 from minirl.data.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
-def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: Tensor) -> dict[str, Any]:
+def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
     """Return the message of a turn's ids: "role", "content", and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from minirl.data.task import Messages, Row, add_answer, as_messages
 from minirl.data.tools import Tool, tool_name, tool_schemas
@@ -302,14 +303,14 @@ class Tokenizer:
                 return ids[len(before) :]
         return self.encode_text(text, place)
 
-    def decode(self, ids: Sequence[int] | Tensor, *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids that follow others, int64 [L] or a list, without special tokens or with them.
+    def decode(self, ids: Sequence[int] | NDArray[np.int64], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ids that follow others, an array [L] or a list, without special tokens or with them.
 
         It is the text of all less that of the ids before: SentencePiece tokenizers drop the first space of what they
         decode. An id that is no token (the model's vocabulary may be padded) becomes U+FFFD. Without that, a wrong
         completion could get the reward of a right one.
         """
-        tokens = ids.tolist() if isinstance(ids, Tensor) else ids
+        tokens = ids.tolist() if isinstance(ids, np.ndarray) else ids
         parts = []
         for is_known, group in itertools.groupby(tokens, key=self.known_ids.__contains__):
             part = list(group)

@@ -67,13 +67,13 @@ def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
 
     def answer(start: int, turn: TurnFacts) -> str | dict[str, Any]:
-        first = rollout.num_prompt_tokens + start
-        ids = rollout.tokens[first : rollout.num_prompt_tokens + turn.end]
+        ids = rollout.after_prompt["id"][start : turn.end].tolist()
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:
             return text
+        before = rollout.tokens[: rollout.num_prompt_tokens + start]
         try:
-            message = dict(answers.parsed_answer(tokenizer, ids.tolist(), rollout.tokens[:first]))
+            message = dict(answers.parsed_answer(tokenizer, ids, before))
         except InputError:  # nothing says how the model writes calls
             return text
         # The text shows what could not be read.

@@ -16,8 +16,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor
-
 from minirl.data import answers
 from minirl.data.task import (
     After,
@@ -34,7 +32,7 @@ from minirl.data.view import conversation
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import shown
 from minirl.rewards.values import MAX_REWARD, validate_number
-from minirl.rollouts import Request, Rollout, TurnFacts
+from minirl.rollouts import Request, Rollout, Stream, TurnFacts
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -106,12 +104,14 @@ class Turn(TurnFacts):
     @property
     def ids(self) -> list[int]:
         """The sampled token ids, including the stop token."""
-        return self._listed(self._rollout.tokens)
+        ids: list[int] = self._sampled["id"].tolist()
+        return ids
 
     @property
     def logprobs(self) -> list[float]:
         """The sampled tokens' logprobs, when they were sampled."""
-        return self._listed(self._rollout.sample_logprobs)
+        logprobs: list[float] = self._sampled["logprob"].tolist()
+        return logprobs
 
     @functools.cached_property
     def text(self) -> str:
@@ -124,14 +124,14 @@ class Turn(TurnFacts):
 
         Raises InputError if the form of the model's calls is unknown.
         """
-        before = self._rollout.tokens[: self._place(self.start)]
+        before = self._rollout.tokens[: self._rollout.num_prompt_tokens + self.start]
         message = answers.parsed_answer(self.tokenizer, self.ids, before)
         self.parse_error = message.get("parse_error")
         return message
 
     def text_from(self, start: int) -> str:
         """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
-        return self.tokenizer.decode(self._rollout.tokens[self._place(start) : self._place(self.end)])
+        return self.tokenizer.decode(self._rollout.after_prompt["id"][start : self.end])
 
     @property
     def _rollout(self) -> Rollout:
@@ -139,14 +139,10 @@ class Turn(TurnFacts):
         assert self.tokens.rollout is not None, "the turn has not ended"
         return self.tokens.rollout
 
-    def _place(self, index: int) -> int:
-        """The place in the branch, prompt included, of one of its tokens after the prompt."""
-        return self._rollout.num_prompt_tokens + index
-
-    def _listed(self, stream: Tensor) -> list[Any]:
-        """The turn's part of a stream of the branch."""
-        part: list[Any] = stream[self._place(self.start) : self._place(self.end)].tolist()
-        return part
+    @property
+    def _sampled(self) -> Stream:
+        """The sampled tokens, including the stop token."""
+        return self._rollout.after_prompt[self.start : self.end]
 
 
 @dataclass(eq=False)

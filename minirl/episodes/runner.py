@@ -141,7 +141,7 @@ class EpisodeRunner:
             # Episodes that need no more in this round make room for others.
             for running in self._paused:
                 self._leave(running)
-        has_replies = self._take_replies(0.0 if self._engine.is_waited_for else WAIT_S)
+        has_replies = self._take_replies(0.0 if self._engine.any_rank_has_work else WAIT_S)
         if has_replies or self._engine.is_decoding:
             self._active_at = time.monotonic()
         ended, self._ended = self._ended, []
@@ -216,7 +216,7 @@ class EpisodeRunner:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
         turn = running.turn
         turn.tokens.rollout = rollout
-        end = len(rollout.tokens) - rollout.num_prompt_tokens
+        end = len(rollout.after_prompt)
         running.budget -= end - running.part_start
         self.counts["sampled_tokens"] += end - running.part_start
         if (

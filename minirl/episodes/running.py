@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from minirl.data.task import Row
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
@@ -16,7 +18,7 @@ from minirl.errors import InputError, refuse
 from minirl.files.json_files import json_text
 from minirl.files.user_code import users_traceback
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import NO_TOKENS, Completion, EpisodeRecord, Rollout, TurnFacts, appended, rollout_of
+from minirl.rollouts import NO_TOKENS, EpisodeRecord, Rollout, Stream, TurnFacts, unsampled
 
 NO_BUDGET = sys.maxsize
 # Seconds for functions to clean up when the run ends.
@@ -88,11 +90,13 @@ class RunningEpisode:
         """How messages name it."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
-    def tokens_before(self) -> Completion:
+    def tokens_before(self) -> Stream:
         """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
         rollout = self.turn.tokens.rollout
         tokens = NO_TOKENS if rollout is None else rollout.after_prompt
-        return tokens if len(tokens) >= self.turn.start else tokens + appended(self.turn.appended)
+        if len(tokens) < self.turn.start:
+            tokens = np.concatenate([tokens, unsampled(self.turn.appended)])
+        return tokens
 
     def send(self, turn: Turn | InputError) -> None:
         """Give the function the turn that it asked for, or raise the error in it; it replies."""
@@ -126,14 +130,13 @@ class RunningEpisode:
         function may have changed the episode's.
         """
         episode = self.episode
-        *earlier, (last, seen) = [(branch, _seen(branch)) for branch in episode.branches if branch.turns]
+        *earlier, last = [branch for branch in episode.branches if branch.turns]
         turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
         return replace(
-            seen,
-            finish_reason=finish_reason,
+            _seen(last, finish_reason),
             branch_end=ends[last.number],
             episode=EpisodeRecord(turns, rewards, episode.environment, last.prompt, last.tools, row),
-            earlier=tuple(replace(part, finish_reason=ends[branch.number]) for branch, part in earlier),
+            earlier=tuple(_seen(branch, ends[branch.number]) for branch in earlier),
         )
 
     async def _run(self) -> None:
@@ -233,19 +236,12 @@ async def _ask_too_late(asked: Generate) -> Turn:
     raise InputError("generate(): the episode ended")
 
 
-def _seen(branch: Branch) -> Rollout:
-    """Return the rollout up to the branch's last turn, of which it has one, without one that reached nobody."""
+def _seen(branch: Branch, finish_reason: str) -> Rollout:
+    """Return the rollout of a branch up to its last turn, of which it has one, without one that reached nobody."""
     rollout = branch.engine_tokens.rollout
     assert rollout is not None, "no turn has ended"
-    if len(rollout.tokens) == rollout.num_prompt_tokens + branch.num_tokens:
-        return rollout
-    return rollout_of(
-        rollout.rollout_id,
-        rollout.tokens[: rollout.num_prompt_tokens],
-        rollout.after_prompt[: branch.num_tokens],
-        rollout.finish_reason,
-        temperature=rollout.temperature,
-    )
+    num_tokens = rollout.num_prompt_tokens + branch.num_tokens
+    return replace(rollout, stream=rollout.stream[:num_tokens], finish_reason=finish_reason)
 
 
 def plain_facts(turn: Turn) -> TurnFacts:

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class Groups:
     # fp64 [K]
     reward_weights: Tensor
 
-    @property
+    @functools.cached_property
     def scores(self) -> Tensor:
         """The `weighted_scores` fp64 [P, G] of the rewards; NaN where none applies."""
         return weighted_scores(self.rewards, self.reward_weights)
@@ -39,12 +40,12 @@ class Groups:
     @property
     def num_loss_tokens(self) -> Tensor:
         """How many tokens the policy sampled in each rollout, int64 [P, G]."""
-        return self._rollouts.num_loss_tokens.view(self.rewards.shape[:2])
+        return torch.from_numpy(self._rollouts.num_loss_tokens).view(self.rewards.shape[:2])
 
     @property
     def is_truncated(self) -> Tensor:
         """Whether a limit cut off each rollout, bool [P, G]."""
-        return self._rollouts.is_truncated.view(self.rewards.shape[:2])
+        return torch.from_numpy(self._rollouts.is_truncated).view(self.rewards.shape[:2])
 
     @functools.cached_property
     def _rollouts(self) -> RolloutTable:
@@ -87,14 +88,14 @@ def select_step(
     # The table is in order of the ids: the rollouts of one prompt are adjacent, the greedy ones last.
     per_prompt = group_size + num_greedy
     ordinals = rollouts.prompt_ordinal[::per_prompt]
-    rewards = rollouts.rewards.view(len(ordinals), per_prompt, len(reward_weights))
+    rewards = torch.from_numpy(rollouts.rewards).view(len(ordinals), per_prompt, len(reward_weights))
 
     is_equal = torch.zeros(len(ordinals), dtype=torch.bool)
     if replaces_equal:
         is_equal = are_equal(rewards[:, :group_size, 0])
     selected = select_groups(is_equal, num_groups)
     taken = {*ordinals[selected].tolist()}
-    ended = taken.union(ordinals[is_equal].tolist())
+    ended = taken.union(ordinals[is_equal.numpy()].tolist())
 
     # This rank's part, also in order of the ids.
     own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
@@ -102,7 +103,7 @@ def select_step(
     own_left = [i for ids, i in own if ids.prompt_ordinal not in ended]
     groups = Groups(
         rewarded=rewarded.select(own_taken),
-        table=table[torch.isin(table.prompt_ordinal, ordinals[selected]) & (table.sample < group_size)],
+        table=table[np.isin(table.prompt_ordinal, ordinals[selected]) & (table.sample < group_size)],
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
         reward_weights=reward_weights,

@@ -1,6 +1,6 @@
 """Counters of the engine's work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass
@@ -23,6 +23,12 @@ class EngineStats:
     preemptions: int = 0
     drops: int = 0
     most_running: int = 0
+
+    def take(self) -> "EngineStats":
+        """Return a copy, and count again from 0."""
+        taken = replace(self)
+        vars(self).update(vars(EngineStats()))
+        return taken
 
     @property
     def wasted_tokens(self) -> int:

@@ -1,27 +1,24 @@
-"""The key/value cache: a pool of fixed-size blocks, with a block table for each sequence.
+"""The key/value cache: a pool of fixed-size blocks, and what the attention kernels read of it.
 
 A block holds keys and values of consecutive tokens in every layer with attention. Layers with a window keep all keys,
-too: a mask, or the kernel, leaves out those that the window no longer sees. A fork shares its parent's full blocks by
-reference count and copies the last, partial one. All bookkeeping is on the host. Blocks are handed out lowest number
-first, so that those in use stay dense.
+too: a mask, or the kernel, leaves out those that the window no longer sees. Which blocks a sequence has is in
+`block_pool`. Other layers than attention may cache states, each in the row of its sequence.
 
-Layers with a gated delta net keep a state of each sequence instead, in the slot of the sequence's row (`states`). A
-prefill writes all of it, and a fork copies it. It advances when a token begins a chunk of the delta rule.
-
-A sequence is identified by its row, its index in the arrays of lengths and block tables. Most steps change no table,
-so a decode step costs the host a few operations on whole columns, regardless of the number and length of the sequences.
+A decode step begins with `begin_step`; its inputs are copied to the device, and `decode_layout` makes the layout.
+Most steps change no table, so a step costs the host a few operations on whole columns, regardless of the number and
+length of the sequences.
 """
 
-import heapq
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from minirl.model import padding
+from minirl.generation.block_pool import BlockPool, IntArray, ceil_div
+from minirl.model import attention, padding
 from minirl.model.attention import (
     PAGED_BLOCK,
     Cached,
@@ -30,32 +27,28 @@ from minirl.model.attention import (
     PackedLayout,
     PagedRead,
     PortableRead,
-    concatenated_ranges,
     decode_kernel_for,
     upload,
 )
-from minirl.model.config import DELTA_CHUNK, ModelConfig
+from minirl.model.config import ModelConfig
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
 
-if TYPE_CHECKING:
-    from minirl.extras.delta_net.rule import DeltaStates
 
-Number = TypeVar("Number", int, Tensor)
+class DecodeInputs(NamedTuple):
+    """What a decode step of B tokens reads on the device, besides the cache.
 
+    positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their sequences;
+    tables int32 [B, n] of the paged kernel, whose unused columns hold garbage.
+    """
 
-def ceil_div(a: Number, b: int) -> Number:
-    """a / b, rounded up."""
-    return -(-a // b)
+    positions: Tensor
+    blocks: Tensor
+    rows: Tensor
+    tables: Tensor | None = None
 
 
 class KVCache:
-    """Cache for `num_tokens` tokens (rounded up to blocks) of sequences.
-
-    lengths int64 [rows]: how many tokens each sequence has space for.
-    tables int32 [rows, columns]: a sequence's blocks in its first columns, as many as its length needs; the others are
-    void. Both arrays grow on demand.
-    free_blocks: a heap of their numbers. references: how many sequences have each block.
-    """
+    """Cache for `num_tokens` tokens (rounded up to blocks) of sequences."""
 
     def __init__(
         self,
@@ -66,283 +59,160 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """config: of the model. States of gated delta nets have room for `max_sequences` sequences and a stem."""
+        """max_sequences: for how many, and a prefix, layers without attention can cache states."""
+        self.device = device
         self.kernel = decode_kernel_for(device)
         self.block_size = PAGED_BLOCK if self.kernel == "paged" else BLOCK
-        self.config = config
-        self.device = device
-        self.num_query_groups = config.num_attention_heads // config.num_key_value_heads
-        # The portable kernel multiplies each block with the queries of at least this many sequences.
-        num_queries = min_queries(config.head_dim, dtype) or padding.MIN_ROWS
-        self.min_users = ceil_div(num_queries, self.num_query_groups)
-
         num_blocks = ceil_div(num_tokens, self.block_size)
+        self.blocks = BlockPool(num_blocks, self.block_size)
         windows = config.attention_windows
         shape = (len(windows), num_blocks, config.num_key_value_heads)
         keys = torch.empty(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
         values = torch.empty(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
+        self.states = None
+        # The most tokens of one sequence that a step computes.
+        self.max_appended = self.block_size
+        if config.delta_net is not None:
+            from minirl.extras.delta_net.states import StateCache
+
+            self.states = StateCache(config.delta_net, max_sequences + 1, dtype=dtype, device=device)
+            self.max_appended = min(self.block_size, self.states.chunk_size)
         index_of_layer = {layer: i for i, layer in enumerate(windows)}
-        self.pool = CachePool(keys, values, index_of_layer)
-        self.free_blocks = list(range(num_blocks))
-        self.references = [0] * num_blocks
-        # By layer; the slot of a sequence has the number of its row.
-        self.states: dict[int, DeltaStates] = {}
-        delta_net = config.delta_net
-        if delta_net is not None:
-            from minirl.extras.delta_net.rule import make_states
-
-            for layer in delta_net.layers:
-                self.states[layer] = make_states(delta_net, max_sequences + 1, dtype=dtype, device=device)
-
-        self.lengths = torch.zeros(0, dtype=torch.int64)
-        # The same memory: numpy reads and writes single numbers much faster than torch.
-        self._lengths = self.lengths.numpy()
-        self.tables = np.zeros((0, 8), np.int32)
-        self._free_rows: list[int] = []
-        self._windows = set(windows.values())
-        # How often a table has changed; then this number, the rows and the portable kernel's index of the last decode
-        # step.
-        self._version = 0
-        self._last_indices: tuple[Any, dict[int | None, tuple[DecodeIndex, Tensor]]] = None, {}
-
-    def blocks_of(self, row: int) -> list[int]:
-        """The blocks of a sequence, in its order."""
-        num_blocks = ceil_div(int(self._lengths[row]), self.block_size)
-        return self.tables[row, :num_blocks].tolist()
-
-    def spare_blocks(self, num_tokens: int) -> int:
-        """Blocks that would stay free if a sequence of `num_tokens` were added; negative if it does not fit."""
-        return len(self.free_blocks) - ceil_div(num_tokens, self.block_size)
-
-    def num_new_blocks(self, length: Number, num_more: Number) -> Number:
-        """How many blocks a sequence of `length` tokens needs for `num_more` more; numbers or tensors."""
-        return ceil_div(length + num_more, self.block_size) - ceil_div(length, self.block_size)
-
-    def add(self, num_tokens: int) -> int | None:
-        """Reserve blocks for a sequence of `num_tokens`; returns its row, or None if there are too few blocks."""
-        if self.spare_blocks(num_tokens) < 0:
-            return None
-        blocks = [self._take_block() for _ in range(ceil_div(num_tokens, self.block_size))]
-        # Prefill fills all blocks but the last one.
-        self._clear(blocks[-1])
-        row = self._take_row(num_tokens)
-        self._set_blocks(row, 0, blocks)
-        return row
-
-    def _take_row(self, length: int) -> int:
-        """Take the lowest free row for a sequence of this length."""
-        if not self._free_rows:
-            num_rows = len(self.lengths)
-            num_more = max(8, num_rows)
-            self.lengths = F.pad(self.lengths, (0, num_more))
-            self._lengths = self.lengths.numpy()
-            self.tables = np.pad(self.tables, ((0, num_more), (0, 0)))
-            self._free_rows = list(range(num_rows, num_rows + num_more))
-        row = heapq.heappop(self._free_rows)
-        self._lengths[row] = length
-        return row
-
-    def _take_block(self) -> int:
-        """Take the lowest free block."""
-        block = heapq.heappop(self.free_blocks)
-        self.references[block] = 1
-        return block
-
-    def _set_blocks(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """Set the blocks of a row from column `first` on."""
-        end = first + len(blocks)
-        num_columns = self.tables.shape[1]
-        if end > num_columns:
-            self.tables = np.pad(self.tables, ((0, 0), (0, max(end - num_columns, num_columns))))
-        self.tables[row, first:end] = blocks
-        self._version += 1
-
-    def _clear(self, block: int) -> None:
-        """Zero a block that will be read before it is full.
-
-        The portable kernel multiplies masked keys and values too, and 0 x NaN is NaN. The paged one does not read them.
-        """
+        self.pool = CachePool(keys, values, index_of_layer, self.states)
         if self.kernel == "portable":
-            self.pool.keys[:, block] = 0
-            self.pool.values[:, block] = 0
+            self._portable = PortableReader(config, self.blocks, dtype, device)
 
-    def _copy(self, old: int, new: int) -> None:
-        """Copy a block."""
-        self.pool.keys[:, new] = self.pool.keys[:, old]
-        self.pool.values[:, new] = self.pool.values[:, old]
+    def add(self, num_tokens: int) -> int:
+        """Make a sequence of `num_tokens`, for which there must be blocks; returns its row."""
+        row = self.blocks.add(num_tokens)
+        # A prefill fills all blocks but the last one.
+        self._clear(self.blocks.blocks_of(row)[-1:])
+        return row
 
-    def fork(self, parent: int) -> int | None:
-        """Make a second sequence with the same tokens; returns None if no block is free for its partial one."""
-        length = int(self._lengths[parent])
-        has_partial_block = length % self.block_size != 0
-        if has_partial_block and not self.free_blocks:
-            return None
-        # Full blocks are never written again, so both sequences can read the same ones. Each will write its next tokens
-        # into the partial block, so the fork gets a copy of that.
-        blocks = self.blocks_of(parent)
-        if has_partial_block:
-            copy = self._take_block()
-            self._copy(blocks.pop(), copy)
-        for block in blocks:
-            self.references[block] += 1
-        fork = self._take_row(length)
-        self._set_blocks(fork, 0, [*blocks, copy] if has_partial_block else blocks)
-        for states in self.states.values():
-            for pool_of_states in states:
-                pool_of_states[fork] = pool_of_states[parent]
-        return fork
+    def fork(self, parent: int, num_forks: int) -> list[int]:
+        """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
+        forks = [self.blocks.fork(parent) for _ in range(num_forks)]
+        old, *new = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
+        if new and new[0] != old:
+            self._copy([old] * num_forks, new)
+        if forks and self.states is not None:
+            self.states.fork(parent, forks)
+        return forks
 
-    def can_extend(self, rows: Tensor) -> bool:
-        """Return whether `extend` succeeds for each of these rows int64 [B], one after another."""
-        return int(self.needs_blocks(rows).sum()) <= len(self.free_blocks)
+    def extend(self, rows: IntArray) -> None:
+        """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
+        self._clear(self.blocks.extend(rows))
 
-    def needs_blocks(self, rows: Tensor) -> Tensor:
-        """Return bool [B]: `extend` of these rows int64 [B] begins a block. Otherwise it only counts."""
-        return self.lengths[rows] % self.block_size == 0
-
-    def extend(self, row: int) -> bool:
-        """Add space for one more token. Returns False and keeps the length if no block is free for it."""
-        position = int(self._lengths[row])
-        if position % self.block_size == 0:
-            if not self.free_blocks:
-                return False
-            block = self._take_block()
-            self._clear(block)
-            self._set_blocks(row, position // self.block_size, [block])
-        self._lengths[row] += 1
-        return True
-
-    def extend_by(self, row: int, num_tokens: int) -> int:
-        """Extend by up to `num_tokens`, all within one block, and one chunk of the delta rule if there are states.
-
-        Returns by how many, 0 if no block is free.
-        """
-        if not self.extend(row):
-            return 0
-        part = min(DELTA_CHUNK, self.block_size) if self.states else self.block_size
-        num_more = min(num_tokens - 1, -int(self._lengths[row]) % part)
-        self._lengths[row] += num_more
+    def extend_within_block(self, row: int, num_tokens: int) -> int:
+        """Add space for up to `num_tokens` that one step may compute, if there is a block; returns for how many."""
+        self.extend(np.array([row]))
+        num_more = min(num_tokens - 1, -int(self.blocks.lengths[row]) % self.max_appended)
+        self.blocks.lengths[row] += num_more
         return 1 + num_more
-
-    def free(self, row: int) -> None:
-        """Free all blocks of a sequence that no other one has, and its row."""
-        for block in self.blocks_of(row):
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                heapq.heappush(self.free_blocks, block)
-        heapq.heappush(self._free_rows, row)
 
     def compact(self) -> None:
         """Move the n blocks in use to the numbers 0 to n - 1. Only for the portable kernel.
 
         That kernel multiplies the pool up to the highest block in use, so the free ones below would cost time.
         """
-        num_blocks = len(self.references)
-        num_in_use = num_blocks - len(self.free_blocks)
-        has_gaps = self.free_blocks and self.free_blocks[0] < num_in_use
-        if self.kernel != "portable" or not has_gaps:
-            return
-        # Each block in use at n or above takes the number of a free one below n. There are equally many of both, and
-        # the heap hands out the lowest first. A block that several sequences share moves once. Blocks are large: one
-        # copy each takes a third of the time of one copy by index for all.
-        too_high = [block for block in range(num_in_use, num_blocks) if self.references[block] > 0]
-        numbers = np.arange(num_blocks, dtype=np.int32)
-        for old in too_high:
-            new = heapq.heappop(self.free_blocks)
-            self._copy(old, new)
-            numbers[old] = new
-            self.references[new] = self.references[old]
-            self.references[old] = 0
-            heapq.heappush(self.free_blocks, old)
-        self._version += 1
-        self.tables = numbers[self.tables]
+        if self.kernel == "portable":
+            old, new = self.blocks.compact()
+            if old:
+                self._copy(old, new)
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
-        row = torch.tensor(rows)
-        lengths = self.lengths[row]
-        positions = concatenated_ranges(torch.zeros_like(lengths), lengths)
-        blocks = self._blocks_at(row.repeat_interleave(lengths), positions)
+        lengths = self.blocks.lengths[rows]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        blocks = self.blocks.block_at(np.repeat(rows, lengths), positions)
         cached = Cached(
-            self.pool, upload(blocks, self.device), upload(positions % self.block_size, self.device)
+            self.pool,
+            self._upload(np.array(rows)),
+            self._upload(blocks),
+            self._upload(positions % self.block_size),
         )
-        slots = upload(row, self.device) if self.states else None
-        return PackedLayout(tuple(lengths.tolist()), self.device, cached, states=self.states, slots=slots)
+        sequences = tuple(map(attention.Sequence, lengths.tolist()))
+        return PackedLayout(sequences, self.device, cached)
 
-    def _blocks_at(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The blocks of n tokens at these positions int64 [n] of the sequences in these rows int64 [n]; int64."""
-        tables = torch.from_numpy(self.tables)
-        return tables[rows, positions // self.block_size].long()
+    def begin_step(self, rows: IntArray, positions: IntArray | None = None) -> list[NDArray[np.integer]]:
+        """Begin a decode step of tokens of these sequences [B]; returns the fields of its `DecodeInputs`.
 
-    def decode_inputs(self, rows: Tensor, lengths: Tensor | None = None) -> list[Tensor]:
-        """The tensors that `decode_layout` of these rows needs on the device, still on the host.
-
-        Called once for each step: it also advances the states of sequences whose token begins a chunk.
-
-        lengths int64 [B]: how many tokens of its sequence each of the B tokens sees; by default all.
-
-        Positions int64 [B] and the blocks that they are in, int64 [B]. Then, for the paged kernel, the block tables
-        int32 [B, n], and the slots of states int64 [B], if the model has them.
+        positions [B]: those of the tokens, by default the last ones. `extend` has added the space for them.
         """
-        positions = (self.lengths[rows] if lengths is None else lengths) - 1
-        inputs = [positions, self._blocks_at(rows, positions)]
+        if positions is None:
+            positions = self.blocks.lengths[rows] - 1
+        if self.states is not None:
+            self.states.begin_step(rows, positions)
+        inputs: list[NDArray[np.integer]] = [positions, self.blocks.block_at(rows, positions), rows]
         if self.kernel == "paged":
-            # Void columns hold numbers of other blocks. The kernel reads no further than the keys.
             num_columns = int(positions.max()) // self.block_size + 1
-            inputs.append(torch.from_numpy(self.tables)[:, :num_columns].index_select(0, rows))
-        if self.states:
-            inputs.append(rows)
-            begins_chunk = (positions > 0) & (positions % DELTA_CHUNK == 0)
-            if begins_chunk.any():
-                from minirl.extras.delta_net.rule import end_chunks
-
-                slots = upload(rows[begins_chunk], self.device)
-                for states in self.states.values():
-                    end_chunks(states, slots)
+            inputs.append(self.blocks.tables[rows, :num_columns])
         return inputs
 
     def decode_layout(
-        self, rows: Tensor, inputs: Sequence[Tensor] | None = None, lengths: Tensor | None = None
+        self, rows: IntArray, inputs: DecodeInputs, repeats: Sequence[int] | None = None
     ) -> DecodeLayout:
-        """Layout of the last token of each of these sequences int64 [B], for which `extend` has added the space.
+        """Layout of the tokens of a step that has begun.
 
-        For several tokens of a sequence repeat its row and give `lengths` int64 [B], see `decode_inputs`.
-
-        inputs: the `decode_inputs` of the rows, on the device.
+        inputs: those of `begin_step`, on the device. repeats: if sequences have several tokens, how many each has.
         """
-        if inputs is None:
-            inputs = [upload(tensor, self.device) for tensor in self.decode_inputs(rows, lengths)]
-        positions, block, *left = inputs
-        read: PagedRead | PortableRead
-        if self.kernel == "portable":
-            read = self._portable_read(rows, positions)
-        else:
-            block_table, *left = left
-            read = PagedRead(block_table, (positions + 1).int())
-        cached = Cached(self.pool, block, positions % self.block_size)
-        if not self.states:
-            return DecodeLayout(positions, cached, read)
-        rounds: list[Tensor | slice] = [slice(None)]
-        num_slots = None
-        if lengths is not None:
-            rounds = self._rounds(rows)
-        elif self.kernel == "portable" and rows.max() < 2 * len(rows):  # else most slots would be idle
-            num_slots = int(rows.max()) + 1
-        return DecodeLayout(positions, cached, read, self.states, left[0], rounds, num_slots)
+        positions, blocks, device_rows, tables = inputs
+        cached = Cached(self.pool, device_rows, blocks, positions % self.block_size)
+        read: PagedRead | PortableRead = (
+            self._portable.read(rows, positions)
+            if tables is None
+            else PagedRead(tables, (positions + 1).int())
+        )
+        return DecodeLayout(positions, cached, read, None if repeats is None else tuple(repeats))
 
-    def _rounds(self, rows: Tensor) -> list[Tensor | slice]:
-        """Split the tokens of a decode step into parts with at most one token of each sequence."""
-        _, counts = rows.unique_consecutive(return_counts=True)
-        number = concatenated_ranges([0] * len(counts), counts)
-        return [upload((number == i).nonzero()[:, 0], self.device) for i in range(int(counts.max()))]
+    def _clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that will be read before they are full.
 
-    def _portable_read(self, rows: Tensor, positions: Tensor) -> PortableRead:
-        """The inputs of the portable kernel in a decode step of tokens at these positions int64 [B]."""
+        The portable kernel multiplies masked keys and values too, and 0 x NaN is NaN. The paged one does not read them.
+        """
+        if self.kernel == "portable" and blocks:
+            index = torch.tensor(blocks)
+            self.pool.keys.index_fill_(1, index, 0)
+            self.pool.values.index_fill_(1, index, 0)
+
+    def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Copy blocks to other ones."""
+        old_index, new_index = self._upload(np.array(old)), self._upload(np.array(new))
+        for pool in (self.pool.keys, self.pool.values):
+            pool.index_copy_(1, new_index, pool.index_select(1, old_index))
+
+    def _upload(self, numbers: IntArray) -> Tensor:
+        """Copy host numbers to the cache's device."""
+        return upload(torch.from_numpy(numbers), self.device)
+
+
+class PortableReader:
+    """Makes what the portable kernel reads in a decode step. Keeps the indices while no table changes."""
+
+    def __init__(self, config: ModelConfig, blocks: BlockPool, dtype: torch.dtype, device: torch.device):
+        self._blocks = blocks
+        self._device = device
+        self._windows = set(config.attention_windows.values())
+        self._num_kv = config.num_key_value_heads
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        # The kernel multiplies each block with the queries of at least this many sequences.
+        num_queries = min_queries(config.head_dim, dtype) or padding.MIN_ROWS
+        self._min_users = ceil_div(num_queries, self._groups)
+        # The tables' version and the rows that the indices were made for.
+        self._made_for: tuple[int, list[int]] | None = None
+        self._indices: dict[int | None, tuple[DecodeIndex, Tensor]] = {}
+
+    def read(self, rows: IntArray, positions: Tensor) -> PortableRead:
+        """The index and the mask of each window, for tokens at these positions int64 [B] of the sequences in `rows`."""
+        made_for = self._blocks.version, rows.tolist()
+        if self._made_for != made_for:
+            self._indices = self._index(made_for[1])
+            self._made_for = made_for
         position = positions[:, None]
         read = {}
-        for window, (index, first_key) in self._decode_indices(rows).items():
+        for window, (index, first_key) in self._indices.items():
             # Mask the keys in a sequence's blocks that the token does not see: those after it, and before the window.
-            key = first_key + torch.arange(index.blocks.shape[1] * self.block_size)
+            key = first_key + torch.arange(index.blocks.shape[1] * BLOCK)
             is_masked = key > position
             if window is not None:
                 is_masked |= key <= position - window
@@ -350,16 +220,9 @@ class KVCache:
             read[window] = index, mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
         return read
 
-    def _decode_indices(self, rows: Tensor) -> dict[int | None, tuple[DecodeIndex, Tensor]]:
-        """By window the portable kernel's index for these rows, and int64 [B, 1] the position of the first key in it.
-
-        Most steps change no block table, so they reuse the indices of the step before.
-        """
-        row_numbers = rows.tolist()
-        made_for, indices = self._last_indices
-        if made_for == (self._version, row_numbers):
-            return indices
-        tables = list(map(self.blocks_of, row_numbers))
+    def _index(self, rows: list[int]) -> dict[int | None, tuple[DecodeIndex, Tensor]]:
+        """By window the kernel's index for these rows, and int64 [B, 1] the position of the first key in it."""
+        tables = list(map(self._blocks.blocks_of, rows))
         # The tokens are in a sequence's last block. The oldest key is that which its first token sees.
         starts = [(len(table) - 1) * BLOCK for table in tables]
         first_blocks = {
@@ -370,16 +233,14 @@ class KVCache:
         made = {
             firsts: index_decode(
                 [table[first:] for table, first in zip(tables, firsts, strict=True)],
-                num_kv=self.config.num_key_value_heads,
-                groups=self.num_query_groups,
-                min_users=self.min_users,
-                num_padded=padding.num_padded(len(rows), self.device),
+                num_kv=self._num_kv,
+                groups=self._groups,
+                min_users=self._min_users,
+                num_padded=padding.num_padded(len(rows), self._device),
             )
             for firsts in set(first_blocks.values())
         }
-        indices = {
+        return {
             window: (made[firsts], torch.tensor(firsts)[:, None] * BLOCK)
             for window, firsts in first_blocks.items()
         }
-        self._last_indices = (self._version, row_numbers), indices
-        return indices

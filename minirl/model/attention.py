@@ -18,18 +18,18 @@ In shapes: H query heads, K key heads, C channels of a head; T' tokens that the 
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minirl.model import portable_attention
 from minirl.ranks.process_group import print0
 
-if TYPE_CHECKING:
-    from minirl.extras.delta_net.rule import ChunkIndex, DeltaStates
+Made = TypeVar("Made")
 
 # Tokens of a cache block for `paged_attention`; on the CPU it is `portable_attention.BLOCK`.
 PAGED_BLOCK = 128
@@ -71,7 +71,7 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
-def concatenated_ranges(starts: Tensor | Sequence[int], lengths: Tensor | Sequence[int]) -> Tensor:
+def concatenated_ranges(starts: Tensor | list[int], lengths: Tensor | list[int]) -> Tensor:
     """The integers from each start on, as many as its length, end to end: int64 [sum of lengths], on the host."""
     starts = torch.as_tensor(starts, dtype=torch.int64)
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
@@ -85,11 +85,13 @@ class CachePool:
 
     keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], which products can read as they lie.
     index_of_layer: where a layer is among them.
+    states: what layers without attention cache for each row; they alone read it.
     """
 
     keys: Tensor
     values: Tensor
     index_of_layer: Mapping[int, int]
+    states: Any = None
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]."""
@@ -110,9 +112,14 @@ PortableRead = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]
 
 @dataclass(frozen=True)
 class Cached:
-    """The places int64 [n] where a layout stores its n tokens in the cache; the padding after them is not stored."""
+    """Where the tokens of a layout are cached; the padding after them is not stored.
+
+    rows int64: the cache row of each sequence in a `PackedLayout`, and of each token in a `DecodeLayout`.
+    block, offset int64 [n]: where keys and values of the n tokens are stored.
+    """
 
     pool: CachePool
+    rows: Tensor
     block: Tensor
     offset: Tensor
 
@@ -125,23 +132,61 @@ class Cached:
         values[self.block, :, self.offset] = v[:n]
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """N whole sequences end to end: a stream of T = sum(lengths) tokens. The model computes T' <= T of them.
+class _Memo:
+    """Keeps what is derived from a layout, such as the indices that all layers of a forward pass share."""
 
-    shared: a pair (i, n) for each sequence. It begins with the same n tokens as sequence i, which comes
-    before it, and those tokens are computed as part of sequence i. A sequence that shares nothing with an
-    earlier one has its own number and n = 0. Empty if no sequence shares anything.
-    cached: where keys and values are stored, if they are. Then nothing is shared.
-    states, slots: likewise, for the state after each sequence; slots int64 [N].
+    def derive(self, make: Callable[..., Made], *args: Hashable) -> Made:
+        """Return make(self, *args), which is made at the first call with these arguments."""
+        if (make, *args) not in self._derived:
+            self._derived[make, *args] = make(self, *args)
+        made: Made = self._derived[make, *args]
+        return made
+
+    @functools.cached_property
+    def _derived(self) -> dict[Hashable, Any]:
+        return {}
+
+
+class Sequence(NamedTuple):
+    """A sequence of a packed stream. Its first `num_shared` tokens are those of the sequence with index `parent`.
+
+    The parent comes before it in the stream, and may itself share tokens with another sequence. None: it shares none.
     """
 
-    lengths: tuple[int, ...]
+    length: int
+    parent: int | None = None
+    num_shared: int = 0
+
+
+@dataclass(frozen=True)
+class PackedLayout(_Memo):
+    """N whole sequences end to end.
+
+    The stream has T tokens, the sum of the lengths. The model computes T' <= T of them: tokens that a sequence shares
+    with its parent are computed once, as part of the parent. For example, with the sequences `Sequence(3)` and
+    `Sequence(5, parent=0, num_shared=2)` T is 8, and T' is 6:
+
+        stream            a  b  c  a  b  d  e  f
+        hidden_index      0  1  2  0  1  3  4  5     the index of each of the T tokens among the T' hidden states
+        computed_tokens   0  1  2        5  6  7     the index of each of the T' tokens in the stream
+        positions         0  1  2        2  3  4     of each of the T' tokens in its sequence
+
+    cached: where keys and values are stored, if they are. Then nothing is shared.
+    """
+
+    sequences: tuple[Sequence, ...]
     device: torch.device
     cached: Cached | None = None
-    shared: tuple[tuple[int, int], ...] = ()
-    states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
-    slots: Tensor | None = None
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has."""
+        return [sequence.length for sequence in self.sequences]
+
+    @functools.cached_property
+    def num_own(self) -> list[int]:
+        """How many tokens of each sequence are computed as its own."""
+        return [sequence.length - sequence.num_shared for sequence in self.sequences]
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
@@ -154,26 +199,22 @@ class PackedLayout:
         return self._upload(_limits(self.num_own))
 
     @functools.cached_property
-    def hidden_index(self) -> Tensor:
-        """The index of each token of the stream among the model's hidden states, int64 [T].
-
-        For lengths (3, 5), where the second shares 2 tokens with the first: [0, 1, 2, 0, 1, 3, 4, 5].
-        """
-        return self._upload(torch.cat([torch.arange(0), *self._sequences]))
+    def hidden_rows(self) -> list[np.ndarray]:
+        """The index of each sequence's tokens among the model's hidden states; int64 [length] each, on the host."""
+        rows: list[np.ndarray] = []
+        num_hidden = 0
+        for sequence, num_own in zip(self.sequences, self.num_own, strict=True):
+            row = np.arange(num_hidden, num_hidden + num_own)
+            if sequence.parent is not None:
+                row = np.concatenate([rows[sequence.parent][: sequence.num_shared], row])
+            rows.append(row)
+            num_hidden += num_own
+        return rows
 
     @functools.cached_property
-    def _sequences(self) -> list[Tensor]:
-        """The same of each sequence, on the host."""
-        indices: list[Tensor] = []
-        num_hidden = 0
-        shared = self.shared or ((0, 0),) * len(self.lengths)
-        for (parent, num_shared), num_own in zip(shared, self.num_own, strict=True):
-            index = torch.arange(num_hidden, num_hidden + num_own)
-            if num_shared:
-                index = torch.cat([indices[parent][:num_shared], index])
-            indices.append(index)
-            num_hidden += num_own
-        return indices
+    def hidden_index(self) -> Tensor:
+        """The index of each token of the stream among the model's hidden states, int64 [T]."""
+        return self._upload(torch.from_numpy(np.concatenate([np.arange(0), *self.hidden_rows])))
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
@@ -185,74 +226,28 @@ class PackedLayout:
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        return self._upload(concatenated_ranges(self.num_shared, self.num_own))
-
-    @functools.cached_property
-    def num_shared(self) -> tuple[int, ...]:
-        """How many tokens of each sequence are computed as part of another one."""
-        return tuple(n for _, n in self.shared) or (0,) * len(self.lengths)
-
-    @functools.cached_property
-    def num_own(self) -> tuple[int, ...]:
-        """How many tokens of each sequence are computed as its own."""
-        return tuple(length - n for length, n in zip(self.lengths, self.num_shared, strict=True))
-
-    def window_index(self, size: int) -> Tensor:
-        """The indices of the last `size` tokens up to each computed one among the hidden states, int64 [size, T'].
-
-        The oldest come first. T' stands for a token before the sequence begins.
-        """
-        ages = torch.arange(size - 1, -1, -1, device=self.device)[:, None]
-        seen = self.hidden_index[(self.computed_tokens - ages).clamp(min=0)]
-        return torch.where(self.positions >= ages, seen, len(self.positions))
-
-    @functools.cached_property
-    def chunk_index(self) -> "ChunkIndex":
-        """The chunks of the gated delta rule."""
-        from minirl.extras.delta_net.rule import index_chunks
-
-        return index_chunks(self._sequences, sum(self.num_own), self._upload)
+        first_positions = [sequence.num_shared for sequence in self.sequences]
+        return self._upload(concatenated_ranges(first_positions, self.num_own))
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
 
-    def portable_index(self, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
-        """Return the portable kernel's index for layers with this window and number of key heads.
 
-        It is made at the first call.
-        """
-        if (window, num_kv) not in self._portable_indices:
-            index = portable_attention.index_packed(
-                self.lengths, self.num_shared, self.hidden_index, window=window, num_kv=num_kv
-            )
-            self._portable_indices[window, num_kv] = index
-        return self._portable_indices[window, num_kv]
-
-    @functools.cached_property
-    def _portable_indices(self) -> dict[tuple[int | None, int], portable_attention.PackedIndex]:
-        return {}
-
-
-def _limits(lengths: Sequence[int]) -> Tensor:
+def _limits(lengths: Iterable[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 @dataclass(frozen=True)
-class DecodeLayout:
-    """One new token for each of B cached sequences, and its position int64 [B].
+class DecodeLayout(_Memo):
+    """The next tokens of cached sequences, and their positions int64 [B].
 
-    states: of each layer with a gated delta net; slots int64 [B]: of each token's sequence.
-    rounds: the tokens in parts, one after another, that have one token of a sequence each.
-    num_slots: see `delta_rule.run_row`.
+    repeats: None if each token is of another sequence; else how many consecutive tokens each sequence has.
     """
 
     positions: Tensor
     cached: Cached
     read: PagedRead | PortableRead
-    states: Mapping[int, "DeltaStates"] = field(default_factory=dict)
-    slots: Tensor | None = None
-    rounds: Sequence[Tensor | slice] = (slice(None),)
-    num_slots: int | None = None
+    repeats: tuple[int, ...] | None = None
 
 
 Layout = PackedLayout | DecodeLayout
@@ -273,21 +268,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
 
             return paged_attention.decode(q, keys, values, *layout.read, window=window)
         return portable_attention.decode(q, keys, values, *layout.read[window])
-    if not any(layout.num_own):
+    if len(layout.positions) == 0:
         # Zeros that depend on all three, so that each has a gradient.
         return 0 * q + 0 * (k.sum() + v.sum())
     kernel = kernel_for(q.device, q.dtype)
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
-    index = layout.portable_index(window, num_kv=k.shape[1])
+    index = layout.derive(_portable_index, window, k.shape[1])
     return portable_attention.attend_packed(q, k, v, index)
+
+
+def _portable_index(layout: PackedLayout, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
+    """The portable kernel's index for layers with this window and number of key heads."""
+    return portable_attention.index_packed(
+        layout.lengths, layout.num_own, layout.hidden_index, window=window, num_kv=num_kv
+    )
 
 
 def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str
 ) -> Tensor:
     """Packed attention by flash-attn's or torch's kernel for sequences of varying lengths."""
-    if layout.shared:
+    if layout.num_own != layout.lengths:
         # Copy shared keys to each sequence. A sequence then has fewer queries than keys, and the kernels take
         # them for its last tokens. So they are: the tokens computed elsewhere are its first ones.
         k = k.index_select(0, layout.hidden_index)

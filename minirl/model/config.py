@@ -6,9 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# Rows of a gated delta net's chunk; twice as many take a fifth longer on the CPU, in decoding and in training.
-DELTA_CHUNK = 32
-
 
 @dataclass(frozen=True)
 class Rope:

@@ -122,18 +122,13 @@ class _QuerySpan(NamedTuple):
 
 
 def index_packed(
-    lengths: Sequence[int],
-    num_shared: Sequence[int],
-    hidden_index: Tensor,
-    *,
-    window: int | None,
-    num_kv: int,
+    lengths: Sequence[int], num_own: Sequence[int], hidden_index: Tensor, *, window: int | None, num_kv: int
 ) -> PackedIndex:
     """Index attention over a stream of sequences of these lengths.
 
-    num_shared: how many tokens at the start of each sequence have no queries here, because the model computes them as
-    part of an earlier sequence.
-    hidden_index int64 [T]: where each token of the stream is among the model's hidden states.
+    num_own: how many tokens at the end of each sequence have queries here. The model computes those before them as part
+    of an earlier sequence.
+    hidden_index int64 [T]: the index of each token of the stream among the model's hidden states.
 
     Example: sequences of 64 and 72 tokens, K = 1, no window. Their query blocks are
 
@@ -149,10 +144,9 @@ def index_packed(
     device = hidden_index.device
     hidden_index = hidden_index.cpu()
     query_blocks: list[_QueryBlocks] = []
-    num_hidden = sum(lengths) - sum(num_shared)
-    output_index = torch.empty(num_hidden, num_kv, dtype=torch.int64)
+    output_index = torch.empty(sum(num_own), num_kv, dtype=torch.int64)
     num_outputs = 0
-    for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_shared, window).items():
+    for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_own, window).items():
         # One number for each query block: each of the four is [n, 1].
         stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
@@ -187,14 +181,14 @@ def index_packed(
 
 
 def _query_spans(
-    lengths: Sequence[int], num_shared: Sequence[int], window: int | None
+    lengths: Sequence[int], num_own: Sequence[int], window: int | None
 ) -> dict[tuple[int, int], list[_QuerySpan]]:
     """Cut sequences into query blocks, by their shape: the number of key blocks, and R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
     max_queries = QUERY_BLOCK_SIZES[-1]
     stream_start = 0
-    for length, shared in zip(lengths, num_shared, strict=True):
-        for first_query in range(shared, length, max_queries):
+    for length, own in zip(lengths, num_own, strict=True):
+        for first_query in range(length - own, length, max_queries):
             end = min(first_query + max_queries, length)
             num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
             oldest_key = 0 if window is None else max(0, first_query - window + 1)

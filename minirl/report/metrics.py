@@ -1,10 +1,12 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.generation.engine_stats import EngineStats
@@ -113,19 +115,18 @@ def add_rollouts(
 
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
-    lengths = torch.tensor([rollout.num_sampled for rollout in rollouts])
-    is_truncated = torch.tensor([rollout.is_truncated for rollout in rollouts])
-    metrics.add_values("len/mean", lengths)
-    metrics.add_max("len/max", lengths)
-    metrics.add_values("len/truncated", is_truncated)
-    metrics.add_total("count/tokens", lengths.sum())
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    metrics.add("len/mean", sum(lengths), len(rollouts))
+    metrics.add_max("len/max", torch.tensor(lengths))
+    metrics.add("len/truncated", sum(rollout.is_truncated for rollout in rollouts), len(rollouts))
+    metrics.add_total("count/tokens", sum(lengths))
     metrics.add_total("count/rollouts", len(rollouts))
-    for rollout in rollouts:
-        metrics.add_total(f"finish/{rollout.finish_reason}", 1)
+    for reason, count in Counter(rollout.finish_reason for rollout in rollouts).items():
+        metrics.add_total(f"finish/{reason}", count)
     turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
     num_turns = sum(len(rollout.episode.turns) or 1 for rollout in rollouts)
     metrics.add("env/turns_mean", num_turns, len(rollouts))
-    metrics.add_total("env/tokens", sum(len(rollout.completion) for rollout in rollouts) - lengths.sum())
+    metrics.add_total("env/tokens", sum(len(rollout.completion) for rollout in rollouts) - sum(lengths))
     if num_parse_errors := sum(turn.parse_error is not None for turn in turns):
         metrics.add_total("count/parse_errors", num_parse_errors)
     scored = without_nan(grouped_rewards)
@@ -149,14 +150,15 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
         metrics.add_total("count/dropped", stats.drops)
 
 
-def add_skipped(metrics: StepMetrics, num_loss_tokens: Tensor, rank_of: Sequence[int | None]) -> None:
+def add_skipped(
+    metrics: StepMetrics, num_loss_tokens: NDArray[np.int64], rank_of: Sequence[int | None]
+) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens int64 [S]: of all ranks' sequences, the same on every rank. rank_of: `UpdatePlan.rank_of`.
+    num_loss_tokens [S]: of all ranks' sequences, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
-    is_skipped = torch.tensor([rank is None for rank in rank_of])
-    num_skipped = num_loss_tokens[is_skipped].sum()
-    metrics.add("perf/skipped_tokens", num_skipped, float(num_loss_tokens.sum()))
+    is_skipped = np.array([rank is None for rank in rank_of])
+    metrics.add("perf/skipped_tokens", num_loss_tokens[is_skipped].sum(), num_loss_tokens.sum())
 
 
 def without_nan(values: Tensor) -> Tensor:

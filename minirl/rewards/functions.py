@@ -43,8 +43,7 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     """
 
     def penalty(branch: Rollout) -> float:
-        length = len(branch.tokens) - branch.num_prompt_tokens
-        return min(0.0, max(-1.0, (limit - buffer - length) / buffer))
+        return min(0.0, max(-1.0, (limit - buffer - len(branch.after_prompt)) / buffer))
 
     def overlong(rollouts: Sequence[Rollout]) -> list[float]:
         return [sum(map(penalty, rollout.branches)) for rollout in rollouts]
@@ -119,7 +118,7 @@ def group_arguments(
         **{name: [value] * len(rollouts) for name, value in row.columns.items()},
         "prompts": [row.prompt] * len(rollouts),
         "completions": list(texts) if is_text else [answers_of(rollout, tokenizer) for rollout in rollouts],
-        "completion_ids": [list(rollout.completion) for rollout in rollouts],
+        "completion_ids": [rollout.completion for rollout in rollouts],
     }
 
 
@@ -143,11 +142,10 @@ def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str
     turns = []
     branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
     for turn in rollout.episode.turns:
-        branch = branches[turn.branch]
-        start = branch.num_prompt_tokens + turn.start
+        sampled = branches[turn.branch].after_prompt[turn.start : turn.end]
         turns.append(
             {
-                "text": tokenizer.decode(branch.tokens[start : start + turn.num_tokens]),
+                "text": tokenizer.decode(sampled["id"]),
                 "num_tokens": turn.num_tokens,
                 "finish_reason": turn.finish_reason,
             }

@@ -175,10 +175,9 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim
     request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if policy.delta_net is not None:
-        from minirl.extras.delta_net.rule import make_states
+        from minirl.extras.delta_net.states import StateCache
 
-        states = make_states(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta"))
-        request += len(policy.delta_net.layers) * sum(pool.nbytes for pool in states)
+        request += StateCache(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta")).nbytes
     return {
         "cache": sizes.cache_tokens * len(policy.attention_windows) * cached,
         "prefill": max(PREFILL_TOKENS, work.longest) * _layer_bytes(work, policy),

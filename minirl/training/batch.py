@@ -13,21 +13,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from minirl.model import attention
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, NO_TOKENS, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.losses import over_tokens, sequence_sums
 
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """The S sequences of R rollouts, the same on every rank, in order of their ids. Host tensors [S].
+    """The S sequences of R rollouts, the same on every rank, in order of their ids. Arrays [S].
 
     A rollout is one sequence, or one for each of its branches. Example: two prompts, two rollouts of each, of which the
     second has two branches.
@@ -39,15 +42,15 @@ class RolloutTable:
         holder          0  1  1  1  0
     """
 
-    prompt_ordinal: Tensor  # int64, as are the next six
-    sample: Tensor
-    branch: Tensor
-    holder: Tensor  # the rank that has the rollout
-    num_prompt_tokens: Tensor
-    num_tokens: Tensor
-    num_loss_tokens: Tensor
-    is_truncated: Tensor  # bool: a limit cut off the rollout
-    rewards: Tensor  # fp64 [S, K], those of the rollout
+    prompt_ordinal: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    branch: NDArray[np.int64]
+    holder: NDArray[np.int64]  # the rank that has the rollout
+    num_prompt_tokens: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_loss_tokens: NDArray[np.int64]
+    is_truncated: NDArray[np.bool_]  # whether a limit cut off the rollout
+    rewards: NDArray[np.float64]  # [S, K], those of the rollout
 
     @property
     def ids(self) -> list[RolloutId]:
@@ -55,12 +58,16 @@ class RolloutTable:
         columns = (self.prompt_ordinal, self.sample, self.branch)
         return list(map(RolloutId, *(column.tolist() for column in columns)))
 
+    @property
+    def is_first(self) -> NDArray[np.bool_]:
+        """Whether each sequence is the first of its rollout, [S]."""
+        is_new = np.diff([self.prompt_ordinal, self.sample], prepend=-1) != 0
+        return is_new.any(0)
+
     @functools.cached_property
-    def rollout(self) -> Tensor:
-        """Return int64 [S]: the rollout of each sequence, 0 to R - 1. In a step's groups [P, G] that is p * G + g."""
-        ids = torch.stack([self.prompt_ordinal, self.sample])
-        _, rollout = ids.unique_consecutive(dim=1, return_inverse=True)
-        return rollout
+    def rollout(self) -> NDArray[np.int64]:
+        """The rollout of each sequence, 0 to R - 1, [S]. In a step's groups [P, G] that is p * G + g."""
+        return self.is_first.cumsum() - 1
 
     @property
     def prefixes(self) -> list[PromptPrefix]:
@@ -69,21 +76,22 @@ class RolloutTable:
 
     def by_rollout(self) -> "RolloutTable":
         """The R rows of the rollouts' first sequences, with the tokens that the policy sampled in all of them."""
-        firsts = self[self.rollout.diff(prepend=torch.tensor([-1])) == 1]
-        sums = torch.zeros_like(firsts.num_loss_tokens).index_add(0, self.rollout, self.num_loss_tokens)
-        return dataclasses.replace(firsts, num_loss_tokens=sums)
+        firsts = self.is_first.nonzero()[0]
+        sums = np.add.reduceat(self.num_loss_tokens, firsts)
+        return dataclasses.replace(self[firsts], num_loss_tokens=sums)
 
-    def __getitem__(self, rows: Tensor) -> "RolloutTable":
-        """The sequences in these rows: indices int64, in this order, or a mask bool [S]."""
+    def __getitem__(self, rows: NDArray[Any]) -> "RolloutTable":
+        """The sequences in these rows: indices, in this order, or a mask [S]."""
         return RolloutTable(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
 NOT_MADE: Any = None  # a stream that does not exist yet
+# The fields of a `Batch` that come from those of `TOKEN`.
 STREAMS_OF_ROLLOUTS = {
-    "tokens": torch.int64,
-    "loss_mask": torch.bool,
-    "sample_logprobs": torch.float32,
-    "weight_version": torch.int32,
+    "tokens": "id",
+    "loss_mask": "is_sampled",
+    "sample_logprobs": "logprob",
+    "weight_version": "weight_version",
 }
 
 
@@ -132,16 +140,15 @@ class Batch:
         """The layout of the batch's tokens, for the model.
 
         The first sequence with a prompt is the parent of the others, which share the parent's prompt tokens. Example:
-        sequences 0, 1 and 3 have one prompt of 5 tokens; `shared` is ((0, 0), (0, 5), (2, 0), (0, 5)).
+        sequences 0, 1 and 3 have one prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
         """
+        sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[PromptPrefix, int] = {}
-        shared = []
         for i, prefix in enumerate(self.prefixes):
             parent = parent_of.setdefault(prefix, i)
-            shared.append((parent, 0 if parent == i else prefix.num_tokens))
-        if len(parent_of) == len(shared):  # each sequence has another prompt
-            shared = []
-        return PackedLayout(self.lengths, self.tokens.device, shared=tuple(shared))
+            if parent != i:
+                sequences[i] = attention.Sequence(self.lengths[i], parent, prefix.num_tokens)
+        return PackedLayout(tuple(sequences), self.tokens.device)
 
     def replace(self, **fields: Tensor) -> Self:
         """A copy with these fields set."""
@@ -203,13 +210,13 @@ def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     own = []
     for rollout, rewards_of_rollout in zip(rollouts, rewards.tolist(), strict=True):
         for branch in rollout.branches:
-            lengths = branch.num_prompt_tokens, len(branch.tokens), int(branch.loss_mask.sum())
+            lengths = branch.num_prompt_tokens, len(branch.stream), np.count_nonzero(branch.loss_mask)
             own.append((*branch.rollout_id, rank(), *lengths, rollout.is_truncated, *rewards_of_rollout))
     # No two branches have the same id.
     rows = sorted(itertools.chain(*gather_objects(own)))
     # fp64 has every integer of the table.
-    numbers = torch.tensor(rows, dtype=torch.float64).view(-1, 8 + rewards.shape[1])
-    columns = [*numbers[:, :7].long().T, numbers[:, 7].bool(), numbers[:, 8:]]
+    numbers = np.array(rows, np.float64).reshape(-1, 8 + rewards.shape[1])
+    columns = [*numbers[:, :7].astype(np.int64).T, numbers[:, 7] == 1, numbers[:, 8:]]
     return RolloutTable(*columns)
 
 
@@ -225,13 +232,14 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host, without their rollouts. Not collective."""
     prefixes = [_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches]
-    lengths = tuple(len(branch.tokens) for branch in branches)
+    lengths = tuple(len(branch.stream) for branch in branches)
     temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
-    streams = {}
-    for name, dtype in STREAMS_OF_ROLLOUTS.items():
-        parts = [getattr(branch, name) for branch in branches]
-        streams[name] = torch.cat([torch.empty(0, dtype=dtype), *parts])
+    packed = np.concatenate([NO_TOKENS, *(branch.stream for branch in branches)])
+    streams = {
+        name: torch.from_numpy(np.ascontiguousarray(packed[field]))
+        for name, field in STREAMS_OF_ROLLOUTS.items()
+    }
     return batch_type(
         lengths=lengths,
         temperature=over_tokens(temperatures, lengths),
@@ -278,12 +286,12 @@ def exchange(
         for name, stream in outgoing._streams().items():
             received[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
             dist.all_to_all_single(received[name], stream, num_received, num_sent)
-    rows = torch.tensor(list(itertools.chain(*arriving)), dtype=torch.int64)
+    rows = np.array(list(itertools.chain(*arriving)), np.int64)
     unsorted = dataclasses.replace(
         own,
         lengths=tuple(table.num_tokens[rows].tolist()),
         prefixes=tuple(table[rows].prefixes),
-        rollout=table.rollout[rows],
+        rollout=torch.from_numpy(table.rollout[rows]),
         **received,
     )
     batch = unsorted.select(rows.argsort().tolist())

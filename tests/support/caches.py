@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
-from minirl.generation.kv_cache import KVCache
-from minirl.model.attention import PagedRead
+from minirl.generation.kv_cache import DecodeInputs, KVCache
+from minirl.model.attention import DecodeLayout, PagedRead
 from minirl.model.portable_attention import BLOCK
 
 CPU = torch.device("cpu")
@@ -29,11 +30,10 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
     config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
     cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
     parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
-    rows = [*parents, *(cache.fork(parents[i]) for i in (4, 4, 3, *[5] * 16))]
-    for row in rows:
-        assert cache.extend(row)
+    rows = [*parents, *cache.fork(parents[4], 2), *cache.fork(parents[3], 1), *cache.fork(parents[5], 16)]
+    cache.extend(np.array(rows))
     for _ in range(70):
-        assert cache.extend(rows[2])
+        cache.extend(np.array([rows[2]]))
     generator = torch.Generator().manual_seed(0)
     for x in (cache.pool.keys, cache.pool.values):
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -42,10 +42,10 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
 
 def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
     """Fill free blocks, and the rest of these rows' last blocks, with NaN."""
-    pool, free = cache.pool, cache.free_blocks
+    pool, free = cache.pool, cache.blocks.free
     pool.keys[:, free], pool.values[:, free] = torch.nan, torch.nan
     for row in rows:
-        block = cache.blocks_of(row)[-1]
+        block = cache.blocks.blocks_of(row)[-1]
         end = (length_of(cache, row) - 1) % BLOCK + 1
         pool.keys[:, block, :, :, end:] = torch.nan
         pool.values[:, block, :, end:] = torch.nan
@@ -53,10 +53,16 @@ def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
 
 def paged_read(cache: KVCache, rows: list[int]) -> PagedRead:
     """What the paged kernel reads in a step of these rows."""
-    lengths = cache.lengths[rows].int()
+    lengths = torch.from_numpy(cache.blocks.lengths[rows]).int()
     num_columns = (int(lengths.max()) - 1) // BLOCK + 1
-    return PagedRead(torch.from_numpy(cache.tables)[rows, :num_columns], lengths)
+    return PagedRead(torch.from_numpy(cache.blocks.tables[rows, :num_columns]), lengths)
+
+
+def decode_layout(cache: KVCache, rows: list[int]) -> DecodeLayout:
+    """The layout of a step of these rows' last tokens."""
+    inputs = map(torch.from_numpy, cache.begin_step(np.array(rows)))
+    return cache.decode_layout(np.array(rows), DecodeInputs(*inputs))
 
 
 def length_of(cache: KVCache, row: int) -> int:
-    return int(cache.lengths[row])
+    return int(cache.blocks.lengths[row])

@@ -134,8 +134,8 @@ async def branching(episode: Episode):
 
 def facts(rollout: Rollout) -> tuple:
     """The parts of a rollout that must be equal, bit for bit."""
-    streams = (rollout.tokens, rollout.loss_mask, rollout.sample_logprobs)
-    own = (rollout.rollout_id, rollout.finish_reason, *(stream.tolist() for stream in streams))
+    streams = (rollout.stream[name].tolist() for name in ("id", "is_sampled", "logprob"))
+    own = (rollout.rollout_id, rollout.finish_reason, *streams)
     return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
 
 

@@ -4,16 +4,18 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minirl.generation.engine import Engine, Request
 from minirl.generation.sampling import request_key
+from minirl.model import attention
 from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.rollouts import Rollout, RolloutId, appended
+from minirl.rollouts import Rollout, RolloutId, unsampled
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 from support.models import RAW_CONFIG
@@ -69,7 +71,7 @@ def make_engine(
     *,
     max_running_requests: int = 64,
     cache_tokens: int = 8192,
-    room_tokens: int = 0,
+    headroom_tokens: int = 0,
     **kwargs: int | bool,
 ) -> Engine:
     """Without room to decode after an admission, so that full caches preempt requests of few tokens too."""
@@ -78,7 +80,7 @@ def make_engine(
         model,
         max_running_requests=max_running_requests,
         cache_tokens=cache_tokens,
-        room_tokens=room_tokens,
+        headroom_tokens=headroom_tokens,
         dtype=dtype,
         device=CPU,
         **kwargs,
@@ -107,7 +109,7 @@ def next_turn(
     request: Request, rollout: Rollout, reply: Sequence[int], num_tokens: int, **changes
 ) -> Request:
     """The request for another turn of up to `num_tokens`, after a reply."""
-    sampled = rollout.after_prompt + appended(reply)
+    sampled = np.concatenate([rollout.after_prompt, unsampled(reply)])
     start = len(sampled)
     return replace(request, sampled=sampled, turn_start=start, max_new_tokens=start + num_tokens, **changes)
 
@@ -138,7 +140,7 @@ def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0)
 
 def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
     """The states [T, D] of sequences that are packed end to end."""
-    layout = PackedLayout(tuple(map(len, sequences)), CPU)
+    layout = PackedLayout(tuple(attention.Sequence(len(tokens)) for tokens in sequences), CPU)
     return model(torch.cat(sequences), layout.positions, layout)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from minirl.files.json_files import read_json_object
 from minirl.model.adapters import peft_config
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.batch_invariance import head_logits
 from minirl.model.config import Adapters, is_adapter
 from minirl.model.families import config_from_dict, read_config
@@ -199,7 +199,7 @@ def twin(oracle: Any, **options: bool) -> Transformer:
 def logit_error(oracle: Any, model: Transformer) -> float:
     """The relative error of the model's logits to those of transformers."""
     tokens = torch.arange(150) * 7 % model.config.vocab_size
-    layout = PackedLayout((150,), torch.device("cpu"))
+    layout = PackedLayout((Sequence(150),), torch.device("cpu"))
     got = head_logits(model(tokens, layout.positions, layout), model.head).double()
     expected = oracle(tokens[None]).logits[0].double()
     return float((got - expected).norm() / expected.norm())

@@ -1,10 +1,10 @@
-"""Rewards of single calls, and rollouts in two branches."""
+"""Rewards of single calls, sampled tokens, and rollouts in two branches."""
 
 from dataclasses import replace
 
 from minirl.rewards.functions import arguments_of, scored_here
 from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import rollout_of
+from minirl.rollouts import rollout_of, unsampled
 
 
 def rewards_of_call(function, row, completions):
@@ -22,9 +22,16 @@ def rewards_of_call(function, row, completions):
     return scored_here(getattr(function, "__name__", "f"), function, arguments, row.place, completions)
 
 
+def sampled(ids, *, logprobs=0.0, versions=0):
+    """These ids as if they were sampled."""
+    stream = unsampled(ids)
+    stream["is_sampled"], stream["logprob"], stream["weight_version"] = True, logprobs, versions
+    return stream
+
+
 def in_two_branches(rollout):
     """The rollout in two branches: the prompt of the second one is all that came before. One token stays as it is."""
-    places = rollout.loss_mask.nonzero()[:, 0]
+    places = rollout.loss_mask.nonzero()[0]
     if len(places) < 2:
         return rollout
     cut = int(places[len(places) // 2])

@@ -25,7 +25,7 @@ def groups_of(rewards, counts=None, *, greedy=None):
     prompts, samples = torch.meshgrid(torch.arange(num_prompts), torch.arange(group_size), indexing="ij")
     counts = torch.ones_like(prompts) if counts is None else counts
     columns = prompts, samples, prompts * 0, prompts * 0, counts, counts, counts, rewards.isinf()
-    table = RolloutTable(*(column.flatten() for column in columns), rewards.view(-1, 1))
+    table = RolloutTable(*(column.flatten().numpy() for column in columns), rewards.view(-1, 1).numpy())
     greedy_rewards = rewards[:, :0, None] if greedy is None else greedy.view(num_prompts, -1, 1)
     return Groups(None, table, rewards[..., None], greedy_rewards, double([1.0]))
 

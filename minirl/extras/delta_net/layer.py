@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minirl.extras.delta_net import rule as delta_rule
+from minirl.extras.delta_net.indices import index_chunks, index_windows, split_rounds
 from minirl.extras.delta_net.rule import DeltaRows
 from minirl.model import batch_invariance
 from minirl.model.attention import DecodeLayout, Layout, PackedLayout
@@ -64,36 +65,35 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(gated.to(x.dtype))
 
     def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
-        """The rule's outputs [T, heads, C] for packed sequences. Stores their states if the layout has slots."""
-        window = layout.window_index(self.shape.kernel_size)
+        """The rule's outputs [T', heads, C] for packed sequences. If the layout is cached, their states are stored."""
+        windows = layout.derive(index_windows, self.shape.kernel_size)
         padded = F.pad(mixed, (0, 0, 0, 1))  # a row of zeros, before a sequence begins
-        inputs = (padded[index] for index in window)
+        inputs = (padded[index] for index in windows)
         convolved = delta_rule.convolve(inputs, self.conv1d.weight)
-        states = layout.states.get(self.layer)
-        if states is not None:
-            assert layout.slots is not None
-            last = layout.cu_seqlens[1:].long() - 1
-            places = self._places(layout.slots, layout.positions[last])
-            states.inputs[places] = padded[window[:, last]].transpose(0, 1)
         rows = self._rows(convolved, decay, beta)
-        return delta_rule.run_chunks(rows, layout.chunk_index, states, layout.slots)
+        chunks = layout.derive(index_chunks)
+        cached = layout.cached
+        if cached is None:
+            return delta_rule.run_chunks(rows, chunks)
+        states = cached.pool.states.layer(self.layer)
+        last = layout.cu_seqlens[1:].long() - 1
+        places = self._places(cached.rows, layout.positions[last])
+        states.inputs[places] = padded[windows[:, last]].transpose(0, 1)
+        return delta_rule.run_chunks(rows, chunks, states, cached.rows)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
         """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Their states keep the tokens."""
-        states = layout.states[self.layer]
-        assert layout.slots is not None
+        states = layout.cached.pool.states.layer(self.layer)
         num_padded = delta_rule.padded_rows(self.shape, mixed.device)
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
-        for part in layout.rounds:
-            slots = layout.slots[part]
+        for part in layout.derive(split_rounds):
+            slots = layout.cached.rows[part]
             positions = layout.positions[part]
             states.inputs[slots, positions % self.shape.kernel_size] = mixed[part]
             window = states.inputs[self._places(slots, positions)]
             convolved = delta_rule.convolve(window.unbind(1), self.conv1d.weight)
             rows = self._rows(convolved, decay[part], beta[part])
-            out[part] = delta_rule.run_row(
-                rows, states, slots, positions, num_padded=num_padded, num_slots=layout.num_slots
-            )
+            out[part] = delta_rule.run_row(rows, states, slots, positions, num_padded=num_padded)
         return out
 
     def _places(self, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

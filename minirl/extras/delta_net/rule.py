@@ -16,16 +16,17 @@ In shapes: T rows, H value heads, N chunks (or sequences), C rows of a chunk.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minirl.extras.delta_net.indices import DELTA_CHUNK, ChunkIndex, index_chunks
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.batch_invariance import activate, at_least_fp32
-from minirl.model.config import DELTA_CHUNK, DeltaNet
+from minirl.model.config import DeltaNet
 from minirl.model.padding import MIN_ROWS
 
 
@@ -37,58 +38,6 @@ class DeltaRows(NamedTuple):
     v: Tensor
     decay: Tensor
     beta: Tensor
-
-
-@dataclass(frozen=True)
-class ChunkIndex:
-    """The N chunks of packed sequences in rounds: the first chunk of each, then the second, and so on.
-
-    Sequences come longest first, so the chunks of a round follow as many first chunks of the round before it.
-    rows int64 [N x DELTA_CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
-    counts: how many chunks each round has.
-    places int64 [T']: where each row is among `rows`; the first place if it has several.
-    ends int64 [sequences]: the chunks of the sequences' last rows.
-    """
-
-    rows: Tensor
-    counts: tuple[int, ...]
-    places: Tensor
-    ends: Tensor
-
-
-def index_chunks(
-    sequences: Sequence[Tensor], num_rows: int, upload: Callable[[Tensor], Tensor]
-) -> ChunkIndex:
-    """Cut packed sequences into chunks.
-
-    The rows of tokens that several sequences begin with are computed once in each. For example, the first sequence has
-    rows 0 to 69, and the second the first 35 of these and then 70 to 74:
-
-        round 0   chunk 0: 0 to 31                  chunk 1: 0 to 31
-        round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
-        round 2   chunk 4: 64 to 69, padding
-
-    sequences: the rows of each, as indices among the model's `num_rows`; on the host. upload: copies a tensor to the
-    rows' device.
-    """
-    longest_first = sorted(sequences, key=len, reverse=True)
-    chunks: list[Tensor] = []
-    counts: list[int] = []
-    for begin in range(0, max(map(len, sequences), default=0), DELTA_CHUNK):
-        of_round = [
-            sequence[begin : begin + DELTA_CHUNK] for sequence in longest_first if len(sequence) > begin
-        ]
-        chunks += [F.pad(chunk, (0, DELTA_CHUNK - len(chunk)), value=num_rows) for chunk in of_round]
-        counts.append(len(of_round))
-    if not chunks:  # one of padding, so that every parameter has a gradient
-        chunks.append(torch.full((DELTA_CHUNK,), num_rows))
-        counts.append(1)
-    rows = torch.cat(chunks)
-    places = torch.full((num_rows + 1,), len(rows))
-    places.scatter_reduce_(0, rows, torch.arange(len(rows)), "amin")
-    last_rows = torch.cat([torch.arange(0), *(sequence[-1:] for sequence in sequences)])
-    ends = places[last_rows] // DELTA_CHUNK
-    return ChunkIndex(upload(rows), tuple(counts), upload(places[:num_rows]), upload(ends))
 
 
 class DeltaStates(NamedTuple):
@@ -190,50 +139,61 @@ def _next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> 
 
 
 def run_row(
-    rows: DeltaRows,
-    states: DeltaStates,
-    slots: Tensor,
-    positions: Tensor,
-    *,
-    num_padded: int,
-    num_slots: int | None = None,
+    rows: DeltaRows, states: DeltaStates, slots: Tensor, positions: Tensor, *, num_padded: int
 ) -> Tensor:
     """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n].
 
     The row's key, decay and update are stored in `states`; S stays until `end_chunks`.
-
-    num_padded: products have this many rows, see `padded_rows`. num_slots: read the states where they lie, in this many
-    first slots, of which some may be idle; that is faster where few are. None: read copies of the n slots.
+    num_padded: products have this many rows, see `padded_rows`.
     """
-    at = positions % DELTA_CHUNK
-    states.keys[slots, :, :, at] = rows.k
-    states.decays[slots, :, at] = rows.decay
-    own = torch.arange(len(slots), device=at.device)
-    computed, places = (slots, own) if num_slots is None else (slice(num_slots), slots)
-    state, keys, updates, decays = (pool[computed] for pool in states[1:])
-    users = at.new_zeros(len(state))  # an idle slot computes the first sequence's row
-    users[places] = own
-    q, k, v, _, beta = (x[users] for x in rows)
-    last = at[users][:, None, None]
+    column = positions % DELTA_CHUNK  # of each row in its chunk
+    states.keys[slots, :, :, column] = rows.k
+    states.decays[slots, :, column] = rows.decay
+    read = _slots_to_read(slots)
+    state, keys, updates, decays = (pool[read] for pool in states[1:])
+
+    # Where each sequence is among the states that are read, and the sequence of each state: the first one for idle
+    # slots, whose results are dropped.
+    sequence = torch.arange(len(slots), device=slots.device)
+    place = slots if isinstance(read, slice) else sequence
+    sequence_at = slots.new_zeros(len(state))
+    sequence_at[place] = sequence
+    q, k, v, _, beta = (x[sequence_at] for x in rows)
+    own_column = column[sequence_at][:, None, None]
+
     total = decays.cumsum(-1)
-    own_total = total.gather(-1, last.expand(-1, total.shape[1], 1))
+    own_total = total.gather(-1, own_column.expand(-1, total.shape[1], 1))
     pairs = (own_total - total).clamp(max=0).exp()
     grown = activate(own_total[..., 0], torch.exp)
-    of_keys = (_padded(num_padded, k, q) @ keys)[..., :2, :]
+
     # Of A a row sees the rows before it, of the weights itself, too.
-    column = torch.arange(DELTA_CHUNK, device=at.device)
-    a = torch.where(column < last, of_keys[..., 0, :] * pairs, 0.0)
-    weights = torch.where(column <= last, of_keys[..., 1, :] * pairs, 0.0)
+    by_keys = _padded(num_padded, k, q) @ keys
+    columns = torch.arange(DELTA_CHUNK, device=slots.device)
+    a = torch.where(columns < own_column, by_keys[..., 0, :] * pairs, 0.0)
+    weights = torch.where(columns <= own_column, by_keys[..., 1, :] * pairs, 0.0)
+
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
-    of_state = _padded(num_padded, k_in, q_in) @ state
-    right = v * beta[..., None] - of_state[..., 0, :]
-    update = _solve_row(a * beta[..., None], right, updates)[places]
-    updates[places, :, at] = update
-    if num_slots is None:
-        states.updates[slots, :, at] = update
-    out = of_state[..., 1, :] + (_padded(num_padded, weights) @ updates)[..., 0, :]
-    return out[places]
+    by_state = _padded(num_padded, k_in, q_in) @ state
+    right = v * beta[..., None] - by_state[..., 0, :]
+    update = _solve_row(a * beta[..., None], right, updates)[place]
+    updates[place, :, column] = update  # for the product below, if it is a copy
+    states.updates[slots, :, column] = update
+    by_weights = _padded(num_padded, weights) @ updates
+    out = by_state[..., 1, :] + by_weights[..., 0, :]
+    return out[place]
+
+
+def _slots_to_read(slots: Tensor) -> slice | Tensor:
+    """Which states `run_row` reads: on the CPU all up to the highest slot, unless most of these are idle.
+
+    They are read where they lie. Copying them would take a step of 64 sequences up to a third longer.
+    """
+    if slots.device.type == "cpu":
+        num_slots = int(slots.max()) + 1
+        if num_slots <= 2 * len(slots):
+            return slice(num_slots)
+    return slots
 
 
 def end_chunks(states: DeltaStates, slots: Tensor) -> None:
@@ -295,9 +255,8 @@ def least_rows(shape: DeltaNet) -> int | None:
     q, k, v, decay, beta = numbers.split(sizes, -1)
     q, k = normalized(q), normalized(k)
     rows = DeltaRows(q, k, v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
-    sequences = torch.arange(3 * length).split(length)
-    index = index_chunks(sequences, 3 * length, upload=torch.Tensor.contiguous)
-    expected = run_chunks(rows, index)
+    layout = PackedLayout((Sequence(length),) * 3, numbers.device)
+    expected = run_chunks(rows, index_chunks(layout))
     for num_padded in (2, 4, 8, MIN_ROWS):
         decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
         if all(torch.equal(outputs, expected[: len(outputs)]) for outputs in decoded):

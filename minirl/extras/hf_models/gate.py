@@ -18,11 +18,11 @@ from torch import Tensor
 from minirl.errors import refuse
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.generation.engine import Engine
-from minirl.model.attention import PackedLayout
+from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import Transformer
-from minirl.rollouts import Request, Rollout, RolloutId
-from minirl.training.batch import pack
+from minirl.rollouts import Request, RolloutId
+from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 
 MAX_ERROR = 1e-4  # relative; right models have 5e-7, with sharp attention 3e-5
@@ -182,7 +182,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     model.tie_weights()
     calls: list[Any] = []
     model.stream.calls = calls
-    layout = PackedLayout((8,), CPU)
+    layout = PackedLayout((Sequence(8),), CPU)
     model(layout.positions + 5, layout.positions, layout)
     model.stream.calls = None
     layers, windows, shapes = zip(*calls, strict=True) if calls else ((), (), ())
@@ -214,21 +214,21 @@ def _compare(model: Any, oracle: Any) -> bool:
     ]
     rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.rollout_id)
     expected = []
-    for rollout in rollouts:
-        logits = oracle(rollout.tokens[None], use_cache=False, return_dict=True).logits[0, -NUM_NEW - 1 : -1]
+    batch = pack(rollouts)
+    for tokens in batch.tokens.split(list(batch.lengths)):
+        logits = oracle(tokens[None], use_cache=False, return_dict=True).logits[0, -NUM_NEW - 1 : -1]
         logprobs = (logits / TEMPERATURE).log_softmax(-1)
-        expected.append(logprobs.gather(1, rollout.tokens[-NUM_NEW:, None])[:, 0])
+        expected.append(logprobs.gather(1, tokens[-NUM_NEW:, None])[:, 0])
 
-    def scored(rollouts: list[Rollout]) -> Tensor:
-        batch = pack(rollouts)
+    def scored(batch: Batch) -> Tensor:
         return score_batch(model, batch)[0][batch.loss_index]
 
-    packed = scored(rollouts)
-    decoded = torch.cat([rollout.sample_logprobs[-NUM_NEW:] for rollout in rollouts])
+    packed = scored(batch)
+    decoded = batch.sample_logprobs[batch.loss_index]
     # In the order in which a difference has the plainest reason.
     for got, wanted, reason in (
-        (scored(rollouts[:1]), expected[:1], "its attention, or what it does to logits after the head"),
-        (scored(rollouts[1:2]), expected[1:2], "later positions, by windows or ropes"),
+        (scored(batch.select([0])), expected[:1], "its attention, or what it does to logits after the head"),
+        (scored(batch.select([1])), expected[1:2], "later positions, by windows or ropes"),
         (
             packed,
             expected,

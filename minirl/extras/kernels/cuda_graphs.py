@@ -35,7 +35,7 @@ class DecodeGraphs:
     def run(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return what `step` makes of these inputs. On CUDA the next step of the same kind overwrites the result.
 
-        inputs: vectors [B] and block tables [B, n]; with states, the slots int64 [B] come last.
+        inputs: vectors [B] and block tables [B, n].
         """
         kind = (len(inputs[0]), len(inputs))
         if kind not in self._buffers:

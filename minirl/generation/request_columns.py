@@ -1,0 +1,155 @@
+"""The numbers and tokens of requests that have a row in the cache, as numpy columns indexed by that row."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minirl.generation.block_pool import IntArray
+from minirl.rollouts import TOKEN, Request, Rollout, StopTest, Stream, rollout_of
+
+# `limit`: the `max_new_tokens` of its present turn. `count`: how many tokens after the prompt the host has read; with
+# asynchronous decoding one more may have been launched. `ticket`: grows when a request leaves the batch, so that tokens
+# launched for it before are discarded. `token_index`: where its newest token is among those that the engine keeps on
+# the device. The others are for sampling.
+COLUMNS = np.dtype(
+    [
+        ("prompt_length", np.int64),
+        ("limit", np.int64),
+        ("count", np.int64),
+        ("ticket", np.int64),
+        ("token_index", np.int64),
+        ("key", np.int64),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+    ]
+)
+
+
+class RequestColumns:
+    """Requests by row: `requests`, their `COLUMNS` [rows], and their tokens after the prompt, TOKEN [rows, n].
+
+    Rows and n grow when a request needs more.
+    """
+
+    def __init__(self, num_rows: int, make_stop_test: Callable[[tuple[str, ...]], StopTest] | None):
+        """num_rows: the initial number. make_stop_test: see `Engine`."""
+        self.requests: dict[int, Request] = {}
+        self._columns = np.zeros(num_rows, COLUMNS)
+        # Memory that is never written takes no pages.
+        self._tokens = np.empty((num_rows, 0), TOKEN)
+        self._make_stop_test = make_stop_test
+        # The stop tokens of all requests so far, and whether one had stop strings; each request has its own.
+        self._stop_ids: frozenset[int] = frozenset()
+        self._has_stop_strings = False
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """The column of this name, [rows]."""
+        return self._columns[name]
+
+    def lengths(self, rows: IntArray) -> IntArray:
+        """How many tokens requests [n] have, prompt included, without unread ones."""
+        return self["prompt_length"][rows] + self["count"][rows]
+
+    def sampling(self, rows: IntArray) -> list[NDArray[Any]]:
+        """Keys int64 and temperatures fp32 [n] of these rows.
+
+        If one of them may be truncated, then also the fields of `Truncation`: int64 and fp64 [n].
+        """
+        names = ["key", "temperature"]
+        if self["top_k"][rows].any() and self["temperature"][rows].any():
+            names += ["top_k", "top_p"]
+        return [self[name][rows] for name in names]
+
+    def put(self, row: int, request: Request) -> None:
+        """Give a request this row, with the tokens that it has so far."""
+        self._make_room(row, request.max_new_tokens)
+        self.requests[row] = request
+        count = len(request.sampled)
+        columns = self._columns[row]
+        columns["prompt_length"] = len(request.prompt_ids)
+        columns["limit"] = request.max_new_tokens
+        columns["count"] = count
+        columns["key"] = request.key
+        columns["temperature"] = request.temperature
+        columns["top_k"], columns["top_p"] = request.truncation
+        self._tokens[row, :count] = request.sampled
+        self._stop_ids |= request.stop_ids
+        self._has_stop_strings |= bool(request.stop)
+
+    def append(self, rows: IntArray, tokens: Stream) -> dict[int, str]:
+        """Append a token TOKEN [n] to each of these requests; returns why those ended that it ends, by row."""
+        self._tokens[rows, self["count"][rows]] = tokens
+        self["count"][rows] += 1
+        is_full = self["count"][rows] >= self["limit"][rows]
+        may_end = is_full | np.isin(tokens["id"], list(self._stop_ids))
+        stopped: set[int] = set()
+        if self._has_stop_strings:
+            stopped = self._stopped_by_string(rows.tolist())
+            may_end |= np.isin(rows, list(stopped))
+        reasons: dict[int, str] = {}
+        candidates = (rows[may_end], tokens["id"][may_end], is_full[may_end])
+        for row, token, has_all in zip(*(column.tolist() for column in candidates), strict=True):
+            if row in stopped or token in self.requests[row].stop_ids:
+                reasons[row] = "stop"
+            elif has_all:
+                reasons[row] = "length"
+        return reasons
+
+    def tokens(self, row: int) -> Stream:
+        """The tokens after the prompt that were read, a view."""
+        return self._tokens[row, : self["count"][row]]
+
+    def unfinished(self, row: int) -> Request:
+        """The request with the tokens that it has so far, to be queued again."""
+        return replace(self.requests[row], sampled=self.tokens(row).copy())
+
+    def rollout(self, row: int, finish_reason: str) -> Rollout:
+        """The finished rollout."""
+        request = self.requests[row]
+        return rollout_of(
+            request.rollout_id,
+            request.prompt_ids,
+            self.tokens(row),
+            finish_reason,
+            temperature=request.temperature,
+        )
+
+    def _stopped_by_string(self, rows: Sequence[int]) -> set[int]:
+        """The rows whose stop strings end their turn. Asks the test of the same strings once."""
+        rows_of: dict[tuple[str, ...], list[int]] = {}
+        for row in rows:
+            strings = self.requests[row].stop
+            if strings:
+                rows_of.setdefault(strings, []).append(row)
+        stopped: set[int] = set()
+        for strings, tested in rows_of.items():
+            assert self._make_stop_test is not None, "stop strings need Engine(make_stop_test=...)"
+            test = self._make_stop_test(strings)
+            turns = []
+            for row in tested:
+                ids = self.tokens(row)["id"][self.requests[row].turn_start :]
+                turns.append(ids[-test.max_tokens :].tolist())
+            stopped.update(itertools.compress(tested, test(turns)))
+        return stopped
+
+    def _make_room(self, row: int, num_tokens: int) -> None:
+        """Grow to have this row, and this number of tokens in each."""
+        num_rows, num_columns = self._tokens.shape
+        if row < num_rows and num_tokens <= num_columns:
+            return
+        # Twice as many, so that slowly growing turns do not copy the tokens each time.
+        if row >= num_rows:
+            num_rows = max(row + 1, 2 * num_rows)
+        if num_tokens > num_columns:
+            num_columns = max(num_tokens, 2 * num_columns)
+        num_old_rows = len(self._columns)
+        num_used = self["count"].max()
+        self._columns = np.concatenate([self._columns, np.zeros(num_rows - num_old_rows, COLUMNS)])
+        old = self._tokens
+        self._tokens = np.empty((num_rows, num_columns), TOKEN)
+        self._tokens[:num_old_rows, :num_used] = old[:, :num_used]

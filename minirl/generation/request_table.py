@@ -1,0 +1,367 @@
+"""The life of requests between the queue and their end, and the cache blocks that it takes.
+
+             admit                     finish
+    queued ---------> running ------------------------> gone
+      ^ ^              | ^  \\
+      | |   preempt    | |   \\ park          release, evict
+      | +--------------+ |    +----> parked -----------> gone
+      |                  | start       |
+      |     preempt      |             | resume
+      +--------------- appended <------+
+
+queued     In a group of requests that begin with the same tokens. These are prefilled once, in a row of the cache; the
+           requests are forks of it, and the last one takes the row itself.
+running    Has a row, which holds all its tokens but the newest. Each step samples one more. It finishes at its limit,
+           or when the host reads a stop token or the end of a stop string; a token launched meanwhile is discarded.
+parked     Its turn ended, and it keeps its row and blocks for the next one, but no slot in the batch.
+appended   Goes on with tokens that its row lacks, which are computed a block at a time.
+
+When blocks are missing, the queue's prefix and then parked requests are evicted: they are prefilled again when they go
+on. Then the youngest running request is preempted: it returns to the front of the queue with its tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minirl.generation.block_pool import IntArray
+from minirl.generation.engine_stats import EngineStats
+from minirl.generation.kv_cache import KVCache
+from minirl.generation.request_columns import RequestColumns
+from minirl.rollouts import TOKEN, Request, Rollout, RolloutId, StopTest, Stream, unsampled
+
+NO_LIMIT = 1 << 62
+
+
+@dataclass(eq=False)
+class Group:
+    """Queued requests that begin with the same tokens, their prefix.
+
+    prefix: the prompt's ids int64, and those that a request already has after it; then it is alone in its group.
+    row: the prefix' row in the cache, once a request of the group is admitted. hidden: the state [D] of its last
+    token, which the next tokens are sampled from; None until the prefill.
+    """
+
+    prefix: NDArray[np.int64]
+    requests: deque[Request]
+    row: int | None = None
+    hidden: Tensor | None = None
+
+    def shares_prefix(self, request: Request) -> bool:
+        """Whether the request begins with the same tokens, and has no others."""
+        first = self.requests[0]
+        return not len(first.sampled) and not len(request.sampled) and first.prompt_ids == request.prompt_ids
+
+
+def group_of(request: Request) -> Group:
+    """A group of this request alone."""
+    return Group(np.concatenate([unsampled(request.prompt_ids), request.sampled])["id"], deque([request]))
+
+
+class RequestTable:
+    """All requests of an engine by state, with their rows in the cache. It decides which ones run; nothing computes."""
+
+    # That of the present generation phase.
+    cache: KVCache
+
+    def __init__(
+        self,
+        stats: EngineStats,
+        *,
+        max_running: int,
+        max_prefill_tokens: int,
+        headroom_tokens: int,
+        make_stop_test: Callable[[tuple[str, ...]], StopTest] | None,
+    ):
+        """stats: counts drops, preemptions and discarded tokens. The others are those of `Engine`."""
+        self.stats = stats
+        self.max_running = max_running
+        self.max_prefill_tokens = max_prefill_tokens
+        self.headroom_tokens = headroom_tokens
+        self._make_stop_test = make_stop_test
+        # Whether requests were waiting for cache blocks at the last admission.
+        self.lacks_room = False
+        self.queue: deque[Group] = deque()
+        self.running: IntArray = np.arange(0)  # rows, oldest first
+        self.parked: dict[RolloutId, int] = {}  # rows, in the order in which they were parked
+        self.appended: deque[int] = deque()  # rows
+        self.reset()
+
+    def reset(self) -> None:
+        """Free the memory of requests, which are all gone; what was launched for them is not read."""
+        self._readbacks: deque[Readback] = deque()  # the oldest launch first
+        # A row for each running request, the prefix and the padding; more when requests are parked.
+        self.columns = RequestColumns(self.max_running + 2, self._make_stop_test)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether any request is queued, running or has appended tokens to compute."""
+        return bool(len(self.running) or self.queue or self.appended)
+
+    @property
+    def num_slots(self) -> int:
+        """How many requests can run. Parked ones take slots if the cache holds states of theirs."""
+        return self.max_running - (len(self.parked) if self.cache.states is not None else 0)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, and resume the parked ones among them. Requests that have tokens go to the front."""
+        begun: list[Group] = []
+        for request in requests:
+            if self._resume(request):
+                continue
+            if len(request.sampled):
+                begun.append(group_of(request))
+            elif self.queue and self.queue[-1].shares_prefix(request):
+                self.queue[-1].requests.append(request)
+            else:
+                self.queue.append(group_of(request))
+        self.queue.extendleft(reversed(begun))
+
+    def _resume(self, request: Request) -> bool:
+        """Resume a request with more tokens; returns whether it was parked and can be resumed."""
+        row = self.parked.pop(request.rollout_id, None)
+        if row is None:
+            return False
+        self.columns.put(row, request)
+        if self.cache.blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
+            self.appended.append(row)
+            return True
+        # Nothing was appended, and an asynchronous step has computed its last token: the state that the next one is
+        # sampled from is gone.
+        self._remove(row)
+        return False
+
+    def admit(self) -> dict[Group, list[Request]]:
+        """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
+
+        Blocks are taken for the prefixes alone: how long requests will be is not known. But a request is admitted only
+        if all can then decode `headroom_tokens` more, or up to their limits, because a prefill is wasted on a request
+        that is soon preempted.
+
+        Example: a group of four with a prompt of 70 tokens, 9 free blocks of 32, a headroom of 32 tokens. The prefix
+        takes 3 blocks. Each request may need one for its headroom, and one for its copy of the prefix' last, partial
+        block; but the last request takes the prefix itself.
+
+            request   spare blocks   promised before   needs
+            first     9 - 3 = 6      0                 2       the prefix is added
+            second    6              2                 2
+            third     6              4                 2
+            fourth    6              6                 1       it waits, and the prefix stays for it
+        """
+        admitted: dict[Group, list[Request]] = {}
+        self.lacks_room = False
+        num_active = len(self.running) + len(self.appended)
+        while self.queue and num_active == 0 and self.num_slots == 0:
+            self._evict()
+        if not self.queue or num_active >= self.num_slots:
+            return admitted
+        blocks = self.cache.blocks
+        num_prefill_tokens = 0
+        # Free blocks that requests may need soon, for tokens and for the copies of forks.
+        num_promised = self._num_blocks_soon()
+        while self.queue and num_active < self.num_slots:
+            group = self.queue[0]
+            length = len(group.prefix)
+            num_new_tokens = length if group.row is None else 0
+            if admitted and num_prefill_tokens + num_new_tokens > self.max_prefill_tokens:
+                break
+            request = group.requests[0]
+            num_left = request.max_new_tokens - len(request.sampled)
+            num_blocks = blocks.num_more(length, min(self.headroom_tokens, num_left - 1))
+            if len(group.requests) > 1 and length % blocks.block_size != 0:
+                num_blocks += 1
+            num_spare = blocks.num_spare(num_new_tokens)
+            has_room = num_spare - num_promised >= num_blocks
+            if not has_room and num_active > 0:
+                self.lacks_room = True
+                break
+            while num_spare < 0:
+                # Nothing is running: a later group's prefix and parked requests make room for the first request.
+                has_evicted = self._evict()
+                assert has_evicted, "a request was submitted that exceeds the cache"
+                num_spare = blocks.num_spare(length)
+            if group.row is None:
+                group.row = self.cache.add(length)
+                num_prefill_tokens += length
+            admitted.setdefault(group, []).append(group.requests.popleft())
+            num_active += 1
+            num_promised += num_blocks
+            if not group.requests:
+                self.queue.popleft()
+            elif not has_room:
+                # The first request is admitted in any case. It takes the prefix' row, for lack of room for a fork.
+                self.queue[0] = replace(group, requests=group.requests, row=None, hidden=None)
+                group.requests = deque()
+        return admitted
+
+    def _num_blocks_soon(self) -> int:
+        """How many blocks requests with rows may need for `headroom_tokens` more tokens each, up to their limits."""
+        rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
+        ends = np.minimum(self.columns["count"][rows] + self.headroom_tokens, self.columns["limit"][rows])
+        lengths = self.cache.blocks.lengths[rows]
+        # The cache need not hold the newest of these tokens.
+        num_more = self.columns["prompt_length"][rows] + ends - 1 - lengths
+        return int(self.cache.blocks.num_more(lengths, num_more.clip(min=0)).sum())
+
+    def place(self, group: Group, requests: Sequence[Request]) -> list[int]:
+        """Give admitted requests of a group, whose prefix was prefilled, their rows; returns these."""
+        assert group.row is not None
+        is_last = not group.requests
+        rows = self.cache.fork(group.row, len(requests) - is_last)
+        if is_last:
+            rows.append(group.row)
+        for row, request in zip(rows, requests, strict=True):
+            self.columns.put(row, request)
+        return rows
+
+    def start(self, rows: IntArray) -> None:
+        """Run the requests in these rows [n], as the youngest ones."""
+        self.running = np.concatenate([self.running, rows])
+
+    def below_limit(self) -> IntArray:
+        """The rows of running requests that have not reached their limits, unread tokens included."""
+        rows = self.running
+        # The length in the cache at which the last token is launched.
+        last_lengths = self.columns["prompt_length"][rows] + self.columns["limit"][rows] - 1
+        return rows[self.cache.blocks.lengths[rows] < last_lengths]
+
+    def extend(self, rows: IntArray) -> IntArray:
+        """Add cache space for one more token to each of these requests; returns the rows of those that still run.
+
+        If blocks are missing, and none can be evicted, the youngest request is preempted, which usually has the least
+        to recompute. The oldest is preempted last and so always advances: the engine makes progress, since `submit`
+        refused any request that exceeds the cache on its own. Preemption needs all tokens to be read.
+        """
+        while not self.cache.blocks.can_extend(rows):
+            if not self._evict():
+                assert not self._readbacks, "a request is preempted whose tokens were not read"
+                self._preempt(int(rows[-1]))
+                rows = rows[:-1]
+        self.cache.extend(rows)
+        return rows
+
+    def next_appended(self, max_tokens: int) -> tuple[int, IntArray]:
+        """Take a request off `appended`, and reserve space for up to `max_tokens` of its tokens within a block.
+
+        Returns its row and these tokens [n]; none if no block was free for them, which preempts the request.
+        """
+        row = self.appended.popleft()
+        length = int(self.cache.blocks.lengths[row] - self.columns["prompt_length"][row])
+        ids = self.columns.tokens(row)["id"][length:][:max_tokens]
+        while not self.cache.blocks.can_extend(np.array([row])):
+            if not self._evict():
+                self._preempt(row)
+                return row, ids[:0]
+        return row, ids[: self.cache.extend_within_block(row, len(ids))]
+
+    def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
+        """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""
+        self._readbacks.append(Readback(rows, self.columns["ticket"][rows], sampled, weight_version))
+
+    def read(self, *, num_unread: int = 0) -> list[Rollout]:
+        """Read launched tokens except the `num_unread` newest launches; returns the rollouts that finish with them.
+
+        With asynchronous decoding a request's token before may have been its last: then this one is discarded.
+        """
+        finished: list[Rollout] = []
+        while len(self._readbacks) > num_unread:
+            readback = self._readbacks.popleft()
+            is_wanted = self.columns["ticket"][readback.rows] == readback.tickets
+            reasons = self.columns.append(readback.rows[is_wanted], readback.read()[is_wanted])
+            if reasons:
+                finished += [self.columns.rollout(row, reason) for row, reason in reasons.items()]
+                self._end_turns(np.array(list(reasons)))
+        return finished
+
+    def release(self, rollout_id: RolloutId) -> None:
+        """End a request if it is parked."""
+        row = self.parked.pop(rollout_id, None)
+        if row is not None:
+            self._remove(row)
+
+    def _end_turns(self, rows: IntArray) -> None:
+        """Take requests [n] out of the batch; those that hold their rows are parked, the others are gone."""
+        # The newest token is not in the cache yet.
+        num_launched = self.cache.blocks.lengths[rows] + 1
+        self.stats.discarded_tokens += int((num_launched - self.columns.lengths(rows)).sum())
+        self._stop(rows)
+        for row in rows.tolist():
+            request = self.columns.requests[row]
+            if request.holds:
+                self.parked[request.rollout_id] = row
+                # How long its next turn may be is not known; it should not be evicted for a new request.
+                self.columns["limit"][row] = NO_LIMIT
+            else:
+                self._remove(row)
+
+    def _stop(self, rows: IntArray) -> None:
+        """Take requests [n] out of the batch. Their unread tokens will be discarded."""
+        self.running = self.running[~np.isin(self.running, rows)]
+        self.columns["ticket"][rows] += 1
+
+    def _evict(self) -> bool:
+        """Free the blocks of the queue's prefix, or else of the request that was parked last; returns whether it did.
+
+        The prefix is prefilled again for the rest of its group, and the request for its next turn. If replies take
+        equally long, the requests that were parked first get theirs first.
+        """
+        for group in self.queue:
+            if group.row is not None:
+                self.cache.blocks.remove(group.row)
+                group.row = group.hidden = None
+                return True
+        if not self.parked:
+            return False
+        _, row = self.parked.popitem()
+        self._remove(row)
+        self.stats.drops += 1
+        return True
+
+    def _preempt(self, row: int) -> None:
+        """Return a request, all of whose tokens were read, to the front of the queue."""
+        self.queue.appendleft(group_of(self.columns.unfinished(row)))
+        self._stop(np.array([row]))
+        self._remove(row)
+        self.stats.preemptions += 1
+
+    def _remove(self, row: int) -> None:
+        """Forget a request that is not running, and free its row and its blocks.
+
+        With asynchronous decoding, the step in flight may still write keys of it. The blocks can be reused all the
+        same: whatever writes there next is launched later and runs later.
+        """
+        del self.columns.requests[row]
+        self.cache.blocks.remove(row)
+
+
+class Readback:
+    """One sampled token of each of B running requests, on its way to the host."""
+
+    def __init__(self, rows: IntArray, tickets: IntArray, sampled: Tensor, weight_version: int):
+        """Start the copy. It does not wait for the device."""
+        self.rows = rows
+        self.tickets = tickets
+        self._weight_version = weight_version
+        # From CUDA the copy goes to pinned memory, so it runs while the host continues.
+        self._sampled = sampled.to("cpu", non_blocking=True)
+        self._arrived: torch.cuda.Event | None = None
+        if sampled.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> Stream:
+        """Wait for the copy; returns the tokens, TOKEN [B]."""
+        if self._arrived is not None:  # all work launched until then is done, not later work
+            self._arrived.synchronize()
+        ids, logprob_bits = self._sampled.numpy()
+        tokens = np.empty(len(ids), TOKEN)
+        tokens["id"] = ids
+        tokens["logprob"] = logprob_bits.view(np.float32)
+        tokens["weight_version"] = self._weight_version
+        tokens["is_sampled"] = True
+        return tokens
