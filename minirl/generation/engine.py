@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -91,7 +92,7 @@ class Engine:
             headroom_tokens=headroom_tokens,
             make_stop_test=make_stop_test and functools.cache(make_stop_test),
         )
-        # On the device, the newest token of each running request, at its `token_index`.
+        # On the device, the newest token of each running request, at its row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
@@ -254,7 +255,6 @@ class Engine:
         if self.device.type == "cuda":  # it may still be running a step that uses the cache
             torch.cuda.synchronize(self.device)
         self._table.reset()
-        self._newest_tokens = self._newest_tokens.new_empty(0)
         if not self.keeps_cache and self._cache is not None:
             del self._table.cache
             self._cache = self._graphs = None
@@ -326,16 +326,14 @@ class Engine:
     def _start(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample the next token of each from its hidden state [D]."""
         table = self._table
-        old_tokens = self._newest_tokens if len(table.running) else self._newest_tokens[:0]
-        lengths = table.cache.blocks.lengths[rows]
-        positions, *sampling = self._upload(lengths, *table.columns.sampling(rows))
-        packed = sample_packed(states, self.model.head, positions, sampling)
-
-        # Append the new tokens to those of the running requests, whose `token_index` stays valid.
-        table.columns["token_index"][rows] = np.arange(len(old_tokens), len(old_tokens) + len(rows))
-        self._newest_tokens = torch.cat([old_tokens, packed[0]])
+        lengths = table.cache.blocks.lengths
+        device_rows, positions, *sampling = self._upload(rows, lengths[rows], *table.columns.sampling(rows))
+        sampled = sample_packed(states, self.model.head, positions, sampling)
+        if len(self._newest_tokens) < len(lengths):
+            self._newest_tokens = F.pad(self._newest_tokens, (0, len(lengths) - len(self._newest_tokens)))
+        self._newest_tokens[device_rows] = sampled[0]
         table.start(rows)
-        table.launched(rows, packed, self.weight_version)
+        table.launched(rows, sampled, self.weight_version)
 
     def _decode(self, rows: IntArray) -> None:
         """Launch one decode step of these requests [B], padded to a batch size of the CUDA graphs, if any.
@@ -343,15 +341,15 @@ class Engine:
         Padding decodes any token, with any key, always at the same position of its sequence. Its results are
         discarded.
         """
-        cache, columns = self._table.cache, self._table.columns
+        cache = self._table.cache
         num_requests = len(rows)
         padded = rows
         if self._graphs is not None:
             batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
             padded = np.pad(rows, (0, batch_size - num_requests), constant_values=self._padding_row)
-        sampling = columns.sampling(padded)
-        inputs = cache.begin_step(padded)
-        token_index, *uploaded = self._upload(columns["token_index"][padded], *sampling, *inputs)
+        sampling = self._table.columns.sampling(padded)
+        uploaded = self._upload(*sampling, *cache.begin_step(padded))
+        device_rows = DecodeInputs(*uploaded[len(sampling) :]).rows
 
         def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:
             inputs = DecodeInputs(*uploaded[len(sampling) :])
@@ -362,10 +360,9 @@ class Engine:
             return sample_packed(hidden, self.model.head, positions, uploaded[: len(sampling)])
 
         run = step if self._graphs is None else functools.partial(self._graphs.run, step)
-        sampled = run(self._newest_tokens[token_index], *uploaded)[:, :num_requests]
-        self._newest_tokens = sampled[0]
-        columns["token_index"][rows] = np.arange(num_requests)
-        self._table.launched(rows, sampled, self.weight_version)
+        sampled = run(self._newest_tokens[device_rows], *uploaded)
+        self._newest_tokens[device_rows] = sampled[0]
+        self._table.launched(rows, sampled[:, :num_requests], self.weight_version)
         self.stats.decode_tokens += num_requests
         self.stats.most_running = max(self.stats.most_running, num_requests)
         num_computed = padding.num_padded(len(padded), self.device)

@@ -13,15 +13,13 @@ from minirl.rollouts import TOKEN, Request, Rollout, StopTest, Stream, rollout_o
 
 # `limit`: the `max_new_tokens` of its present turn. `count`: how many tokens after the prompt the host has read; with
 # asynchronous decoding one more may have been launched. `ticket`: grows when a request leaves the batch, so that tokens
-# launched for it before are discarded. `token_index`: where its newest token is among those that the engine keeps on
-# the device. The others are for sampling.
+# launched for it before are discarded. The others are for sampling.
 COLUMNS = np.dtype(
     [
         ("prompt_length", np.int64),
         ("limit", np.int64),
         ("count", np.int64),
         ("ticket", np.int64),
-        ("token_index", np.int64),
         ("key", np.int64),
         ("temperature", np.float32),
         ("top_k", np.int64),
