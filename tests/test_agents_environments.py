@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
 
 from minirl.data.answers import parsed_answer
 from minirl.data.task import Row
@@ -167,7 +167,7 @@ def converse(rollout, tokenizer, texts, columns=None):
     async def ask(request):
         requests.append(request)
         ids = tokenizer.encode_text(f"{next(left)}<|im_end|>", "")
-        message = parsed_answer(tokenizer, ids, torch.tensor([], dtype=torch.long))
+        message = parsed_answer(tokenizer, ids, np.array([]))
         turn = SimpleNamespace(branch=request.branch, message=message)
         episode.take(turn)
         return turn

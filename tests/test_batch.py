@@ -40,8 +40,8 @@ def rollouts_of(ids):
 
 def exchange_branches(rank, first_share, rank_of):
     """The exchange of branches with a stream more, and each one's last token, summed again by rollout."""
-    # Rank 0 has the last `first_share`, reversed.
-    rollouts = rollouts_of(IDS[::-1][:first_share] if rank == 0 else IDS[::-1][first_share:])
+    # Rank 0 has the last `first_share`.
+    rollouts = rollouts_of(IDS[9 - first_share :] if rank == 0 else IDS[: 9 - first_share])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
     table = gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
     streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
@@ -81,16 +81,9 @@ def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first
         own = [i for i, receiver in enumerate(rank_of) if receiver == rank]
         assert batch.rollout.tolist() == [ROLLOUT_OF_ROW[i] for i in own]
         expected = pack([branches[i] for i in own])
-        for name in (
-            "tokens",
-            "loss_mask",
-            "sample_logprobs",
-            "weight_version",
-            "temperature",
-            "is_truncated",
-        ):
+        for name, stream in expected._streams().items():
             # And the same dtypes.
-            torch.testing.assert_close(getattr(batch, name), getattr(expected, name), rtol=0, atol=0)
+            torch.testing.assert_close(getattr(batch, name), stream, rtol=0, atol=0)
         cut_off = [(3, 2, 1), (7, 2, 1)]
         assert batch.is_truncated[batch.last_index].tolist() == [ids[i] in cut_off for i in own]
         assert torch.equal(batch.taught, 3.0 * batch.sample_logprobs)

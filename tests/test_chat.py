@@ -4,8 +4,8 @@ import itertools
 import json
 import re
 
+import numpy as np
 import pytest
-import torch
 
 from minirl.data.answers import check_readable, parsed_answer
 from minirl.data.appended_messages import following_ids
@@ -212,7 +212,7 @@ def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, tools, error):
 
 def message_of(tokenizer, text, before="<|im_start|>assistant\n"):
     ids = tokenizer.encode_text(text, "")
-    return parsed_answer(tokenizer, ids, torch.tensor(tokenizer.encode_text(before, "")))
+    return parsed_answer(tokenizer, ids, np.array(tokenizer.encode_text(before, "")))
 
 
 def called(name, **arguments):

@@ -8,7 +8,6 @@ import sys
 import threading
 import types
 
-import numpy as np
 import pytest
 import torch
 
@@ -84,7 +83,7 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_skipped(metrics, np.array([6, 1, 1, 2]), [None, 0, 1, None])
+        add_skipped(metrics, [6, 1, 1, 2], [None, 0, 1, None])
     # 8 requests, of which 2 run on alone for as many steps again.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, drops=3))

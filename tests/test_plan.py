@@ -47,10 +47,10 @@ def test_trained_sequences_are_in_one_microbatch_each_and_no_others_in_any(seed)
 def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may():
     """Eight rollouts of a prompt of 90 tokens and 10 own tokens are 170 tokens to compute, not 800."""
     lengths, prompts = [100] * 8, [PromptPrefix(3, 90)] * 8
-    assert plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=170) == [[list(range(8))]]
-    assert len(plan_microbatches(lengths, prompts, num_ranks=1, max_tokens=169)[0]) == 2
+    assert plan_microbatches(range(8), lengths, prompts, num_ranks=1, max_tokens=170) == [[list(range(8))]]
+    assert len(plan_microbatches(range(8), lengths, prompts, num_ranks=1, max_tokens=169)[0]) == 2
     with pytest.raises(InputError, match=r"100 tokens.*--max-tokens-per-microbatch 99"):
-        plan_microbatches(lengths, num_ranks=1, max_tokens=99)
+        plan_microbatches(range(8), lengths, num_ranks=1, max_tokens=99)
 
 
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
@@ -61,7 +61,7 @@ def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
     rng = random.Random(0)
     prompts = [PromptPrefix(i // 8, 20 + 47 * (i // 8) % 380) for i in range(512)]
     lengths = [p.num_tokens + min(2048, 20 + int(rng.expovariate(1 / 280))) for p in prompts]
-    plan = plan_microbatches(lengths, prompts, num_ranks=8, max_tokens=8192)
+    plan = plan_microbatches(range(512), lengths, prompts, num_ranks=8, max_tokens=8192)
     loads = [sum(num_computed(micro, lengths, prompts) for micro in rank) for rank in plan]
     assert max(loads) <= 1.03 * sum(loads) / 8
     assert sum(loads) <= 1.06 * num_computed(range(512), lengths, prompts)

@@ -62,7 +62,7 @@ def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
 def share_of(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
     """This rank's pairs in microbatches; every rank has equally many of these, some perhaps empty."""
     lengths = [len(chosen) + len(rejected) for chosen, rejected in pairs]
-    by_rank = plan_microbatches(lengths, num_ranks=world_size(), max_tokens=max_tokens)
+    by_rank = plan_microbatches(range(len(lengths)), lengths, num_ranks=world_size(), max_tokens=max_tokens)
     return [[pairs[member] for member in members] for members in by_rank[rank()]]
 
 

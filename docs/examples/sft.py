@@ -69,6 +69,7 @@ def main(config: Config) -> int:
         rollouts = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
         num_tokens = sum(rollout.num_sampled for rollout in rollouts)
         microbatches = plan_microbatches(
+            range(len(rollouts)),
             [len(rollout.tokens) for rollout in rollouts],
             num_ranks=world_size(),
             max_tokens=setup.sizes.max_tokens_per_microbatch,

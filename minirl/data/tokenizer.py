@@ -310,7 +310,7 @@ class Tokenizer:
         decode. An id that is no token (the model's vocabulary may be padded) becomes U+FFFD. Without that, a wrong
         completion could get the reward of a right one.
         """
-        tokens = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        tokens = ids.tolist() if hasattr(ids, "tolist") else ids
         parts = []
         for is_known, group in itertools.groupby(tokens, key=self.known_ids.__contains__):
             part = list(group)

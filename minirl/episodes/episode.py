@@ -104,14 +104,12 @@ class Turn(TurnFacts):
     @property
     def ids(self) -> list[int]:
         """The sampled token ids, including the stop token."""
-        ids: list[int] = self._sampled["id"].tolist()
-        return ids
+        return self._sampled["id"].tolist()
 
     @property
     def logprobs(self) -> list[float]:
         """The sampled tokens' logprobs, when they were sampled."""
-        logprobs: list[float] = self._sampled["logprob"].tolist()
-        return logprobs
+        return self._sampled["logprob"].tolist()
 
     @functools.cached_property
     def text(self) -> str:

@@ -18,7 +18,7 @@ from minirl.errors import InputError, refuse
 from minirl.files.json_files import json_text
 from minirl.files.user_code import users_traceback
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import NO_TOKENS, EpisodeRecord, Rollout, Stream, TurnFacts, unsampled
+from minirl.rollouts import NO_TOKENS, TOKEN, EpisodeRecord, Rollout, Stream, TurnFacts, unsampled
 
 NO_BUDGET = sys.maxsize
 # Seconds for functions to clean up when the run ends.
@@ -95,7 +95,7 @@ class RunningEpisode:
         rollout = self.turn.tokens.rollout
         tokens = NO_TOKENS if rollout is None else rollout.after_prompt
         if len(tokens) < self.turn.start:
-            tokens = np.concatenate([tokens, unsampled(self.turn.appended)])
+            tokens = np.concatenate([tokens, unsampled(self.turn.appended)], dtype=TOKEN)
         return tokens
 
     def send(self, turn: Turn | InputError) -> None:
@@ -132,8 +132,9 @@ class RunningEpisode:
         episode = self.episode
         *earlier, last = [branch for branch in episode.branches if branch.turns]
         turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
-        return replace(
-            _seen(last, finish_reason),
+        return _seen(
+            last,
+            finish_reason,
             branch_end=ends[last.number],
             episode=EpisodeRecord(turns, rewards, episode.environment, last.prompt, last.tools, row),
             earlier=tuple(_seen(branch, ends[branch.number]) for branch in earlier),
@@ -236,12 +237,15 @@ async def _ask_too_late(asked: Generate) -> Turn:
     raise InputError("generate(): the episode ended")
 
 
-def _seen(branch: Branch, finish_reason: str) -> Rollout:
-    """Return the rollout of a branch up to its last turn, of which it has one, without one that reached nobody."""
+def _seen(branch: Branch, finish_reason: str, **facts: Any) -> Rollout:
+    """Return the rollout of a branch up to its last turn, of which it has one, without one that reached nobody.
+
+    facts: further fields of it.
+    """
     rollout = branch.engine_tokens.rollout
     assert rollout is not None, "no turn has ended"
     num_tokens = rollout.num_prompt_tokens + branch.num_tokens
-    return replace(rollout, stream=rollout.stream[:num_tokens], finish_reason=finish_reason)
+    return replace(rollout, stream=rollout.stream[:num_tokens], finish_reason=finish_reason, **facts)
 
 
 def plain_facts(turn: Turn) -> TurnFacts:

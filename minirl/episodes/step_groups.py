@@ -16,7 +16,7 @@ from minirl.training.batch import RolloutTable, gather_table
 class Groups:
     """P groups of G rollouts to train on. All but `rewarded` is the same on every rank."""
 
-    # This rank's rollouts of these groups.
+    # This rank's rollouts of these groups, in the table's order.
     rewarded: RewardedRollouts
     # The sequences of all P * G rollouts, one group after the other.
     table: RolloutTable
@@ -27,7 +27,7 @@ class Groups:
     # fp64 [K]
     reward_weights: Tensor
 
-    @functools.cached_property
+    @property
     def scores(self) -> Tensor:
         """The `weighted_scores` fp64 [P, G] of the rewards; NaN where none applies."""
         return weighted_scores(self.rewards, self.reward_weights)

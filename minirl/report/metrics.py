@@ -1,12 +1,10 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.generation.engine_stats import EngineStats
@@ -121,8 +119,8 @@ def add_rollouts(
     metrics.add("len/truncated", sum(rollout.is_truncated for rollout in rollouts), len(rollouts))
     metrics.add_total("count/tokens", sum(lengths))
     metrics.add_total("count/rollouts", len(rollouts))
-    for reason, count in Counter(rollout.finish_reason for rollout in rollouts).items():
-        metrics.add_total(f"finish/{reason}", count)
+    for rollout in rollouts:
+        metrics.add_total(f"finish/{rollout.finish_reason}", 1)
     turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
     num_turns = sum(len(rollout.episode.turns) or 1 for rollout in rollouts)
     metrics.add("env/turns_mean", num_turns, len(rollouts))
@@ -150,15 +148,13 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
         metrics.add_total("count/dropped", stats.drops)
 
 
-def add_skipped(
-    metrics: StepMetrics, num_loss_tokens: NDArray[np.int64], rank_of: Sequence[int | None]
-) -> None:
+def add_skipped(metrics: StepMetrics, num_loss_tokens: Sequence[int], rank_of: Sequence[int | None]) -> None:
     """Add the share of the step's completion tokens that the update leaves out.
 
     num_loss_tokens [S]: of all ranks' sequences, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
-    is_skipped = np.array([rank is None for rank in rank_of])
-    metrics.add("perf/skipped_tokens", num_loss_tokens[is_skipped].sum(), num_loss_tokens.sum())
+    skipped = [num for num, rank in zip(num_loss_tokens, rank_of, strict=True) if rank is None]
+    metrics.add("perf/skipped_tokens", sum(skipped), sum(num_loss_tokens))
 
 
 def without_nan(values: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class Run:
             max_tokens=self._setup.sizes.max_tokens_per_microbatch,
         )
         if is_skipped is not None:
-            add_skipped(metrics, table.num_loss_tokens, plan.rank_of)
+            add_skipped(metrics, table.num_loss_tokens.tolist(), plan.rank_of)
         batch = exchange(groups.rewarded.rollouts, table, plan.rank_of, streams, batch_type)
         return batch, plan.of_rank(rank())
 
@@ -193,14 +193,13 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        mean_of = dict(zip(groups.table.by_rollout().ids, means.tolist(), strict=True))
-        rewarded = groups.rewarded
+        is_own = groups.table.by_rollout().holder == rank()
         records = rollout_records(
-            rewarded,
+            groups.rewarded,
             self._setup.reward_functions,
             self._setup.tokenizer,
             weights=groups.reward_weights,
-            advantage=[mean_of[rollout.branches[0].rollout_id] for rollout in rewarded.rollouts],
+            advantage=means[is_own].tolist(),
         )
         self._logger.log_rollouts(step, records)
 

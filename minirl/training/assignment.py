@@ -10,7 +10,7 @@ Everything in this file is a pure function of lengths that every rank holds. Not
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,20 +77,12 @@ def plan_updates(
     """
     microbatches = []
     rank_of: list[int | None] = [None] * len(lengths)
-    for minibatch in minibatches:
-        by_rank = plan_microbatches(
-            [lengths[i] for i in minibatch],
-            [prefixes[i] for i in minibatch],
-            num_ranks=num_ranks,
-            max_tokens=max_tokens,
-        )
-        # plan_microbatches counts the sequences of this minibatch from 0: translate back to rows.
-        translated = []
+    for rows in minibatches:
+        by_rank = plan_microbatches(rows, lengths, prefixes, num_ranks=num_ranks, max_tokens=max_tokens)
         for rank, own in enumerate(by_rank):
-            translated.append([[minibatch[i] for i in micro] for micro in own])
-            for row in itertools.chain(*translated[rank]):
+            for row in itertools.chain(*own):
                 rank_of[row] = rank
-        microbatches.append(translated)
+        microbatches.append(by_rank)
     return UpdatePlan(microbatches, rank_of)
 
 
@@ -107,34 +99,67 @@ def shuffled_minibatches(
 
 
 def plan_microbatches(
-    lengths: Sequence[int], prefixes: Sequence[PromptPrefix] = (), *, num_ranks: int, max_tokens: int
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    prefixes: Sequence[PromptPrefix] = (),
+    *,
+    num_ranks: int,
+    max_tokens: int,
 ) -> list[list[list[int]]]:
-    """Cut sequences of these lengths into microbatches; returns sequence indices [rank][microbatch][...].
+    """Cut the sequences in these rows of `lengths` and `prefixes` into microbatches; returns [rank][microbatch][row].
 
     A microbatch computes at most `max_tokens` tokens, and the ranks compute about equally many. A prompt is
     computed, and counted, once in each microbatch that contains it (without `prefixes`, no two sequences
     share a prompt). All ranks get equally many microbatches, so a microbatch may be empty. Without sequences the
     result has no microbatches.
 
+    Pieces are placed, largest first: sequences with one prompt, at first all of them. A piece goes to the rank with
+    the smallest load after it, into the first microbatch with room for it, or rather one that already has its prompt.
+    If the rank would then compute more than an equal share of all tokens, or no microbatch could hold the piece, it
+    is halved instead, down to single sequences. So most prompts are computed on one rank only, and the loads are as
+    equal as if single sequences were placed.
+
     Raises InputError if a sequence is longer than `max_tokens`.
     """
-    longest = max(lengths, default=0)
+    longest = max((lengths[row] for row in rows), default=0)
     if longest > max_tokens:
         raise InputError(f"a rollout has {longest} tokens; raise --max-tokens-per-microbatch {max_tokens}")
     if not prefixes:
         prefixes = [PromptPrefix(i, 0) for i in range(len(lengths))]
-    by_rank = []
-    for members in _balance(lengths, prefixes, num_ranks):
-        by_rank.append(list(map(sorted, _first_fit(members, lengths, prefixes, max_tokens))))
-    num_microbatches = max(map(len, by_rank))
-    for microbatches in by_rank:
-        microbatches += [[]] * (num_microbatches - len(microbatches))
-    return by_rank
 
+    def piece_of(members: list[int]) -> _Piece:
+        prefix = prefixes[members[0]]
+        completions = sum(lengths[row] - prefix.num_tokens for row in members)
+        return _Piece(-prefix.num_tokens - completions, members, prefix)
 
-# Sequences are placed in two stages, both by pieces and bins. A piece is several sequences with one prompt:
-# at first all of them. A bin computes each of its prompts once: it is a rank's share (`_balance`), then a
-# microbatch (`_first_fit`). Pieces are placed largest first; one that is too large for a bin is halved.
+    groups: dict[PromptPrefix, list[int]] = {}
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        groups.setdefault(prefixes[row], []).append(row)
+    pieces = list(map(piece_of, groups.values()))
+    equal_share = -sum(piece.minus_size for piece in pieces) / num_ranks
+    heapq.heapify(pieces)
+    ranks = [_Bin() for _ in range(num_ranks)]
+    microbatches: list[list[_Bin]] = [[] for _ in ranks]
+    while pieces:
+        piece = heapq.heappop(pieces)
+        rank = min(range(num_ranks), key=lambda rank: ranks[rank].load_with(piece))
+        is_too_large = ranks[rank].load_with(piece) > equal_share or -piece.minus_size > max_tokens
+        if is_too_large and len(piece.members) > 1:
+            # Sorted by length, every second member makes about half of the tokens.
+            heapq.heappush(pieces, piece_of(piece.members[::2]))
+            heapq.heappush(pieces, piece_of(piece.members[1::2]))
+            continue
+        fitting = [micro for micro in microbatches[rank] if micro.load_with(piece) <= max_tokens]
+        if not fitting:
+            fitting = [_Bin()]
+            microbatches[rank] += fitting
+        ranks[rank].add(piece)
+        min(fitting, key=lambda micro: piece.prefix not in micro.prefixes).add(piece)
+    num_microbatches = max(map(len, microbatches))
+    return [
+        [sorted(micro.members) for micro in own] + [[]] * (num_microbatches - len(own))
+        for own in microbatches
+    ]
 
 
 class _Piece(NamedTuple):
@@ -147,87 +172,20 @@ class _Piece(NamedTuple):
 
 
 class _Bin:
-    """Sequences that are computed together, and how many tokens the model computes for them."""
+    """What a rank, or one of its microbatches, computes: each prompt of its sequences once."""
 
     def __init__(self) -> None:
         self.members: list[int] = []
         self.prefixes: set[PromptPrefix] = set()
-        self.load = 0
+        self.load = 0  # tokens
 
     def load_with(self, piece: _Piece) -> int:
         """The load after adding the piece, whose prompt is free if the bin already has it."""
         shared = piece.prefix.num_tokens if piece.prefix in self.prefixes else 0
         return self.load - piece.minus_size - shared
 
-
-def _place(
-    members: Sequence[int],
-    lengths: Sequence[int],
-    prefixes: Sequence[PromptPrefix],
-    choose_bin: Callable[[_Piece], _Bin | None],
-) -> None:
-    """Add pieces of these sequences to the bins chosen for them, largest first; None: halve the piece."""
-
-    def piece_of(group: list[int]) -> _Piece:
-        prefix = prefixes[group[0]]
-        completions = sum(lengths[i] - prefix.num_tokens for i in group)
-        return _Piece(-prefix.num_tokens - completions, group, prefix)
-
-    groups: dict[PromptPrefix, list[int]] = {}
-    for i in sorted(members, key=lambda i: (-lengths[i], i)):
-        groups.setdefault(prefixes[i], []).append(i)
-    pieces = list(map(piece_of, groups.values()))
-    heapq.heapify(pieces)
-    while pieces:
-        piece = heapq.heappop(pieces)
-        chosen = choose_bin(piece)
-        if chosen is None:
-            # Sorted by length, every second member makes about half of the tokens.
-            heapq.heappush(pieces, piece_of(piece.members[::2]))
-            heapq.heappush(pieces, piece_of(piece.members[1::2]))
-            continue
-        chosen.load = chosen.load_with(piece)
-        chosen.members += piece.members
-        chosen.prefixes.add(piece.prefix)
-
-
-def _balance(lengths: Sequence[int], prefixes: Sequence[PromptPrefix], num_bins: int) -> list[list[int]]:
-    """Distribute the sequences over bins of about equal load; returns the members of each bin.
-
-    Each piece, largest first, goes into the bin that has the smallest load with it. If that bin would then
-    hold more than an equal share of all tokens, the piece is halved instead, down to single sequences. So
-    most prompts are computed in one bin only, and the loads are as equal as if single sequences were placed.
-    """
-    bins = [_Bin() for _ in range(num_bins)]
-    completions = sum(lengths) - sum(prefix.num_tokens for prefix in prefixes)
-    limit = (sum(prefix.num_tokens for prefix in set(prefixes)) + completions) / num_bins
-
-    def emptiest(piece: _Piece) -> _Bin | None:
-        best = min(bins, key=lambda b: b.load_with(piece))
-        return best if len(piece.members) == 1 or best.load_with(piece) <= limit else None
-
-    _place(range(len(lengths)), lengths, prefixes, emptiest)
-    return [b.members for b in bins]
-
-
-def _first_fit(
-    members: Sequence[int], lengths: Sequence[int], prefixes: Sequence[PromptPrefix], limit: int
-) -> list[list[int]]:
-    """First-fit bin packing, largest piece first; returns the members of each bin.
-
-    Each piece goes into the first bin that it fits into, but a bin that already holds its prompt is
-    preferred. A piece that is larger than a whole bin is halved.
-    """
-    bins: list[_Bin] = []
-
-    def first_with_space(piece: _Piece) -> _Bin | None:
-        if -piece.minus_size > limit:
-            return None
-        fitting = [b for b in bins if b.load_with(piece) <= limit]
-        if not fitting:
-            bins.append(_Bin())
-            return bins[-1]
-        return min(fitting, key=lambda b: piece.prefix not in b.prefixes)
-
-    _place(members, lengths, prefixes, first_with_space)
-    return [b.members for b in bins]
+    def add(self, piece: _Piece) -> None:
+        """Compute the piece here."""
+        self.load = self.load_with(piece)
+        self.members += piece.members
+        self.prefixes.add(piece.prefix)

@@ -23,9 +23,11 @@ from minirl.model import attention
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, NO_TOKENS, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, NO_TOKENS, TOKEN, Rollout, RolloutId, all_branches
 from minirl.training.assignment import PromptPrefix
 from minirl.training.losses import over_tokens, sequence_sums
+
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class RolloutTable:
         holder          0  1  1  1  0
     """
 
-    prompt_ordinal: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    branch: NDArray[np.int64]
-    holder: NDArray[np.int64]  # the rank that has the rollout
-    num_prompt_tokens: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
-    num_loss_tokens: NDArray[np.int64]
+    prompt_ordinal: Numbers
+    sample: Numbers
+    branch: Numbers
+    holder: Numbers  # the rank that has the rollout
+    num_prompt_tokens: Numbers
+    num_tokens: Numbers
+    num_loss_tokens: Numbers
     is_truncated: NDArray[np.bool_]  # whether a limit cut off the rollout
     rewards: NDArray[np.float64]  # [S, K], those of the rollout
 
@@ -65,7 +67,7 @@ class RolloutTable:
         return is_new.any(0)
 
     @functools.cached_property
-    def rollout(self) -> NDArray[np.int64]:
+    def rollout(self) -> Numbers:
         """The rollout of each sequence, 0 to R - 1, [S]. In a step's groups [P, G] that is p * G + g."""
         return self.is_first.cumsum() - 1
 
@@ -150,9 +152,9 @@ class Batch:
                 sequences[i] = attention.Sequence(self.lengths[i], parent, prefix.num_tokens)
         return PackedLayout(tuple(sequences), self.tokens.device)
 
-    def replace(self, **fields: Tensor) -> Self:
+    def replace(self, **fields: Any) -> Self:
         """A copy with these fields set."""
-        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **fields)
 
     def to(self, device: torch.device) -> Self:
         """A copy with its streams on `device`."""
@@ -170,10 +172,10 @@ class Batch:
         lengths = tuple(self.lengths[i] for i in indices)
         prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         token_index = self.token_index(indices)
-        fields: dict[str, Any] = {name: stream[token_index] for name, stream in self._streams().items()}
+        fields = {name: stream[token_index] for name, stream in self._streams().items()}
         if self.rollout is not None:
             fields["rollout"] = self.rollout[list(indices)]
-        return dataclasses.replace(self, lengths=lengths, prefixes=prefixes, **fields)
+        return self.replace(lengths=lengths, prefixes=prefixes, **fields)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -208,10 +210,12 @@ class Batch:
 def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
     """Make the table of all ranks' rollouts (collective). rewards [n, K] belong to this rank's n rollouts."""
     own = []
+    holder = rank()
     for rollout, rewards_of_rollout in zip(rollouts, rewards.tolist(), strict=True):
         for branch in rollout.branches:
-            lengths = branch.num_prompt_tokens, len(branch.stream), np.count_nonzero(branch.loss_mask)
-            own.append((*branch.rollout_id, rank(), *lengths, rollout.is_truncated, *rewards_of_rollout))
+            num_sampled = int(np.count_nonzero(branch.loss_mask))
+            lengths = branch.num_prompt_tokens, len(branch.stream), num_sampled
+            own.append((*branch.rollout_id, holder, *lengths, rollout.is_truncated, *rewards_of_rollout))
     # No two branches have the same id.
     rows = sorted(itertools.chain(*gather_objects(own)))
     # fp64 has every integer of the table.
@@ -235,11 +239,9 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     lengths = tuple(len(branch.stream) for branch in branches)
     temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
-    packed = np.concatenate([NO_TOKENS, *(branch.stream for branch in branches)])
-    streams = {
-        name: torch.from_numpy(np.ascontiguousarray(packed[field]))
-        for name, field in STREAMS_OF_ROLLOUTS.items()
-    }
+    # With its dtype, which numpy would otherwise derive again for each pair.
+    packed = np.concatenate([NO_TOKENS, *(branch.stream for branch in branches)], dtype=TOKEN)
+    streams = {name: torch.from_numpy(packed[field].copy()) for name, field in STREAMS_OF_ROLLOUTS.items()}
     return batch_type(
         lengths=lengths,
         temperature=over_tokens(temperatures, lengths),
@@ -258,9 +260,10 @@ def exchange(
 ) -> Batch:
     """Send each branch to rank_of[its row in the table]; returns this rank's batch, in table order, on the host.
 
-    Collective. A branch with rank None is not sent. The first branches of rollouts with the same prompt ordinal must
-    begin with the same prompt. streams: more fields of the batch, each over the branches of these rollouts end to
-    end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these fields.
+    Collective. rollouts: this rank's, in the table's order. A branch with rank None is not sent. The first branches of
+    rollouts with the same prompt ordinal must begin with the same prompt. streams: more fields of the batch, each over
+    the branches of these rollouts end to end; every rank passes the same names. batch_type: `Batch`, or a subclass that
+    has these fields.
 
     Example: the table of `RolloutTable`, whose ranks hold rows 0, 4 and 1, 2, 3; rank_of = [1, 1, None, 0, 1].
 
@@ -268,27 +271,25 @@ def exchange(
         rank 1 sends row 3 to rank 0 and row 1 to itself, and receives rows 0, 4 and 1, which it sorts
     """
     branches = all_branches(rollouts)
-    index_of = {branch.rollout_id: i for i, branch in enumerate(branches)}
     own = pack(branches, batch_type).replace(**(streams or {}))
-    sent: list[list[int]] = [[] for _ in range(world_size())]  # to each rank, indices into `own`
-    arriving: list[list[int]] = [[] for _ in sent]  # from each rank, rows
-    owners = zip(table.ids, table.holder.tolist(), rank_of, strict=True)
-    for row, (rollout_id, sender, receiver) in enumerate(owners):
-        if sender == rank() and receiver is not None:
-            sent[receiver].append(index_of[rollout_id])
-        if receiver == rank():
-            arriving[sender].append(row)
-    outgoing = own.select(list(itertools.chain(*sent)))
-    num_sent = [sum(own.lengths[i] for i in indices) for indices in sent]
+    own_rows = (table.holder == rank()).nonzero()[0]
+    assert table[own_rows].ids == [branch.rollout_id for branch in branches], "not in the table's order"
+    receivers = np.array(rank_of)
+    # To each rank, indices into `own`; from each rank, rows.
+    sent = [(receivers[own_rows] == other).nonzero()[0] for other in range(world_size())]
+    arriving = [
+        ((receivers == rank()) & (table.holder == other)).nonzero()[0] for other in range(world_size())
+    ]
+    outgoing = own.select(np.concatenate(sent).tolist())
+    num_sent = [int(table.num_tokens[own_rows[indices]].sum()) for indices in sent]
     num_received = [int(table.num_tokens[rows].sum()) for rows in arriving]
     received = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing._streams().items():
             received[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
             dist.all_to_all_single(received[name], stream, num_received, num_sent)
-    rows = np.array(list(itertools.chain(*arriving)), np.int64)
-    unsorted = dataclasses.replace(
-        own,
+    rows = np.concatenate(arriving)
+    unsorted = own.replace(
         lengths=tuple(table.num_tokens[rows].tolist()),
         prefixes=tuple(table[rows].prefixes),
         rollout=torch.from_numpy(table.rollout[rows]),
@@ -296,9 +297,12 @@ def exchange(
     )
     batch = unsorted.select(rows.argsort().tolist())
     # The model computes the tokens of a shared prompt once.
-    layout = batch.layout()
-    computed = batch.tokens[layout.computed_tokens]
-    assert computed[layout.hidden_index].equal(batch.tokens), "one prompt's rollouts begin differently"
+    tokens, starts = batch.tokens.numpy(), itertools.accumulate(batch.lengths, initial=0)
+    prompts = {
+        (prefix, tokens[start : start + prefix.num_tokens].tobytes())
+        for prefix, start in zip(batch.prefixes, starts, strict=False)
+    }
+    assert len(prompts) == len({*batch.prefixes}), "one prompt's rollouts begin differently"
     return batch
 
 

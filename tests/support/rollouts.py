@@ -35,9 +35,7 @@ def in_two_branches(rollout):
     if len(places) < 2:
         return rollout
     cut = int(places[len(places) // 2])
-    before = cut - rollout.num_prompt_tokens
-    prompt, completion = rollout.tokens[: rollout.num_prompt_tokens], rollout.after_prompt
-    first = rollout_of(rollout.rollout_id, prompt, completion[:before], "stop")
+    first = replace(rollout, stream=rollout.stream[:cut], finish_reason="stop")
     last_id = rollout.rollout_id._replace(branch=1)
-    last = rollout_of(last_id, rollout.tokens[:cut], completion[before:], rollout.finish_reason)
+    last = rollout_of(last_id, rollout.tokens[:cut], rollout.stream[cut:], rollout.finish_reason)
     return replace(last, earlier=(first,))
