@@ -123,5 +123,5 @@ def test_the_cache_takes_what_the_budget_says():
     cache = KVCache(config, **options)
     needed = budget(make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False))
     assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
-    of_states = sum(pool.nbytes for states in cache.states.values() for pool in states)
+    of_states = sum(pool.nbytes for layer in config.delta_net.layers for pool in cache.states.layer(layer))
     assert needed.decoding["requests"] == of_states + 4 * 16 * config.vocab_size

@@ -77,8 +77,8 @@ class KVCache:
 
             self.states = StateCache(config.delta_net, max_sequences + 1, dtype=dtype, device=device)
             self.max_appended = min(self.block_size, self.states.chunk_size)
-        index_of_layer = {layer: i for i, layer in enumerate(windows)}
-        self.pool = CachePool(keys, values, index_of_layer, self.states)
+        layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
+        self.pool = CachePool(keys, values, layers, self.states)
         if self.kernel == "portable":
             self._portable = PortableReader(config, self.blocks, dtype, device)
 

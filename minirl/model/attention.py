@@ -17,13 +17,13 @@ In shapes: H query heads, K key heads, C channels of a head; T' tokens that the 
 
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from minirl.model import portable_attention
@@ -71,12 +71,15 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
-def concatenated_ranges(starts: Tensor | list[int], lengths: Tensor | list[int]) -> Tensor:
-    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths], on the host."""
-    starts = torch.as_tensor(starts, dtype=torch.int64)
-    lengths = torch.as_tensor(lengths, dtype=torch.int64)
-    ends = lengths.cumsum(0)
-    return torch.arange(int(lengths.sum())) + (starts + lengths - ends).repeat_interleave(lengths)
+def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> Tensor:
+    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths], on the host.
+
+    starts, lengths: integers [n], as arrays, host tensors or lists.
+    """
+    counts = np.asarray(lengths, np.int64)
+    # How much larger the integers are than those from 0 on.
+    shifts = np.asarray(starts, np.int64) + counts - counts.cumsum()
+    return torch.from_numpy(np.arange(counts.sum()) + shifts.repeat(counts))
 
 
 @dataclass(frozen=True)
@@ -84,19 +87,18 @@ class CachePool:
     """The cached keys and values of all layers with attention, in S blocks.
 
     keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], which products can read as they lie.
-    index_of_layer: where a layer is among them.
+    layers: the keys and values of each layer, which are views.
     states: what layers without attention cache for each row; they alone read it.
     """
 
     keys: Tensor
     values: Tensor
-    index_of_layer: Mapping[int, int]
+    layers: Mapping[int, tuple[Tensor, Tensor]]
     states: Any = None
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]."""
-        index = self.index_of_layer[layer]
-        return self.keys[index], self.values[index]
+        return self.layers[layer]
 
 
 class PagedRead(NamedTuple):
@@ -137,9 +139,10 @@ class _Memo:
 
     def derive(self, make: Callable[..., Made], *args: Hashable) -> Made:
         """Return make(self, *args), which is made at the first call with these arguments."""
-        if (make, *args) not in self._derived:
-            self._derived[make, *args] = make(self, *args)
-        made: Made = self._derived[make, *args]
+        key = (make, *args)
+        if key not in self._derived:
+            self._derived[key] = make(self, *args)
+        made: Made = self._derived[key]
         return made
 
     @functools.cached_property
@@ -179,14 +182,19 @@ class PackedLayout(_Memo):
     cached: Cached | None = None
 
     @functools.cached_property
-    def lengths(self) -> list[int]:
-        """How many tokens each sequence has."""
-        return [sequence.length for sequence in self.sequences]
+    def lengths(self) -> np.ndarray:
+        """How many tokens each sequence has, int64 [N]."""
+        return np.array([sequence.length for sequence in self.sequences], np.int64)
 
     @functools.cached_property
-    def num_own(self) -> list[int]:
-        """How many tokens of each sequence are computed as its own."""
-        return [sequence.length - sequence.num_shared for sequence in self.sequences]
+    def num_shared(self) -> np.ndarray:
+        """How many tokens of each sequence are computed as part of its parent, int64 [N]."""
+        return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
+
+    @property
+    def num_own(self) -> np.ndarray:
+        """How many tokens of each sequence are computed as its own, int64 [N]."""
+        return self.lengths - self.num_shared
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
@@ -203,12 +211,13 @@ class PackedLayout(_Memo):
         """The index of each sequence's tokens among the model's hidden states; int64 [length] each, on the host."""
         rows: list[np.ndarray] = []
         num_hidden = 0
-        for sequence, num_own in zip(self.sequences, self.num_own, strict=True):
-            row = np.arange(num_hidden, num_hidden + num_own)
-            if sequence.parent is not None:
-                row = np.concatenate([rows[sequence.parent][: sequence.num_shared], row])
+        for length, parent, num_shared in self.sequences:
+            end = num_hidden + length - num_shared
+            row = np.arange(num_hidden, end)
+            if parent is not None:
+                row = np.concatenate([rows[parent][:num_shared], row])
             rows.append(row)
-            num_hidden += num_own
+            num_hidden = end
         return rows
 
     @functools.cached_property
@@ -219,22 +228,20 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
-        ends = itertools.accumulate(self.lengths)
-        starts = [end - num_own for end, num_own in zip(ends, self.num_own, strict=True)]
-        return self._upload(concatenated_ranges(starts, self.num_own))
+        first_tokens = self.lengths.cumsum() - self.num_own
+        return self._upload(concatenated_ranges(first_tokens, self.num_own))
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        first_positions = [sequence.num_shared for sequence in self.sequences]
-        return self._upload(concatenated_ranges(first_positions, self.num_own))
+        return self._upload(concatenated_ranges(self.num_shared, self.num_own))
 
     def _upload(self, x: Tensor) -> Tensor:
         return upload(x, self.device)
 
 
-def _limits(lengths: Iterable[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+def _limits(lengths: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.append(0, lengths.cumsum())).int()
 
 
 @dataclass(frozen=True)
@@ -281,7 +288,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
 def _portable_index(layout: PackedLayout, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
     """The portable kernel's index for layers with this window and number of key heads."""
     return portable_attention.index_packed(
-        layout.lengths, layout.num_own, layout.hidden_index, window=window, num_kv=num_kv
+        layout.lengths, layout.num_shared, layout.hidden_index, window=window, num_kv=num_kv
     )
 
 
@@ -289,7 +296,7 @@ def _attend_varlen(
     q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None, kernel: str
 ) -> Tensor:
     """Packed attention by flash-attn's or torch's kernel for sequences of varying lengths."""
-    if layout.num_own != layout.lengths:
+    if layout.num_shared.any():
         # Copy shared keys to each sequence. A sequence then has fewer queries than keys, and the kernels take
         # them for its last tokens. So they are: the tokens computed elsewhere are its first ones.
         k = k.index_select(0, layout.hidden_index)
@@ -309,8 +316,8 @@ def _attend_varlen(
             groups = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(groups, 1)
             v = v.repeat_interleave(groups, 1)
-    limits = layout.cu_queries, layout.cu_seqlens, max(layout.num_own), max(layout.lengths)
-    out: Tensor = attend_sequences(q, k, v, *limits, **options)
+    longest = int(layout.num_own.max()), int(layout.lengths.max())
+    out: Tensor = attend_sequences(q, k, v, layout.cu_queries, layout.cu_seqlens, *longest, **options)
     return out
 
 

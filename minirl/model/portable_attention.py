@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,13 +123,18 @@ class _QuerySpan(NamedTuple):
 
 
 def index_packed(
-    lengths: Sequence[int], num_own: Sequence[int], hidden_index: Tensor, *, window: int | None, num_kv: int
+    lengths: Iterable[int],
+    num_shared: Iterable[int],
+    hidden_index: Tensor,
+    *,
+    window: int | None,
+    num_kv: int,
 ) -> PackedIndex:
     """Index attention over a stream of sequences of these lengths.
 
-    num_own: how many tokens at the end of each sequence have queries here. The model computes those before them as part
-    of an earlier sequence.
-    hidden_index int64 [T]: the index of each token of the stream among the model's hidden states.
+    num_shared: how many tokens at the start of each sequence have no queries here, because the model computes them as
+    part of an earlier sequence.
+    hidden_index int64 [T]: where each token of the stream is among the model's hidden states.
 
     Example: sequences of 64 and 72 tokens, K = 1, no window. Their query blocks are
 
@@ -144,13 +150,10 @@ def index_packed(
     device = hidden_index.device
     hidden_index = hidden_index.cpu()
     query_blocks: list[_QueryBlocks] = []
-    output_index = torch.empty(sum(num_own), num_kv, dtype=torch.int64)
-    num_outputs = 0
-    for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_own, window).items():
+    for (num_key_blocks, num_queries), spans in _query_spans(lengths, num_shared, window).items():
         # One number for each query block: each of the four is [n, 1].
         stream_start, first_query, end, first_key = torch.tensor(spans).T.unsqueeze(2)
         query = first_query + torch.arange(num_queries)  # [n, R]
-        is_query = query < end
         # Beyond the end, repeat the last query: the softmax of a query that sees no key would be NaN.
         query = query.minimum(end - 1)
 
@@ -165,30 +168,27 @@ def index_packed(
 
         hidden_queries = hidden_index[stream_start + query]
         hidden_keys = hidden_index[stream_start + key]
-        # The outputs of the product are in the order [n, K, R].
-        output = num_outputs + torch.arange(len(spans) * num_kv * num_queries)
-        output = output.view(len(spans), num_kv, num_queries).transpose(1, 2)  # [n, R, K]
-        output_index[hidden_queries[is_query]] = output[is_query]
-        num_outputs += output.numel()
-
         blocks = _QueryBlocks(
             queries=_rows_of_heads(hidden_queries, num_kv).to(device),
             keys=_rows_of_heads(hidden_keys, num_kv).to(device),
             mask=mask[:, None, :, None].to(device),
         )
         query_blocks.append(blocks)
-    return PackedIndex(query_blocks, output_index.flatten().to(device))
+    # The outputs are in the order of the queries, and the first output of a repeated query is its own.
+    queries = torch.cat([blocks.queries for blocks in query_blocks])
+    _, output_index = np.unique(queries.cpu(), return_index=True)
+    return PackedIndex(query_blocks, torch.from_numpy(output_index).to(device))
 
 
 def _query_spans(
-    lengths: Sequence[int], num_own: Sequence[int], window: int | None
+    lengths: Iterable[int], num_shared: Iterable[int], window: int | None
 ) -> dict[tuple[int, int], list[_QuerySpan]]:
     """Cut sequences into query blocks, by their shape: the number of key blocks, and R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
     max_queries = QUERY_BLOCK_SIZES[-1]
     stream_start = 0
-    for length, own in zip(lengths, num_own, strict=True):
-        for first_query in range(length - own, length, max_queries):
+    for length, shared in zip(lengths, num_shared, strict=True):
+        for first_query in range(shared, length, max_queries):
             end = min(first_query + max_queries, length)
             num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
             oldest_key = 0 if window is None else max(0, first_query - window + 1)

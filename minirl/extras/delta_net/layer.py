@@ -3,16 +3,19 @@
 In shapes: T tokens, C channels of a head.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from minirl.extras.delta_net import rule as delta_rule
-from minirl.extras.delta_net.indices import index_chunks, index_windows, split_rounds
 from minirl.extras.delta_net.rule import DeltaRows
-from minirl.model import batch_invariance
-from minirl.model.attention import DecodeLayout, Layout, PackedLayout
+from minirl.model import padding
+from minirl.model.attention import DecodeLayout, Layout, PackedLayout, upload
+from minirl.model.batch_invariance import activate, at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
 
@@ -43,13 +46,12 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(shape.num_values, hidden_size, bias=False)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        wide = batch_invariance.at_least_fp32(x.dtype)
+        wide = at_least_fp32(x.dtype)
         num_rows = len(layout.positions)
         mixed = self.in_proj_qkv(x)[:num_rows]
-        strength = self.in_proj_b(x).to(wide)
-        beta = batch_invariance.activate(strength, torch.sigmoid)[:num_rows]
+        beta = activate(self.in_proj_b(x).to(wide), torch.sigmoid)[:num_rows]
         step = self.in_proj_a(x).to(wide) + self.dt_bias.to(wide)
-        step = batch_invariance.activate(step, F.softplus)[:num_rows]
+        step = activate(step, F.softplus)[:num_rows]
         decay = -self.A_log.to(wide).exp() * step
         if isinstance(layout, DecodeLayout):
             out = self._decoded(mixed, decay, beta, layout)
@@ -59,9 +61,8 @@ class GatedDeltaNet(nn.Module):
             out = self._packed(mixed, decay, beta, layout)
         weight = self.norm.weight.to(wide)
         normed = F.rms_norm(out, weight.shape, weight, self.norm.eps).flatten(1)
-        gate = batch_invariance.activate(self.in_proj_z(x).to(wide), F.silu)
-        num_padding = len(x) - num_rows
-        gated = F.pad(normed, (0, 0, 0, num_padding)) * gate
+        gate = activate(self.in_proj_z(x).to(wide), F.silu)
+        gated = padding.pad_rows(normed) * gate
         return self.out_proj(gated.to(x.dtype))
 
     def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:
@@ -71,7 +72,7 @@ class GatedDeltaNet(nn.Module):
         inputs = (padded[index] for index in windows)
         convolved = delta_rule.convolve(inputs, self.conv1d.weight)
         rows = self._rows(convolved, decay, beta)
-        chunks = layout.derive(index_chunks)
+        chunks = layout.derive(delta_rule.index_chunks)
         cached = layout.cached
         if cached is None:
             return delta_rule.run_chunks(rows, chunks)
@@ -79,7 +80,7 @@ class GatedDeltaNet(nn.Module):
         last = layout.cu_seqlens[1:].long() - 1
         places = self._places(cached.rows, layout.positions[last])
         states.inputs[places] = padded[windows[:, last]].transpose(0, 1)
-        return delta_rule.run_chunks(rows, chunks, states, cached.rows)
+        return delta_rule.run_chunks(rows, chunks, states, cached.rows, last)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
         """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Their states keep the tokens."""
@@ -115,3 +116,22 @@ class GatedDeltaNet(nn.Module):
         """Queries or keys [T, key heads x C] as vectors of length 1 for each value head, [T, heads, C]."""
         vectors = delta_rule.normalized(x.unflatten(1, (self.shape.num_key_heads, -1)))
         return vectors.repeat_interleave(self.shape.num_value_heads // self.shape.num_key_heads, 1)
+
+
+def index_windows(layout: PackedLayout, size: int) -> Tensor:
+    """The rows of the last `size` tokens up to each computed one, int64 [size, T'].
+
+    The oldest come first. T' stands for a token before the sequence begins.
+    """
+    ages = torch.arange(size - 1, -1, -1, device=layout.device)[:, None]
+    rows = layout.hidden_index[(layout.computed_tokens - ages).clamp(min=0)]
+    return torch.where(layout.positions >= ages, rows, len(layout.positions))
+
+
+def split_rounds(layout: DecodeLayout) -> Sequence[Tensor | slice]:
+    """Split the tokens of a decode step into rounds, which have at most one token of each sequence, in their order."""
+    if layout.repeats is None:
+        return [slice(None)]
+    tokens = torch.arange(len(layout.positions)).split(layout.repeats)
+    rounds = pack_sequence(tokens, enforce_sorted=False)
+    return upload(rounds.data, layout.positions.device).split(rounds.batch_sizes.tolist())

@@ -7,7 +7,7 @@ chunk's rows, and c the running sum of g in it:
     O = (e^c Q) S + lower((Q K^T) e^(c_i - c_j)) U    S' = e^c_last S + (e^(c_last - c) K)^T U
 
 `run_chunks` computes packed sequences, one chunk of all sequences at a time. `run_row` computes the next row of each
-cached sequence from `DeltaStates`, and `end_chunks` the state after a chunk whose rows are all there. On the CPU both
+cached sequence from `DeltaStates`; where a chunk begins, `StateCache` computes S' of the one before it. On the CPU both
 forms have the same bits: a row of U is one product of one row in both. The other products of `run_row` are padded to
 `least_rows`, and have inner lengths that do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
 model).
@@ -19,12 +19,14 @@ import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
-from minirl.extras.delta_net.indices import DELTA_CHUNK, ChunkIndex, index_chunks
-from minirl.model.attention import PackedLayout, Sequence
+from minirl.extras.delta_net.states import DELTA_CHUNK, DeltaStates, StateCache, next_state
+from minirl.model.attention import PackedLayout, Sequence, upload
 from minirl.model.batch_invariance import activate, at_least_fp32
 from minirl.model.config import DeltaNet
 from minirl.model.padding import MIN_ROWS
@@ -40,30 +42,47 @@ class DeltaRows(NamedTuple):
     beta: Tensor
 
 
-class DeltaStates(NamedTuple):
-    """One layer's states of cached sequences, each in a slot: [slots, ...].
+class ChunkIndex(NamedTuple):
+    """The N chunks of packed sequences in rounds: the first chunk of each, then the second, and so on.
 
-    inputs [.., kernel, channels]: the newest inputs of the convolution, that of position p at p % kernel.
-    state [.., H, Dk, Dv]: S where the chunk of the newest row begins. keys [.., H, Dk, C], updates [.., H, C, Dv] and
-    decays [.., H, C]: K^T, U and g of the rows since; later elements are finite.
+    Sequences come longest first, so the chunks of a round follow as many first chunks of the round before it.
+    rows int64 [N x DELTA_CHUNK]: the chunks' rows as indices among the T' rows of the model; T' for padding.
+    counts: how many chunks each round has.
+    places int64 [T']: where each row is among `rows`; the first place if it has several.
     """
 
-    inputs: Tensor
-    state: Tensor
-    keys: Tensor
-    updates: Tensor
-    decays: Tensor
+    rows: Tensor
+    counts: tuple[int, ...]
+    places: Tensor
 
 
-def make_states(shape: DeltaNet, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> DeltaStates:
-    """States of zeros, from which new sequences begin."""
-    inputs = torch.zeros(num_slots, shape.kernel_size, shape.num_channels, dtype=dtype, device=device)
-    keys, values = shape.key_head_dim, shape.value_head_dim
-    pools = []
-    for sizes in ((keys, values), (keys, DELTA_CHUNK), (DELTA_CHUNK, values), (DELTA_CHUNK,)):
-        of_heads = (num_slots, shape.num_value_heads, *sizes)
-        pools.append(torch.zeros(of_heads, dtype=at_least_fp32(dtype), device=device))
-    return DeltaStates(inputs, *pools)
+def index_chunks(layout: PackedLayout) -> ChunkIndex:
+    """Cut packed sequences into chunks.
+
+    The rows of tokens that several sequences begin with are computed once in each. For example, the first sequence has
+    rows 0 to 69, and the second the first 35 of these and then 70 to 74:
+
+        round 0   chunk 0: 0 to 31                  chunk 1: 0 to 31
+        round 1   chunk 2: 32 to 63                 chunk 3: 32 to 34, 70 to 74, padding
+        round 2   chunk 4: 64 to 69, padding
+    """
+    num_rows = int(layout.num_own.sum())
+    sequences = [torch.from_numpy(rows) for rows in layout.hidden_rows if len(rows)]
+    if not sequences:
+        sequences = [torch.tensor([num_rows])]  # padding, so that every parameter has a gradient
+    chunks = []  # of each sequence, [n, DELTA_CHUNK]
+    for rows in sorted(sequences, key=len, reverse=True):
+        padded = F.pad(rows, (0, -len(rows) % DELTA_CHUNK), value=num_rows)
+        chunks.append(padded.view(-1, DELTA_CHUNK))
+    rounds = pack_sequence(chunks)
+    all_rows = rounds.data.flatten()
+    # The model's rows have the lowest numbers, so the first place of padding is the last one.
+    _, places = np.unique(all_rows, return_index=True)
+    return ChunkIndex(
+        rows=upload(all_rows, layout.device),
+        counts=tuple(rounds.batch_sizes.tolist()),
+        places=upload(torch.from_numpy(places[:num_rows]), layout.device),
+    )
 
 
 def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
@@ -83,25 +102,29 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def run_chunks(
-    rows: DeltaRows, index: ChunkIndex, states: DeltaStates | None = None, slots: Tensor | None = None
+    rows: DeltaRows,
+    index: ChunkIndex,
+    states: DeltaStates | None = None,
+    slots: Tensor | None = None,
+    last_rows: Tensor | None = None,
 ) -> Tensor:
-    """The outputs [T', H, Dv] of packed sequences. Stores the states after them in these slots int64 [sequences]."""
+    """The outputs [T', H, Dv] of packed sequences.
+
+    Stores the states after their last rows int64 [sequences] in these slots int64 [sequences].
+    """
     chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))
     of_rounds = zip(*(x.split(index.counts) for x in chunks), strict=True)
     end = rows.v.new_zeros(index.counts[0], *rows.k.shape[1:], rows.v.shape[-1])
-    begins: list[Tensor] = []
-    updates: list[Tensor] = []
-    outputs: list[Tensor] = []
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
     for count, own in zip(index.counts, of_rounds, strict=True):
         begin = end[:count]
         out, update, end = _run_chunk(DeltaRows(*own), begin)
-        begins.append(begin)
-        updates.append(update)
-        outputs.append(out)
+        results.append((out, update, begin))
+    outputs, updates, begins = zip(*results, strict=True)
     if states is not None:
         kept = (torch.cat(begins), chunks.k.mT, torch.cat(updates), chunks.decay)
         for pool, values in zip(states[1:], kept, strict=True):
-            pool[slots] = values[index.ends]
+            pool[slots] = values[index.places[last_rows] // DELTA_CHUNK]
     by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     return by_row[index.places]
 
@@ -127,15 +150,8 @@ def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q_in = q * grown[..., None]
     v_in = v * beta[..., None]
     update = _Solve.apply(a, v_in - k_in @ state)
-    end = _next_state(state, keys, update, total)
+    end = next_state(state, keys, update, total)
     return q_in @ state + weights @ update, update, end
-
-
-def _next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> Tensor:
-    """The state [N, H, Dk, Dv] after a chunk, from the state before it, K^T, U and c."""
-    k_out = keys * (total[..., -1:] - total).exp()[..., None, :]
-    kept = state * total.exp()[..., -1, None, None]
-    return kept + k_out @ updates
 
 
 def run_row(
@@ -143,34 +159,39 @@ def run_row(
 ) -> Tensor:
     """The outputs [n, H, Dv] of the next row of n cached sequences, which has these positions and slots int64 [n].
 
-    The row's key, decay and update are stored in `states`; S stays until `end_chunks`.
+    The row's key, decay and update are stored in `states`; S stays.
     num_padded: products have this many rows, see `padded_rows`.
     """
     column = positions % DELTA_CHUNK  # of each row in its chunk
     states.keys[slots, :, :, column] = rows.k
     states.decays[slots, :, column] = rows.decay
-    read = _slots_to_read(slots)
+    # Which states are read, and where each sequence is among these.
+    read: slice | Tensor = slots
+    sequence = torch.arange(len(slots), device=slots.device)
+    place = sequence
+    if slots.device.type == "cpu" and int(slots.max()) < 2 * len(slots):
+        # All up to the highest slot, where they lie: copies would take a step of 64 sequences up to a third longer.
+        read = slice(int(slots.max()) + 1)
+        place = slots
     state, keys, updates, decays = (pool[read] for pool in states[1:])
 
-    # Where each sequence is among the states that are read, and the sequence of each state: the first one for idle
-    # slots, whose results are dropped.
-    sequence = torch.arange(len(slots), device=slots.device)
-    place = slots if isinstance(read, slice) else sequence
+    # The sequence of each state that is read: the first one for idle slots, whose results are dropped.
     sequence_at = slots.new_zeros(len(state))
     sequence_at[place] = sequence
     q, k, v, _, beta = (x[sequence_at] for x in rows)
     own_column = column[sequence_at][:, None, None]
 
-    total = decays.cumsum(-1)
-    own_total = total.gather(-1, own_column.expand(-1, total.shape[1], 1))
+    # Of A a row sees the rows before it, of the weights itself, too.
+    columns = torch.arange(DELTA_CHUNK, device=slots.device)
+    is_before = columns < own_column
+    is_seen = columns <= own_column
+    total = torch.where(is_seen, decays, 0.0).cumsum(-1)
+    own_total = total[..., -1:]
     pairs = (own_total - total).clamp(max=0).exp()
     grown = activate(own_total[..., 0], torch.exp)
-
-    # Of A a row sees the rows before it, of the weights itself, too.
     by_keys = _padded(num_padded, k, q) @ keys
-    columns = torch.arange(DELTA_CHUNK, device=slots.device)
-    a = torch.where(columns < own_column, by_keys[..., 0, :] * pairs, 0.0)
-    weights = torch.where(columns <= own_column, by_keys[..., 1, :] * pairs, 0.0)
+    a = torch.where(is_before, by_keys[..., 0, :] * pairs, 0.0)
+    weights = torch.where(is_seen, by_keys[..., 1, :] * pairs, 0.0)
 
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
@@ -182,24 +203,6 @@ def run_row(
     by_weights = _padded(num_padded, weights) @ updates
     out = by_state[..., 1, :] + by_weights[..., 0, :]
     return out[place]
-
-
-def _slots_to_read(slots: Tensor) -> slice | Tensor:
-    """Which states `run_row` reads: on the CPU all up to the highest slot, unless most of these are idle.
-
-    They are read where they lie. Copying them would take a step of 64 sequences up to a third longer.
-    """
-    if slots.device.type == "cpu":
-        num_slots = int(slots.max()) + 1
-        if num_slots <= 2 * len(slots):
-            return slice(num_slots)
-    return slots
-
-
-def end_chunks(states: DeltaStates, slots: Tensor) -> None:
-    """Advance the states in these slots int64 [n], whose chunks are full; the next row begins another one."""
-    state, keys, updates, decays = (pool[slots] for pool in states[1:])
-    states.state[slots] = _next_state(state, keys, updates, decays.cumsum(-1))
 
 
 def _padded(num_padded: int, *rows: Tensor) -> Tensor:
@@ -249,13 +252,11 @@ def least_rows(shape: DeltaNet) -> int | None:
     None: it never has them.
     """
     length = DELTA_CHUNK + 9
-    sizes = (shape.key_head_dim, shape.key_head_dim, shape.value_head_dim, 1, 1)
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(3 * length, shape.num_value_heads, sum(sizes), generator=generator)
-    q, k, v, decay, beta = numbers.split(sizes, -1)
-    q, k = normalized(q), normalized(k)
-    rows = DeltaRows(q, k, v, -decay[..., 0].abs(), beta[..., 0].sigmoid())
-    layout = PackedLayout((Sequence(length),) * 3, numbers.device)
+    randn = functools.partial(torch.randn, 3 * length, shape.num_value_heads, generator=generator)
+    q, k = (normalized(randn(shape.key_head_dim)) for _ in range(2))
+    rows = DeltaRows(q, k, randn(shape.value_head_dim), -randn().abs(), randn().sigmoid())
+    layout = PackedLayout((Sequence(length),) * 3, q.device)
     expected = run_chunks(rows, index_chunks(layout))
     for num_padded in (2, 4, 8, MIN_ROWS):
         decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
@@ -267,12 +268,12 @@ def least_rows(shape: DeltaNet) -> int | None:
 def _decode(rows: DeltaRows, shape: DeltaNet, length: int, num_sequences: int, num_padded: int) -> Tensor:
     """The outputs [num_sequences x length, H, Dv] of `run_row` for the first of sequences of `length` rows."""
     slots = torch.arange(num_sequences)
-    states = make_states(shape, num_sequences, dtype=torch.float32, device=torch.device("cpu"))
+    cache = StateCache(shape, num_sequences, dtype=torch.float32, device=slots.device)
+    states = cache.layer(shape.layers[0])
     outputs = []
     for position in range(length):
-        if position and position % DELTA_CHUNK == 0:
-            end_chunks(states, slots)
-        row = DeltaRows(*(x[slots * length + position] for x in rows))
         positions = torch.full_like(slots, position)
+        cache.begin_step(slots, positions)
+        row = DeltaRows(*(x[slots * length + position] for x in rows))
         outputs.append(run_row(row, states, slots, positions, num_padded=num_padded))
     return torch.stack(outputs, 1).flatten(0, 1)
