@@ -42,12 +42,12 @@ for_every_model = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a cache holds before anything is stored is NaN."""
+    """What a cache holds before anything is stored is garbage."""
 
     def make(cache, *args, make=KVCache.__init__, **options):
         make(cache, *args, **options)
-        cache.pool.keys.fill_(torch.nan)
-        cache.pool.values.fill_(torch.nan)
+        cache.pool.keys.fill_(-37.5)
+        cache.pool.values.fill_(1e3)
 
     monkeypatch.setattr(KVCache, "__init__", make)
 

@@ -91,7 +91,7 @@ def test_random_operations_keep_the_books_and_every_sequence_reads_back_its_own_
             assert cache.blocks.num_spare(length) == num_spare
             num_full += num_spare < 0
             if num_spare >= 0:
-                row = cache.add(length)
+                row = cache.blocks.add(length)
                 histories[row] = list(itertools.islice(numbers, length))
                 store(cache.prefill_layout([row]), histories[row])
         elif kind == "fork" and histories:
@@ -105,7 +105,7 @@ def test_random_operations_keep_the_books_and_every_sequence_reads_back_its_own_
                 del histories[row]
                 num_full += 1
             if histories:
-                cache.extend(np.array(list(histories)))
+                cache.blocks.extend(np.array(list(histories)))
                 for history in histories.values():
                     history.append(next(numbers))
                 layout = decode_layout(cache, list(histories))

@@ -84,15 +84,11 @@ class BlockPool:
         self._set_blocks(row, 0, blocks)
         return row
 
-    def extend(self, rows: IntArray) -> list[int]:
-        """Add space for one more token of each of these sequences [n], if `can_extend`; returns the new blocks."""
-        new_blocks = []
+    def extend(self, rows: IntArray) -> None:
+        """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
         for row in rows[self.is_full(rows)].tolist():
-            block = self._take()
-            self._set_blocks(row, int(self.lengths[row]) // self.block_size, [block])
-            new_blocks.append(block)
+            self._set_blocks(row, int(self.lengths[row]) // self.block_size, [self._take()])
         self.lengths[rows] += 1
-        return new_blocks
 
     def remove(self, row: int) -> None:
         """Remove a sequence, and free the blocks that no other one has."""

@@ -241,7 +241,7 @@ class Engine:
             from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
             self._graphs = DecodeGraphs(max_blocks)
-            self._padding_row = self._cache.add(1)
+            self._padding_row = self._cache.blocks.add(1)
 
     @torch.no_grad()
     def _join_others(self) -> None:
@@ -252,8 +252,6 @@ class Engine:
 
     def _end_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
-        if self.device.type == "cuda":  # it may still be running a step that uses the cache
-            torch.cuda.synchronize(self.device)
         self._table.reset()
         if not self.keeps_cache and self._cache is not None:
             del self._table.cache

@@ -67,27 +67,21 @@ class KVCache:
         self.blocks = BlockPool(num_blocks, self.block_size)
         windows = config.attention_windows
         shape = (len(windows), num_blocks, config.num_key_value_heads)
-        keys = torch.empty(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
-        values = torch.empty(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
+        # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
+        keys = torch.zeros(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
+        values = torch.zeros(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
         self.states = None
-        # The most tokens of one sequence that a step computes.
-        self.max_appended = self.block_size
+        # A step computes tokens of a sequence up to the next multiple of this.
+        self.part_size = self.block_size
         if config.delta_net is not None:
             from minirl.extras.delta_net.states import StateCache
 
             self.states = StateCache(config.delta_net, max_sequences + 1, dtype=dtype, device=device)
-            self.max_appended = min(self.block_size, self.states.chunk_size)
+            self.part_size = min(self.block_size, self.states.chunk_size)
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
         self.pool = CachePool(keys, values, layers, self.states)
         if self.kernel == "portable":
             self._portable = PortableReader(config, self.blocks, dtype, device)
-
-    def add(self, num_tokens: int) -> int:
-        """Make a sequence of `num_tokens`, for which there must be blocks; returns its row."""
-        row = self.blocks.add(num_tokens)
-        # A prefill fills all blocks but the last one.
-        self._clear(self.blocks.blocks_of(row)[-1:])
-        return row
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
         """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
@@ -98,17 +92,6 @@ class KVCache:
         if forks and self.states is not None:
             self.states.fork(parent, forks)
         return forks
-
-    def extend(self, rows: IntArray) -> None:
-        """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
-        self._clear(self.blocks.extend(rows))
-
-    def extend_within_block(self, row: int, num_tokens: int) -> int:
-        """Add space for up to `num_tokens` that one step may compute, if there is a block; returns for how many."""
-        self.extend(np.array([row]))
-        num_more = min(num_tokens - 1, -int(self.blocks.lengths[row]) % self.max_appended)
-        self.blocks.lengths[row] += num_more
-        return 1 + num_more
 
     def compact(self) -> None:
         """Move the n blocks in use to the numbers 0 to n - 1. Only for the portable kernel.
@@ -164,16 +147,6 @@ class KVCache:
             else PagedRead(tables, (positions + 1).int())
         )
         return DecodeLayout(positions, cached, read, None if repeats is None else tuple(repeats))
-
-    def _clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that will be read before they are full.
-
-        The portable kernel multiplies masked keys and values too, and 0 x NaN is NaN. The paged one does not read them.
-        """
-        if self.kernel == "portable" and blocks:
-            index = torch.tensor(blocks)
-            self.pool.keys.index_fill_(1, index, 0)
-            self.pool.values.index_fill_(1, index, 0)
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         """Copy blocks to other ones."""

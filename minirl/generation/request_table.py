@@ -90,11 +90,13 @@ class RequestTable:
         self.running: IntArray = np.arange(0)  # rows, oldest first
         self.parked: dict[RolloutId, int] = {}  # rows, in the order in which they were parked
         self.appended: deque[int] = deque()  # rows
+        self._readbacks: deque[Readback] = deque()  # the oldest launch first
         self.reset()
 
     def reset(self) -> None:
-        """Free the memory of requests, which are all gone; what was launched for them is not read."""
-        self._readbacks: deque[Readback] = deque()  # the oldest launch first
+        """Free the memory of requests, which are all gone."""
+        while self._readbacks:  # the device may still be running a step that uses the cache
+            self._readbacks.popleft().read()
         # A row for each running request, the prefix and the padding; more when requests are parked.
         self.columns = RequestColumns(self.max_running + 2, self._make_stop_test)
 
@@ -155,11 +157,11 @@ class RequestTable:
         """
         admitted: dict[Group, list[Request]] = {}
         self.lacks_room = False
-        num_active = len(self.running) + len(self.appended)
-        while self.queue and num_active == 0 and self.num_slots == 0:
-            self._evict()
-        if not self.queue or num_active >= self.num_slots:
+        if not self.queue:
             return admitted
+        num_active = len(self.running) + len(self.appended)
+        while num_active == self.num_slots == 0:
+            self._evict()
         blocks = self.cache.blocks
         num_prefill_tokens = 0
         # Free blocks that requests may need soon, for tokens and for the copies of forks.
@@ -186,7 +188,7 @@ class RequestTable:
                 assert has_evicted, "a request was submitted that exceeds the cache"
                 num_spare = blocks.num_spare(length)
             if group.row is None:
-                group.row = self.cache.add(length)
+                group.row = blocks.add(length)
                 num_prefill_tokens += length
             admitted.setdefault(group, []).append(group.requests.popleft())
             num_active += 1
@@ -242,7 +244,7 @@ class RequestTable:
                 assert not self._readbacks, "a request is preempted whose tokens were not read"
                 self._preempt(int(rows[-1]))
                 rows = rows[:-1]
-        self.cache.extend(rows)
+        self.cache.blocks.extend(rows)
         return rows
 
     def next_appended(self, max_tokens: int) -> tuple[int, IntArray]:
@@ -250,14 +252,22 @@ class RequestTable:
 
         Returns its row and these tokens [n]; none if no block was free for them, which preempts the request.
         """
+        blocks = self.cache.blocks
         row = self.appended.popleft()
-        length = int(self.cache.blocks.lengths[row] - self.columns["prompt_length"][row])
-        ids = self.columns.tokens(row)["id"][length:][:max_tokens]
-        while not self.cache.blocks.can_extend(np.array([row])):
+        length = int(blocks.lengths[row])
+        ids = self.columns.tokens(row)["id"][length - self.columns["prompt_length"][row] :]
+        end = min(
+            length + len(ids),
+            length + max_tokens,
+            length + self.cache.part_size - length % self.cache.part_size,
+        )
+        while not blocks.can_extend(np.array([row])):
             if not self._evict():
                 self._preempt(row)
                 return row, ids[:0]
-        return row, ids[: self.cache.extend_within_block(row, len(ids))]
+        blocks.extend(np.array([row]))
+        blocks.lengths[row] = end
+        return row, ids[: end - length]
 
     def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""

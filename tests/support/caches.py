@@ -29,11 +29,11 @@ def make_cache(window: int | None, groups: int, dim: int, dtype: torch.dtype) ->
     """A pool of random keys and values with prompts, their forks, and rows that have decoded past a block's border."""
     config = cache_config({0: window}, num_kv_heads=2, groups=groups, head_dim=dim)
     cache = KVCache(config, num_tokens=96 * BLOCK, max_sequences=32, dtype=dtype, device=CPU)
-    parents = [cache.add(length) for length in (1, 64, 127, 128, 131, 300)]
+    parents = [cache.blocks.add(length) for length in (1, 64, 127, 128, 131, 300)]
     rows = [*parents, *cache.fork(parents[4], 2), *cache.fork(parents[3], 1), *cache.fork(parents[5], 16)]
-    cache.extend(np.array(rows))
+    cache.blocks.extend(np.array(rows))
     for _ in range(70):
-        cache.extend(np.array([rows[2]]))
+        cache.blocks.extend(np.array([rows[2]]))
     generator = torch.Generator().manual_seed(0)
     for x in (cache.pool.keys, cache.pool.values):
         x.copy_(torch.randn(x.shape, generator=generator))
