@@ -5,9 +5,7 @@
 The totals come from steps without torch's profiler. The seconds inside operators come from the same step under the
 profiler: the operators' self time, which is wall time, times CPU / wall of that step. The rest of the total is Python,
 dispatch between operators and the freeing of memory. In generate, operators inside `sample` count as sampling, and
-those outside both `sample` and the model as the engine's; all others are sorted by operator, as in update. The floor is
-the layers' matrix products alone, with the same numbers of tokens in the same order, back to back; in update with the
-two products of backward.
+those outside both `sample` and the model as the engine's; all others are sorted by operator, as in update.
 """
 
 import gc
@@ -20,7 +18,6 @@ from unittest.mock import patch
 
 import torch
 from grpo_step import GrpoLoop, make_step_parser
-from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result
 
@@ -28,7 +25,6 @@ import minirl.generation.sampling
 from minirl.generation.sampling import sample
 from minirl.model.transformer import Transformer
 from minirl.ranks import launch
-from minirl.training.sharded_model import ShardedModel
 
 REPEATS = 3  # steps without the profiler
 NUM_LISTED = 6  # operators of no kind that are listed by name
@@ -56,45 +52,6 @@ FSDP_PREFIXES = (
     "PythonSubclass",
     "RegisterPostBackward",
 )
-
-
-class LayerProducts:
-    """Records the number of tokens in each call of the layers, and times the layers' matrix products alone."""
-
-    def __init__(self, policy: ShardedModel):
-        self.layers = policy.decoder.model.layers
-        self.num_tokens: list[int] = []  # by call
-        for layers in (self.layers, policy.module.model.layers):
-            layers[0].register_forward_pre_hook(self._record)
-
-    def _record(self, module: torch.nn.Module, args: tuple) -> None:
-        self.num_tokens.append(len(args[0]))
-
-    @torch.no_grad()
-    def floor(self, *, backward: bool) -> float:
-        """CPU seconds of the products of the calls so far. backward: with the two products of backward."""
-        weights = [weight for weight in self.layers.parameters() if weight.ndim == 2]
-        distinct = set(self.num_tokens)
-        inputs = {}
-        for count in distinct:
-            for weight in weights:
-                width = weight.shape[1]
-                inputs[count, width] = weight.new_ones(count, width)
-
-        def multiply(count: int) -> None:
-            for weight in weights:
-                x = inputs[count, weight.shape[1]]
-                out = linear(x, weight)
-                if backward:
-                    torch.mm(out, weight)
-                    torch.mm(out.t(), x)
-
-        for count in distinct:  # warm-up
-            multiply(count)
-        start = time.process_time()
-        for count in self.num_tokens:
-            multiply(count)
-        return time.process_time() - start
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -157,18 +114,17 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
 
 
 def report(
-    phase: str, unit: str, count: float, total: float, floor: float, found: tuple[Counter, Counter]
+    phase: str, unit: str, count: float, total: float, found: tuple[Counter, Counter]
 ) -> dict[str, float]:
     """Print a phase's table in ms per `unit`, of which there are `count`; returns its part of the result.
 
-    total, floor: CPU seconds of the phase. found: what `by_kind` returned.
+    total: CPU seconds of the phase. found: what `by_kind` returned.
     """
     kinds, others = found
     kinds["Python, dispatch, freeing"] = total - kinds.total()
-    result = {f"{phase}_ms": 1e3 * total / count, f"{phase}_floor_ms": 1e3 * floor / count}
+    result = {f"{phase}_ms": 1e3 * total / count}
     print(f"\n| {phase} | ms per {unit} | share |\n|---|---|---|")
-    lines = [*kinds.most_common(), ("total", total), ("floor: the layers' products alone", floor)]
-    for name, seconds in lines:
+    for name, seconds in [*kinds.most_common(), ("total", total)]:
         print(f"| {name} | {1e3 * seconds / count:.3f} | {seconds / total:.1%} |")
     listed = [f"{name} {seconds / total:.1%}" for name, seconds in others.most_common(NUM_LISTED)]
     print(f"{OTHER}:", ", ".join(listed), flush=True)
@@ -183,7 +139,6 @@ def main() -> None:
     parser.set_defaults(lr=0.0)  # so that every run does the same
     args = parser.parse_args()
     loop = GrpoLoop(args)
-    products = LayerProducts(loop.policy)
     rollouts = loop.generate(0)
     num_steps = loop.engine.stats.decode_steps
     batch, microbatches = loop.score(rollouts, loop.reward(rollouts))
@@ -195,20 +150,14 @@ def main() -> None:
     def generate() -> object:
         return loop.generate(0)
 
-    def timed(work: Callable[[], object], *, backward: bool) -> tuple[float, float]:
-        """CPU seconds of one step's phase, and of its products alone."""
-        products.num_tokens.clear()
-        total = median(cpu_seconds(work) for _ in range(REPEATS))
-        return total, products.floor(backward=backward) / REPEATS
-
     update()  # a warm-up
     # Take all times before the profiler runs, which leaves much memory allocated.
-    generate_s, generate_floor_s = timed(generate, backward=False)
-    update_s, update_floor_s = timed(update, backward=True)
+    generate_s = median(cpu_seconds(generate) for _ in range(REPEATS))
+    update_s = median(cpu_seconds(update) for _ in range(REPEATS))
     found = by_kind(generate, outside="engine")
-    result = report("generate", "decode step", num_steps, generate_s, generate_floor_s, found)
+    result = report("generate", "decode step", num_steps, generate_s, found)
     found = by_kind(update, outside=None)
-    result |= report("update", "1000 tokens", len(batch.tokens) / 1e3, update_s, update_floor_s, found)
+    result |= report("update", "1000 tokens", len(batch.tokens) / 1e3, update_s, found)
     print_result(what="minirl_profile_step", dtype=args.dtype, decode_steps=num_steps, **result)
 
 
