@@ -1,23 +1,28 @@
-"""The life of requests between the queue and their end, and the cache blocks that it takes.
+"""The life of a request, from the queue to its finished rollout, and the cache blocks that it holds along the way.
 
-             admit                     finish
-    queued ---------> running ------------------------> gone
-      ^ ^              | ^  \\
-      | |   preempt    | |   \\ park          release, evict
-      | +--------------+ |    +----> parked -----------> gone
-      |                  | start       |
-      |     preempt      |             | resume
-      +--------------- appended <------+
+    queued --- admit ---> running --- turn ends ---------------------> gone
+      ^                    |  ^           |
+      +----- preempt ------+  |     with `holds`
+      |                       |           v
+      |                     start       parked --- release, evict ---> gone
+      |                       |           |
+      +----- preempt ----- appended <-- next turn
 
-queued     In a group of requests that begin with the same tokens. These are prefilled once, in a row of the cache; the
-           requests are forks of it, and the last one takes the row itself.
-running    Has a row, which holds all its tokens but the newest. Each step samples one more. It finishes at its limit,
-           or when the host reads a stop token or the end of a stop string; a token launched meanwhile is discarded.
-parked     Its turn ended, and it keeps its row and blocks for the next one, but no slot in the batch.
-appended   Goes on with tokens that its row lacks, which are computed a block at a time.
+A row is the entry of a sequence in the cache: the list of the blocks that hold its keys and values.
 
-When blocks are missing, the queue's prefix and then parked requests are evicted: they are prefilled again when they go
-on. Then the youngest running request is preempted: it returns to the front of the queue with its tokens.
+queued    Waits in a group of requests that share a prefix, their prompt. The prefix is prefilled once, into a row. Each
+          request is admitted with a fork of that row (full blocks are shared, a partly filled one is copied); the last
+          of the group takes the row itself. A request that already has tokens forms a group of its own.
+running   Its row holds all its tokens but the newest. Each step samples one more token. Its turn ends at its token limit,
+          or when the host sees a stop token or a completed stop string. With asynchronous decoding one more token is in
+          flight by then; it is discarded.
+parked    Keeps its row for its next turn, but takes no slot in the batch.
+appended  Its next turn was submitted with new tokens. Those that its row lacks are computed, a block at a time.
+
+When blocks are missing, the prefilled prefix of a group that waits is evicted, then parked requests, the one parked
+last first. A prefix is prefilled again; so is the next turn of an evicted request, which is queued with all its tokens.
+Failing that, the youngest running request is preempted, or the appended one that needs the block: it gives up its row,
+and returns to the front of the queue with its tokens, none of which is sampled again.
 """
 
 from collections import deque
@@ -255,19 +260,16 @@ class RequestTable:
         blocks = self.cache.blocks
         row = self.appended.popleft()
         length = int(blocks.lengths[row])
+        num_left = self.cache.part_size - length % self.cache.part_size
         ids = self.columns.tokens(row)["id"][length - self.columns["prompt_length"][row] :]
-        end = min(
-            length + len(ids),
-            length + max_tokens,
-            length + self.cache.part_size - length % self.cache.part_size,
-        )
+        ids = ids[: min(max_tokens, num_left)]
         while not blocks.can_extend(np.array([row])):
             if not self._evict():
                 self._preempt(row)
                 return row, ids[:0]
         blocks.extend(np.array([row]))
-        blocks.lengths[row] = end
-        return row, ids[: end - length]
+        blocks.lengths[row] = length + len(ids)
+        return row, ids
 
     def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""

@@ -27,7 +27,7 @@ from minirl.rollouts import CUT_OFF, NO_TOKENS, TOKEN, Rollout, RolloutId, all_b
 from minirl.training.assignment import PromptPrefix
 from minirl.training.losses import over_tokens, sequence_sums
 
-Numbers = NDArray[np.int64]
+Column = NDArray[np.int64]  # of a table
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class RolloutTable:
         holder          0  1  1  1  0
     """
 
-    prompt_ordinal: Numbers
-    sample: Numbers
-    branch: Numbers
-    holder: Numbers  # the rank that has the rollout
-    num_prompt_tokens: Numbers
-    num_tokens: Numbers
-    num_loss_tokens: Numbers
+    prompt_ordinal: Column
+    sample: Column
+    branch: Column
+    holder: Column  # the rank that has the rollout
+    num_prompt_tokens: Column
+    num_tokens: Column
+    num_loss_tokens: Column
     is_truncated: NDArray[np.bool_]  # whether a limit cut off the rollout
     rewards: NDArray[np.float64]  # [S, K], those of the rollout
 
     @property
     def ids(self) -> list[RolloutId]:
-        """Of the sequences."""
+        """One id per sequence."""
         columns = (self.prompt_ordinal, self.sample, self.branch)
         return list(map(RolloutId, *(column.tolist() for column in columns)))
 
@@ -67,7 +67,7 @@ class RolloutTable:
         return is_new.any(0)
 
     @functools.cached_property
-    def rollout(self) -> Numbers:
+    def rollout(self) -> Column:
         """The rollout of each sequence, 0 to R - 1, [S]. In a step's groups [P, G] that is p * G + g."""
         return self.is_first.cumsum() - 1
 
@@ -273,22 +273,23 @@ def exchange(
     branches = all_branches(rollouts)
     own = pack(branches, batch_type).replace(**(streams or {}))
     own_rows = (table.holder == rank()).nonzero()[0]
-    assert table[own_rows].ids == [branch.rollout_id for branch in branches], "not in the table's order"
+    assert table[own_rows].ids == [branch.rollout_id for branch in branches], (
+        "rollouts are not in the table's order"
+    )
     receivers = np.array(rank_of)
-    # To each rank, indices into `own`; from each rank, rows.
-    sent = [(receivers[own_rows] == other).nonzero()[0] for other in range(world_size())]
-    arriving = [
-        ((receivers == rank()) & (table.holder == other)).nonzero()[0] for other in range(world_size())
-    ]
-    outgoing = own.select(np.concatenate(sent).tolist())
-    num_sent = [int(table.num_tokens[own_rows[indices]].sum()) for indices in sent]
-    num_received = [int(table.num_tokens[rows].sum()) for rows in arriving]
+    is_received = receivers == rank()
+    # Indices into `own` for each rank, and rows from each rank.
+    sent_indices = [(receivers[own_rows] == other).nonzero()[0] for other in range(world_size())]
+    received_rows = [(is_received & (table.holder == other)).nonzero()[0] for other in range(world_size())]
+    outgoing = own.select(np.concatenate(sent_indices).tolist())
+    num_sent = [int(table.num_tokens[own_rows[indices]].sum()) for indices in sent_indices]
+    num_received = [int(table.num_tokens[rows].sum()) for rows in received_rows]
     received = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing._streams().items():
             received[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
             dist.all_to_all_single(received[name], stream, num_received, num_sent)
-    rows = np.concatenate(arriving)
+    rows = np.concatenate(received_rows)
     unsorted = own.replace(
         lengths=tuple(table.num_tokens[rows].tolist()),
         prefixes=tuple(table[rows].prefixes),

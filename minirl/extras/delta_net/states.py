@@ -36,8 +36,8 @@ class DeltaStates(NamedTuple):
 class StateCache:
     """The states in all layers, of sequences in the rows of a cache: a sequence's slot has the number of its row.
 
-    A prefill writes all states of its rows. chunk_size: a decode step may compute several tokens of a sequence if they
-    end no later than a block of so many tokens.
+    A prefill writes all states of its rows.
+    chunk_size: a decode step may compute several tokens of a sequence if all of them are in one chunk of this size.
     """
 
     chunk_size = DELTA_CHUNK
