@@ -40,13 +40,13 @@ from minirl.training.advantages import (
 )
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
-from minirl.training.kl import kl_penalty
-from minirl.training.loss_weights import loss_weights
 from minirl.training.losses import (
     cispo_loss,
     clipped_policy_loss,
     importance_ratio,
     importance_weights,
+    kl_penalty,
+    loss_weights,
     sequence_sums,
 )
 from minirl.training.scoring import refuse_gradient, score_batch

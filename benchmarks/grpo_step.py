@@ -34,7 +34,7 @@ from minirl.model.weights import load_replica
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import all_reduce_sum, rank, world_size
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
-from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.rollouts import Rollout
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange

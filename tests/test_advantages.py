@@ -18,7 +18,7 @@ from minirl.training.advantages import (
     whiten,
 )
 from minirl.training.batch import Batch
-from minirl.training.loss_weights import loss_weights
+from minirl.training.losses import loss_weights
 from support.worked import (
     DR_GRPO,
     GRPO,

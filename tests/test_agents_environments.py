@@ -13,8 +13,7 @@ from minirl.data.view import messages_of
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
-from minirl.run.load_prompts import load_tokenizer
-from minirl.run.load_task import load_rollout, load_task
+from minirl.run.inputs import load_rollout, load_task, load_tokenizer
 from support.collecting import (
     CHAT,
     Prompts,

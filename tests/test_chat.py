@@ -14,7 +14,7 @@ from minirl.data.task import Row, Task, read_message, read_prompt
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError
 from minirl.run.config import RunConfig
-from minirl.run.load_prompts import load_prompts
+from minirl.run.inputs import load_prompts
 from support.models import RAW_CONFIG
 from support.texts import CHAT_TEMPLATES, CHATML, HERMES, WITH_TOOLS, assistant, save_chat_tokenizer, user
 

@@ -14,7 +14,7 @@ from minirl.episodes.episode import Episode
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
 from minirl.run.flags import flag_of
-from minirl.run.load_task import load_rollout
+from minirl.run.inputs import load_rollout
 from support.collecting import chat_prompts, make_collector
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder

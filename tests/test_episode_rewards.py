@@ -11,7 +11,7 @@ from minirl.errors import InputError
 from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
 from minirl.run.config import RunConfig
-from minirl.run.load_task import load_task
+from minirl.run.inputs import load_task
 from minirl.training.batch import exchange, pack
 from minirl.training.losses import sequence_sums
 from support.collecting import (

@@ -7,7 +7,7 @@ import pytest
 from minirl.errors import InputError, RolloutError
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
-from minirl.run.load_task import load_rollout
+from minirl.run.inputs import load_rollout
 from support.collecting import Prompts, make_collector
 
 NO_PROMPT = r"branch\(.*expected (text, or messages with role and content|a message)"

@@ -14,7 +14,7 @@ from minirl.errors import InputError, RewardError
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.rewards.values import validate_rewards
 from minirl.run.config import RunConfig
-from minirl.run.load_task import load_task
+from minirl.run.inputs import load_task
 from support.forked import fork, make_pipe
 from support.jobs import LIMIT_S, wait_for
 from support.processes import is_alive

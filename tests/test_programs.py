@@ -23,7 +23,7 @@ from minirl.files.json_files import json_text
 from minirl.files.user_code import find_functions
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
-from minirl.run.load_task import load_rollout
+from minirl.run.inputs import load_rollout
 from support.collecting import (
     Prompts,
     assert_pauses_change_nothing,

@@ -19,7 +19,7 @@ from minirl.data.gsm8k import (
 from minirl.data.sorting import load_sorting, score
 from minirl.data.task import Row
 from minirl.run.config import RunConfig
-from minirl.run.load_task import load_task
+from minirl.run.inputs import load_task
 from support.rollouts import rewards_of_call
 from support.scripts import ROOT, read_metrics, trained, write_rows
 

@@ -30,7 +30,7 @@ from minirl.ranks.process_group import gather_objects
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
 from minirl.rewards.reward_queue import RewardQueue
-from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.rollouts import Request
 
 # The tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import are_equal, select_groups, weighted_scores
 from minirl.training.batch import RolloutTable, gather_table
 

@@ -13,7 +13,7 @@ from minirl.ranks.process_group import device_type, print0, rank
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
-from minirl.run.load_prompts import LoadedPrompts
+from minirl.run.inputs import LoadedPrompts
 from minirl.run.planning import Machine, lines, plan, this_machine, workload
 
 SHOWN_CHARACTERS = 400  # of a prompt

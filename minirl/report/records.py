@@ -12,7 +12,7 @@ from torch import Tensor
 from minirl.data.task import Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import view_of
-from minirl.rewards.rewarded import RewardedRollouts
+from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import weighted_scores
 
 Record = Mapping[str, Any]  # of a rollout, with `reward`, see `rollout_records`

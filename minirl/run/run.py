@@ -39,8 +39,7 @@ from minirl.run.setup import Setup
 from minirl.training.assignment import plan_updates
 from minirl.training.batch import Batch, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.loss_weights import minibatch_of
-from minirl.training.losses import sequence_sums
+from minirl.training.losses import minibatch_of, sequence_sums
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 

@@ -41,8 +41,7 @@ from minirl.rewards.reward_model import load_reward_model
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
-from minirl.run.load_prompts import load_prompts
-from minirl.run.load_task import load_rollout, load_task
+from minirl.run.inputs import load_prompts, load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine, workload
 from minirl.run.run_folder import open_run_folder, runs_root
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
