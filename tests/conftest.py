@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import support.interpreter  # noqa: F401  before any test imports triton
-from minirl.episodes import running
+from minirl.episodes import driver
 from minirl.episodes.event_loop import event_loop
 from minirl.rewards.reward_workers import RewardWorkers
 from minirl.run.embedded_model import embedded_model_folder
@@ -69,7 +69,7 @@ def four_ranks() -> Iterator[RankPool]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of functions that reply, which stands still until its `monotonic` is another."""
     stopped = SimpleNamespace(monotonic=lambda: 0.0)
-    monkeypatch.setattr(running, "time", stopped)
+    monkeypatch.setattr(driver, "time", stopped)
     return stopped
 
 

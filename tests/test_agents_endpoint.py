@@ -391,11 +391,11 @@ def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_pa
 
 HOSTILE = """
 import asyncio, json, math, sys, time, urllib.request
-from minirl.episodes import running
+from minirl.episodes import driver
 from minirl.extras.agents.endpoint import run_program, serve
 
 def let_time_pass():
-    running.time.monotonic = lambda: math.inf
+    driver.time.monotonic = lambda: math.inf
 
 def asks(url, episode):
     fields = {"messages": [{"role": "user", "content": episode.row.prompt}], "max_tokens": 3}

@@ -58,12 +58,12 @@ WRONG += [
 ]
 SOURCE = """
 import asyncio, math, sys, threading, torch
-from minirl.episodes import running
+from minirl.episodes import driver
 
 has_failed = threading.Event()
 
 def let_time_pass():
-    running.time.monotonic = lambda: math.inf
+    driver.time.monotonic = lambda: math.inf
 
 async def mine(episode):
     if episode.row.place != "f:3":
@@ -88,7 +88,7 @@ def test_row_53_61_what_an_episode_does_asks_for_or_gives_wrongly_stops_the_run(
     expected = rf"^rollout mine for the row at f:3, {when}: (mine\(episode\).*: )?{said}"
     assert re.match(expected, str(raised.value)), str(raised.value)
     assert raised.value.exit_code == 4
-    assert not collector._runner._running
+    assert not collector._runner._drivers
 
 
 NO_FORM = r"a rollout: expected `async def mine\(episode\)` with `turn = await episode.generate\(\)`"

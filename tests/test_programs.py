@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from minirl.data.task import Row
-from minirl.episodes import running
+from minirl.episodes import runner
 from minirl.episodes.episode import one_turn
 from minirl.errors import InputError, RolloutError
 from minirl.files.json_files import json_text
@@ -136,7 +136,7 @@ def test_rollouts_do_not_depend_on_when_functions_reply(function, budget):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_functions_clean_up_where_their_episode_ends_and_where_the_run_fails(fails, monkeypatch):
-    monkeypatch.setattr(running, "CLOSE_S", LIMIT_S)
+    monkeypatch.setattr(runner, "CLOSE_S", LIMIT_S)
     closed = []
 
     async def mine(episode):

@@ -22,7 +22,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.runner import EpisodeRunner
-from minirl.episodes.running import NO_BUDGET
+from minirl.episodes.driver import NO_BUDGET
 from minirl.episodes.step_groups import Groups, select_step
 from minirl.errors import refuse
 from minirl.generation.engine import Engine

@@ -1,11 +1,12 @@
 """Run the functions that write rollouts on the engine, which decodes their turns together.
 
-While a function works on its reply (`running`), its episode waits in the engine, which decodes the others.
+While a function works on its reply (`driver`), its episode waits in the engine, which decodes the others.
 
 Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
 their keys and values in the engine, which frees these at the end of a step: see `EpisodeRunner.in_step`.
 """
 
+import functools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.running import NO_BUDGET, Programs, RunningEpisode
+from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_form, function_name
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
+from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId
 
 # The longest wait for replies while there is nothing to decode, before rewards get attention.
@@ -27,6 +29,8 @@ WAIT_S = 0.05
 MAX_TURNS = 1000
 # How a tool's result begins if it is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
+# Seconds for functions to clean up when the run ends.
+CLOSE_S = 1.0
 
 
 class EpisodeRunner:
@@ -55,17 +59,24 @@ class EpisodeRunner:
         reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
         """
         self._engine = engine
-        self._programs = Programs(rollout, call_timeout)
+        check_form(rollout, f"rollout {function_name(rollout)}")
+        self._rollout = rollout
+        self._call_timeout = call_timeout
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self._reward_names = reward_names
         self.counts: Counter[str] = Counter()
-        # All open episodes by the id of their first branch, in the order in which they began; those whose turn waits
-        # for the next round's budget.
-        self._running: dict[RolloutId, RunningEpisode] = {}
-        self._paused: list[RunningEpisode] = []
+        # Those of all open episodes, by the id of their first branch, in the order in which they began; those whose
+        # turn waits for the next round's budget.
+        self._drivers: dict[RolloutId, Driver] = {}
+        self._paused: list[Driver] = []
+        # Those whose functions have not returned: also where they clean up after their episode's end.
+        self._unfinished: set[Driver] = set()
+        self._replies: list[tuple[Driver, Reply]] = []
+        # When each function began to work on its next reply; the first has worked longest.
+        self._working: dict[Driver, float] = {}
         # By prompt: its episodes until all have ended; then their rollouts are in `_ended`, until `step` returns them.
-        self._groups: defaultdict[int, list[RunningEpisode]] = defaultdict(list)
+        self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
         self._ended: list[list[Rollout]] = []
         # In the present round.
         self._budget = NO_BUDGET
@@ -78,17 +89,19 @@ class EpisodeRunner:
             row = self._prompts.row(request.rollout_id.prompt_ordinal)
             tokenizer = self._prompts.tokenizer.with_tools(row.tools)
             episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
-            running = self._programs.begin(episode)
-            self._running[request.rollout_id] = running
-            self._groups[request.rollout_id.prompt_ordinal].append(running)
+            driver = Driver(episode, self._rollout, self._replies, self._working)
+            self._unfinished.add(driver)
+            driver.task.add_done_callback(functools.partial(self._forget, driver))
+            self._drivers[request.rollout_id] = driver
+            self._groups[request.rollout_id.prompt_ordinal].append(driver)
 
     def begin_round(self, budget: int, *, weight_version: int) -> None:
         """Let each episode sample up to `budget` tokens. Raises InputError like `Engine.submit`."""
         self._budget = budget
         self._weight_version = weight_version
         self._active_at = time.monotonic()
-        for running in self._running.values():
-            running.budget = budget
+        for driver in self._drivers.values():
+            driver.budget = budget
         paused, self._paused = self._paused, []
         self._start(paused)
         self._take_replies(0.0)
@@ -96,7 +109,7 @@ class EpisodeRunner:
     @property
     def num_open(self) -> int:
         """How many episodes have begun and not ended."""
-        return len(self._running)
+        return len(self._drivers)
 
     @property
     def is_round_over(self) -> bool:
@@ -107,14 +120,18 @@ class EpisodeRunner:
         if self._engine.is_decoding or self._ended:
             return False
         if self._budget == NO_BUDGET:
-            return not self._running
-        waits = len(self._paused) < len(self._running)
+            return not self._drivers
+        waits = len(self._paused) < len(self._drivers)
         return not waits or time.monotonic() - self._active_at > self.patience_s
 
     def close(self) -> None:
-        """End all episodes without a rollout, and let their functions clean up."""
-        self._running.clear()
-        self._programs.close_all()
+        """End all episodes without a rollout, and give their functions CLOSE_S to clean up."""
+        self._drivers.clear()
+        for driver in self._unfinished:
+            driver.cancel()
+        until = time.monotonic() + CLOSE_S
+        while self._unfinished and (left_s := until - time.monotonic()) > 0:
+            event_loop().run_slice(left_s)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -124,8 +141,8 @@ class EpisodeRunner:
         except BaseException:
             self.close()
             raise
-        for running in self._running.values():
-            self._leave(running)
+        for driver in self._drivers.values():
+            self._leave(driver)
         event_loop().run_slice()  # functions of episodes that ended clean up
 
     def step(self) -> list[list[Rollout]]:
@@ -136,62 +153,87 @@ class EpisodeRunner:
         function fails, as it does at a rejected request that it does not catch.
         """
         for rollout in self._engine.step():
-            self._take_tokens(self._running[rollout.rollout_id._replace(branch=0)], rollout)
+            self._take_tokens(self._drivers[rollout.rollout_id._replace(branch=0)], rollout)
         if self._engine.lacks_room:
             # Episodes that need no more in this round make room for others.
-            for running in self._paused:
-                self._leave(running)
+            for driver in self._paused:
+                self._leave(driver)
         has_replies = self._take_replies(0.0 if self._engine.any_rank_has_work else WAIT_S)
         if has_replies or self._engine.is_decoding:
             self._active_at = time.monotonic()
         ended, self._ended = self._ended, []
         return ended
 
-    def _take_replies(self, timeout_s: float) -> bool:
+    @spent_on("wait_replies")
+    def _wait_for_replies(self, wait_s: float) -> list[tuple[Driver, Reply]]:
+        """Let the functions run until all wait; return their replies, in any order.
+
+        Without any it waits up to `wait_s` seconds for the first. The function that has worked longest fails if it
+        exceeds its time.
+        """
+        event_loop().run_slice(0.0 if self._replies else wait_s)
+        if self._call_timeout is not None and self._working:
+            # After the slice: what came in time is a reply by then.
+            slowest = next(iter(self._working))
+            if slowest.worked_s > self._call_timeout:
+                slowest.cancel()
+                late = InputError(f"took more than {self._call_timeout:g} s; see --call-timeout")
+                self._replies.append((slowest, late))
+        replies = self._replies.copy()
+        self._replies.clear()
+        return replies
+
+    def _forget(self, driver: Driver, task: object) -> None:
+        """Note that a driver's function has returned."""
+        self._unfinished.discard(driver)
+        if not self._unfinished:
+            event_loop().stop()
+
+    def _take_replies(self, wait_s: float) -> bool:
         """Continue the episodes whose functions have replied. Return whether there are any."""
-        replies = self._programs.replies(timeout_s)
-        for running, reply in replies:
+        replies = self._wait_for_replies(wait_s)
+        for driver, reply in replies:
             try:
                 if isinstance(reply, Generate):
-                    self._begin_turn(running, reply)
+                    self._begin_turn(driver, reply)
                 elif isinstance(reply, InputError):
                     raise reply
                 else:
-                    self._end(running, running.episode.end_reason, reply)
+                    self._end(driver, driver.episode.end_reason, reply)
             except InputError as error:
-                num_turns = len(running.episode.all_turns)
+                num_turns = len(driver.episode.all_turns)
                 when = f"after turn {num_turns}" if num_turns else "before its first turn"
-                place = f"rollout {self._programs.name} for the row at {running.episode.row.place}"
+                place = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.place}"
                 raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
         return bool(replies)
 
-    def _begin_turn(self, running: RunningEpisode, asked: Generate) -> None:
+    def _begin_turn(self, driver: Driver, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
 
         A request that is rejected raises its InputError in the function, which may catch it and go on.
         """
         limit = "length"  # the turn has no room
         try:
-            running.branch, turn = _make_turn(self._prompts, running, asked)
+            driver.branch, turn = _make_turn(self._prompts, driver, asked)
         except InputError as error:
-            running.send(error)
+            driver.send(error)
             return
         if turn is not None:
-            running.turn = turn
+            driver.turn = turn
             self._count_results(asked)
-            limit = "max_turns" if len(running.episode.all_turns) >= self._max_turns else ""
+            limit = "max_turns" if len(driver.episode.all_turns) >= self._max_turns else ""
         if limit:
-            running.cancel()
-            self._end(running, limit)
-        elif not running.episode.all_turns:
+            driver.cancel()
+            self._end(driver, limit)
+        elif not driver.episode.all_turns:
             # All those of a prompt begin together: they share one prefill.
-            group = self._groups[running.episode.request.rollout_id.prompt_ordinal]
+            group = self._groups[driver.episode.request.rollout_id.prompt_ordinal]
             if all(one.branch is not None for one in group):
                 self._start(group)
-        elif running.budget == 0:
-            self._paused.append(running)
+        elif driver.budget == 0:
+            self._paused.append(driver)
         else:
-            self._start([running])
+            self._start([driver])
 
     def _count_results(self, asked: Generate) -> None:
         """Count the results of tools that are appended before a turn."""
@@ -200,38 +242,38 @@ class EpisodeRunner:
                 self.counts["tool_results"] += 1
                 self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
-    def _start(self, episodes: Sequence[RunningEpisode]) -> None:
+    def _start(self, episodes: Sequence[Driver]) -> None:
         """Submit the turns of these episodes."""
         requests = []
-        for running in episodes:
-            request = running.episode.branches[running.turn.branch].request
-            tokens = running.tokens_before()
-            running.part_start = len(tokens)
+        for driver in episodes:
+            request = driver.episode.branches[driver.turn.branch].request
+            tokens = driver.tokens_before()
+            driver.part_start = len(tokens)
             # Of the turn, the part that this round's budget allows.
-            limit = min(request.max_new_tokens, running.part_start + running.budget)
+            limit = min(request.max_new_tokens, driver.part_start + driver.budget)
             requests.append(replace(request, sampled=tokens, max_new_tokens=limit))
         self._engine.submit(requests, weight_version=self._weight_version)
 
-    def _take_tokens(self, running: RunningEpisode, rollout: Rollout) -> None:
+    def _take_tokens(self, driver: Driver, rollout: Rollout) -> None:
         """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
-        turn = running.turn
+        turn = driver.turn
         turn.tokens.rollout = rollout
         end = len(rollout.after_prompt)
-        running.budget -= end - running.part_start
-        self.counts["sampled_tokens"] += end - running.part_start
+        driver.budget -= end - driver.part_start
+        self.counts["sampled_tokens"] += end - driver.part_start
         if (
             rollout.finish_reason == "length"
-            and end < running.episode.branches[turn.branch].request.max_new_tokens
+            and end < driver.episode.branches[turn.branch].request.max_new_tokens
         ):
-            self._paused.append(running)
+            self._paused.append(driver)
             return
         turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
-        running.episode.take(turn)
-        running.send(turn)
+        driver.episode.take(turn)
+        driver.send(turn)
 
     def _end(
         self,
-        running: RunningEpisode,
+        driver: Driver,
         finish_reason: str | None,
         returned: Mapping[str, float | None] | None = None,
     ) -> None:
@@ -240,47 +282,47 @@ class EpisodeRunner:
         finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
         rewards than the run's.
         """
-        episode = running.episode
+        episode = driver.episode
         episode.drop_unseen()
-        rejected = f"; its last request was rejected: {running.rejected}" if running.rejected else ""
+        rejected = f"; its last request was rejected: {driver.rejected}" if driver.rejected else ""
         refuse(not episode.all_turns, f"ended without a turn; it must await one{rejected}")
         if returned is not None:
-            check_rewards({*returned, *episode.given}, self._reward_names, running.place)
+            check_rewards({*returned, *episode.given}, self._reward_names, driver.place)
         rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
         # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
         ends = _branch_ends(episode)
         if finish_reason is None:
             finish_reason = ends[episode.all_turns[-1].branch]
-        elif running.branch is not None:
-            ends[running.branch.number] = finish_reason
+        elif driver.branch is not None:
+            ends[driver.branch.number] = finish_reason
         rollout_id = episode.request.rollout_id
         row = self._prompts.row(rollout_id.prompt_ordinal)
-        running.ended = running.rollout(finish_reason, ends, rewards, row)
+        driver.ended = driver.rollout(finish_reason, ends, rewards, row)
         group = self._groups[rollout_id.prompt_ordinal]
         rollouts = [one.ended for one in group if one.ended is not None]
         if len(rollouts) == len(group):
             del self._groups[rollout_id.prompt_ordinal]
             self._ended.append(rollouts)
-        del self._running[rollout_id]
-        self._leave(running)
+        del self._drivers[rollout_id]
+        self._leave(driver)
 
-    def _leave(self, running: RunningEpisode) -> None:
+    def _leave(self, driver: Driver) -> None:
         """Take the branches of an episode out of the engine."""
-        episode = running.episode
+        episode = driver.episode
         self._engine.release(
             *(episode.request.rollout_id._replace(branch=branch.number) for branch in episode.branches)
         )
 
 
 def _make_turn(
-    prompts: PromptStream, running: RunningEpisode, asked: Generate
+    prompts: PromptStream, driver: Driver, asked: Generate
 ) -> tuple[Branch | None, Turn | None]:
     """Return the branch and the turn that a function asks for.
 
     The turn is None if it has no room, and the branch, too, if it is new and its prompt leaves none. Raises InputError,
     with the episode's place.
     """
-    episode, place = running.episode, running.place
+    episode, place = driver.episode, driver.place
     refuse(episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})")
     branch = episode.branches[asked.branch]
     if not branch.prompt_ids and not _begin_branch(prompts, branch, episode, place):

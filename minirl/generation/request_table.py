@@ -27,11 +27,9 @@ and returns to the front of the queue with its tokens, none of which is sampled 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.generation.block_pool import IntArray
@@ -43,29 +41,25 @@ from minirl.rollouts import TOKEN, Request, Rollout, RolloutId, StopTest, Stream
 NO_LIMIT = 1 << 62
 
 
-@dataclass(eq=False)
 class Group:
-    """Queued requests that begin with the same tokens, their prefix.
+    """Queued requests that share a prefix, in order.
 
-    prefix: the prompt's ids int64, and those that a request already has after it; then it is alone in its group.
+    prefix: the ids int64 of their prompt; of a request that has tokens, which is alone in its group, these too.
     row: the prefix' row in the cache, once a request of the group is admitted. hidden: the state [D] of its last
     token, which the next tokens are sampled from; None until the prefill.
     """
 
-    prefix: NDArray[np.int64]
-    requests: deque[Request]
-    row: int | None = None
-    hidden: Tensor | None = None
+    def __init__(self, *requests: Request):
+        self.requests = deque(requests)
+        first = requests[0]
+        self.prefix: IntArray = np.concatenate([unsampled(first.prompt_ids), first.sampled], dtype=TOKEN)["id"]
+        self.row: int | None = None
+        self.hidden: Tensor | None = None
 
-    def shares_prefix(self, request: Request) -> bool:
-        """Whether the request begins with the same tokens, and has no others."""
+    def has_prefix_of(self, request: Request) -> bool:
+        """Whether the prefix is the request's prompt, and the request has no tokens after it."""
         first = self.requests[0]
         return not len(first.sampled) and not len(request.sampled) and first.prompt_ids == request.prompt_ids
-
-
-def group_of(request: Request) -> Group:
-    """A group of this request alone."""
-    return Group(np.concatenate([unsampled(request.prompt_ids), request.sampled])["id"], deque([request]))
 
 
 class RequestTable:
@@ -122,11 +116,11 @@ class RequestTable:
             if self._resume(request):
                 continue
             if len(request.sampled):
-                begun.append(group_of(request))
-            elif self.queue and self.queue[-1].shares_prefix(request):
+                begun.append(Group(request))
+            elif self.queue and self.queue[-1].has_prefix_of(request):
                 self.queue[-1].requests.append(request)
             else:
-                self.queue.append(group_of(request))
+                self.queue.append(Group(request))
         self.queue.extendleft(reversed(begun))
 
     def _resume(self, request: Request) -> bool:
@@ -202,8 +196,8 @@ class RequestTable:
                 self.queue.popleft()
             elif not has_room:
                 # The first request is admitted in any case. It takes the prefix' row, for lack of room for a fork.
-                self.queue[0] = replace(group, requests=group.requests, row=None, hidden=None)
-                group.requests = deque()
+                self.queue[0] = Group(*group.requests)
+                group.requests.clear()
         return admitted
 
     def _num_blocks_soon(self) -> int:
@@ -336,7 +330,7 @@ class RequestTable:
 
     def _preempt(self, row: int) -> None:
         """Return a request, all of whose tokens were read, to the front of the queue."""
-        self.queue.appendleft(group_of(self.columns.unfinished(row)))
+        self.queue.appendleft(Group(self.columns.unfinished(row)))
         self._stop(np.array([row]))
         self._remove(row)
         self.stats.preemptions += 1

@@ -13,7 +13,7 @@ from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.tools import Tool, tool_name
-from minirl.episodes.running import UserRollout, check_form
+from minirl.episodes.driver import UserRollout, check_form
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.model.config import ModelConfig

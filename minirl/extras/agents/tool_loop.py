@@ -23,7 +23,7 @@ from minirl.data.task import Messages, as_messages
 from minirl.data.tools import tool_schemas
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
-from minirl.episodes.running import UserRollout
+from minirl.episodes.driver import UserRollout
 from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.

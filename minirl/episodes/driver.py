@@ -1,8 +1,7 @@
-"""The functions that write rollouts: each runs as a task of the event loop until its episode ends."""
+"""The function that writes a rollout, and the driver that runs it for one episode."""
 
 import asyncio
 import inspect
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,9 @@ from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import json_text
 from minirl.files.user_code import users_traceback
-from minirl.ranks.time_account import spent_on
 from minirl.rollouts import NO_TOKENS, TOKEN, EpisodeRecord, Rollout, Stream, TurnFacts, unsampled
 
 NO_BUDGET = sys.maxsize
-# Seconds for functions to clean up when the run ends.
-CLOSE_S = 1.0
 
 # A function asks for a turn; ended, with these rewards by name, None for one that does not apply; or failed: it
 # made a request that is refused, raised, or took too long.
@@ -55,21 +51,28 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", "rollout")
 
 
-class RunningEpisode:
-    """An episode between its beginning and the end of its last turn.
+class Driver:
+    """Runs the function of one episode, as a task of the event loop, until its `finally` has run.
 
-    task: its function, which replies when it asks for a turn, and once more when it ends. Ends after its `finally`.
-    turn: the one that the function asks for; None before the first. branch: the turn's; None if a new branch has no
-    room for its prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in
-    this round. budget: how many tokens the episode may sample in this round, from part_start on. rejected: why the
-    function's last request was rejected, if one was. ended: its rollout, once it has ended. working_since: when the
-    function began to work on its next reply; infinity while none is due.
+    The function replies when it asks for a turn, and once more when it ends.
+
+    turn: the one that it asks for; None before the first. branch: the turn's; None if a new branch has no room for its
+    prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in this round.
+    budget: how many tokens the episode may sample in this round, from part_start on. rejected: why the function's last
+    request was rejected, if one was. ended: its rollout, once it has ended.
     """
 
     def __init__(
-        self, episode: Episode, function: RolloutFunction, replies: "list[tuple[RunningEpisode, Reply]]"
+        self,
+        episode: Episode,
+        function: RolloutFunction,
+        replies: "list[tuple[Driver, Reply]]",
+        working: "dict[Driver, float]",
     ):
-        """replies: gets those of the function."""
+        """replies: gets those of the function. working: when each function began to work on its next reply, if it does.
+
+        Other drivers share both.
+        """
         self.episode = episode
         self.turn: Turn
         self.branch: Branch | None = None
@@ -77,9 +80,10 @@ class RunningEpisode:
         self.budget = NO_BUDGET
         self.rejected: InputError | None = None
         self.ended: Rollout | None = None
-        self.working_since = time.monotonic()
         self._function = function
         self._replies = replies
+        self._working = working
+        self._working[self] = time.monotonic()
         # While the function waits for its turn.
         self._asked: asyncio.Future[Turn] | None = None
         episode.ask = self._ask
@@ -89,6 +93,11 @@ class RunningEpisode:
     def place(self) -> str:
         """How messages name it."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
+
+    @property
+    def worked_s(self) -> float:
+        """How many seconds its function, which is at work, has worked on its next reply."""
+        return time.monotonic() - self._working[self]
 
     def tokens_before(self) -> Stream:
         """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
@@ -100,7 +109,7 @@ class RunningEpisode:
 
     def send(self, turn: Turn | InputError) -> None:
         """Give the function the turn that it asked for, or raise the error in it; it replies."""
-        self.working_since = time.monotonic()
+        self._working[self] = time.monotonic()
         future, self._asked = self._asked, None
         assert future is not None, "it asked for no turn"
         if future.cancelled():  # a failure follows
@@ -118,7 +127,7 @@ class RunningEpisode:
         """
         if not self.episode.is_closed:
             self.episode.is_closed = True
-            self.working_since = math.inf
+            self._working.pop(self, None)
             self.task.cancel()
 
     def rollout(
@@ -172,64 +181,8 @@ class RunningEpisode:
     def _reply(self, reply: Reply) -> None:
         if not self.episode.is_closed:
             self.episode.is_closed = not isinstance(reply, Generate)
-            self.working_since = math.inf
+            self._working.pop(self, None)
             self._replies.append((self, reply))
-            event_loop().stop()
-
-
-class Programs:
-    """Runs one function for many episodes. Nothing here is collective.
-
-    name: the function's.
-    """
-
-    def __init__(self, function: RolloutFunction, timeout_s: float | None):
-        """timeout_s: limit from the start or a turn to the next reply; None: no limit. Raises InputError."""
-        self.name = function_name(function)
-        check_form(function, f"rollout {self.name}")
-        self._function = function
-        self._timeout_s = timeout_s
-        # Also those that clean up after their episode's end.
-        self._open: set[RunningEpisode] = set()
-        self._replies: list[tuple[RunningEpisode, Reply]] = []
-
-    def begin(self, episode: Episode) -> RunningEpisode:
-        """Call the function for an episode; it replies."""
-        running = RunningEpisode(episode, self._function, self._replies)
-        self._open.add(running)
-        running.task.add_done_callback(lambda _: self._forget(running))
-        return running
-
-    def close_all(self) -> None:
-        """End all functions where they wait, and give them CLOSE_S to clean up."""
-        for running in self._open:
-            running.cancel()
-        until = time.monotonic() + CLOSE_S
-        while self._open and (left_s := until - time.monotonic()) > 0:
-            event_loop().run_slice(left_s)
-
-    @spent_on("wait_replies")
-    def replies(self, wait_s: float) -> list[tuple[RunningEpisode, Reply]]:
-        """Let the functions run until all wait; return their replies, in any order.
-
-        Without any it waits up to `wait_s` seconds for the first. The function that has worked longest fails if it
-        exceeds its time.
-        """
-        event_loop().run_slice(0.0 if self._replies else wait_s)
-        if self._timeout_s is not None and self._open:
-            # After the slice: what came in time is a reply by then.
-            slowest = min(self._open, key=lambda running: running.working_since)
-            if time.monotonic() - slowest.working_since > self._timeout_s:
-                slowest.cancel()
-                late = InputError(f"took more than {self._timeout_s:g} s; see --call-timeout")
-                self._replies.append((slowest, late))
-        replies = self._replies.copy()
-        self._replies.clear()
-        return replies
-
-    def _forget(self, running: RunningEpisode) -> None:
-        self._open.discard(running)
-        if not self._open:
             event_loop().stop()
 
 
