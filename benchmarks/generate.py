@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/generate.py MODEL [--dtype bfloat16]
 
 MODEL is a Hugging Face folder. Useful tokens are the sampled ones up to and including the stop token. `computed_tokens`
-are the tokens that passed the layers to get them: those of prompts, of decode steps, and the padding of small batches.
+are the tokens that passed the layers to get them: those of prompts and of decode steps.
 `steps` are decode steps.
 """
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from minirl.model import attention, padding, portable_attention
+from minirl.model import attention, batch_invariance, portable_attention
 from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
 from minirl.model.portable_attention import BLOCK, min_queries
 from minirl.model.transformer import is_batch_invariant
@@ -215,13 +215,13 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
     Free blocks are NaN, and then another row's: neither reaches a result.
     """
     cache, rows = make_cache(window, groups, dim, dtype)
-    keys, values = cache.pool.of_layer(0)
+    keys, values = cache.pool.layers[0]
     poison(cache)
 
     def check(chosen):
         index, mask = decode_layout(cache, chosen).read[window]
         q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
-        got = portable_attention.decode(padding.pad_rows(q), keys, values, index, mask)
+        got = portable_attention.decode(q, keys, values, index, mask)
         for i, row in enumerate(chosen):
             blocks, num_keys = cache.blocks.blocks_of(row), length_of(cache, row)
             k = keys[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
@@ -270,9 +270,6 @@ def test_the_probe_finds_the_least_number_of_queries_with_the_bits_of_many(name,
         return bmm(x.flip(2), y.flip(1)) if has_fault(x, y) else bmm(x, y)
 
     monkeypatch.setattr(torch, "bmm", bmm)
-    min_queries.cache_clear()
-    try:
-        assert min_queries(config.head_dim, torch.float32) == (expected and max(expected, least))
-        assert is_batch_invariant(config, torch.float32, CPU) == (expected is not None)
-    finally:
-        min_queries.cache_clear()
+    monkeypatch.setattr(batch_invariance, "_measurements", {})
+    assert min_queries(config.head_dim, torch.float32) == (expected and max(expected, least))
+    assert is_batch_invariant(config, torch.float32, CPU) == (expected is not None)

@@ -72,7 +72,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     expected = make_engine(model).generate(mixed_requests())
     # Before the skip: the probe decodes with the same states, so an error in them would look like an inexact machine.
     for rollout in expected:
-        assert torch.allclose(scores_of(model, [rollout]), rollout.sample_logprobs, atol=0.1)
+        assert torch.allclose(scores_of(model, [rollout]), pack([rollout]).sample_logprobs, atol=0.1)
     if not is_batch_invariant(model.config, dtype, CPU):
         pytest.skip("this machine's products are not batch-invariant")
     engine = make_engine(model, max_running_requests=3, keeps_cache=True)

@@ -68,7 +68,7 @@ def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, 
 
     cache, rows = make_cache(window, groups, dim, dtype)
     read = decode_layout(cache, rows).read[window]
-    keys, values = cache.pool.of_layer(0)
+    keys, values = cache.pool.layers[0]
     q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), *read)
     poison(cache, rows)

@@ -29,7 +29,7 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     cache, rows = make_cache(window, groups, dim, dtype)
     some = [rows[i] for i in (0, 2, 3, 4, 6, 9)]
     read, expected_read = paged_read(cache, some), decode_layout(cache, some).read[window]
-    keys, values = cache.pool.of_layer(0)
+    keys, values = cache.pool.layers[0]
     q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
     expected = portable_attention.decode(q, keys.float(), values.float(), *expected_read)
     poison(cache, rows)

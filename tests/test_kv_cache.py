@@ -54,7 +54,7 @@ def check_readable(layout: DecodeLayout, histories: list[list[float]]) -> None:
     """Each row reads its own history through its block table, at every position that it sees and at no other."""
     assert layout.positions.tolist() == [len(h) - 1 for h in histories]
     for layer, window in WINDOWS.items():
-        keys, values = layout.cached.pool.of_layer(layer)
+        keys, values = layout.cached.pool.layers[layer]
         index, mask = layout.read[window]
         for b, history in enumerate(histories):
             seen = history if window is None else history[-window:]

@@ -7,8 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minirl.model import batch_invariance, padding
+from minirl.model import batch_invariance
+from minirl.model.attention import PackedLayout, Sequence
+from minirl.model.batch_invariance import INEXACT, ProductForm
+from minirl.model.families import config_from_dict
 from minirl.model.layers import ACTIVATIONS, Gate
+from minirl.model.transformer import Transformer, is_batch_invariant
+from minirl.run import embedded_model
+from support.marks import slow
+from support.models import qwen2_config
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -63,35 +70,89 @@ def library(monkeypatch):
 
     def replace(linear):
         monkeypatch.setattr(F, "linear", linear)
-        batch_invariance.tile_rows.cache_clear()
+        monkeypatch.setattr(batch_invariance, "_measurements", {})
 
-    yield replace
-    batch_invariance.tile_rows.cache_clear()
+    return replace
 
 
-def exact_product(x, weight):
+def exact_product(x, weight, bias=None):
     """One reduction per element: the same bits at any number of rows."""
     return (x.double()[:, None] * weight.double()).sum(-1)
+
+
+def rows_that_differ(product, x, weight, rng):
+    """The numbers of rows, each from an arbitrary place on, whose products have other bits than those of all rows."""
+    expected = product(x, weight)
+    starts = {
+        rows: rng.randint(0, len(x) - rows) for rows in (*range(1, 65), *rng.sample(range(65, len(x)), 12))
+    }
+    return [
+        rows
+        for rows, start in starts.items()
+        if not torch.equal(product(x[start : start + rows], weight), expected[start : start + rows])
+    ]
+
+
+def at(*rows):
+    """An error of products with these numbers of rows."""
+    return lambda x: torch.full((len(x), 1), 1e-5 * (len(x) in rows))
+
+
+TILES = ProductForm(64, is_tiled=True)
 
 
 @pytest.mark.parametrize(
     ("error", "form"),
     [
-        (lambda x: 0 * x[:, :1], 0),
-        (lambda x: torch.full((len(x), 1), 1e-5 * (len(x) < 17)), 64),
-        (lambda x: torch.full((len(x), 1), 1e-5 * (len(x) == 129)), 64),
-        (lambda x: torch.full((len(x), 1), 1e-5 * (len(x) == 47)), 64),
-        (lambda x: 1e-5 * (torch.arange(len(x))[:, None] % 8), None),
-        (lambda x: 1e-5 * x.mean().expand(len(x), 1), None),
+        (at(), ProductForm(4)),
+        (at(1, 2, 3), ProductForm(4)),
+        (at(4), ProductForm(8)),
+        (at(*range(9)), ProductForm(16)),
+        (at(*range(17)), TILES),
+        (at(129), TILES),
+        (at(47), TILES),
+        (lambda x: 1e-5 * (torch.arange(len(x))[:, None] % 8), INEXACT),
+        (lambda x: 1e-5 * x.mean().expand(len(x), 1), INEXACT),
     ],
-    ids=["none", "few_rows", "many_rows", "one_number_of_rows", "place", "neighbours"],
+    ids="none 1-3 4 0-8 0-16 129 47 place neighbours".split(),
 )
 def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(library, error, form):
-    """It is not a rubber stamp: a small dependence on the batch asks for tiles, or for no promise."""
-    library(lambda x, weight: exact_product(x, weight).float() + error(x))
-    assert batch_invariance.tile_rows(12, 6, torch.float32) == form
-    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU) == (form is not None)
+    """It is not a rubber stamp: a small dependence on the batch asks for more rows, for tiles, or for no promise.
+
+    In the form of its shape, which is not that of another one, a row has the same bits in any batch.
+    """
+    library(lambda x, weight, bias=None: exact_product(x, weight).float() + error(x) * (len(weight) < 100))
+    for num_out, of_shape in ((6, form), (70, form), (130, ProductForm(4))):
+        assert batch_invariance.product_form(12, num_out, torch.float32) == of_shape
+        factors = randn(140, 12), randn(num_out, 12, seed=1)
+        differ = rows_that_differ(batch_invariance.linear, *factors, random.Random(0))
+        assert bool(differ) == (of_shape == INEXACT)
+    assert batch_invariance.is_batch_invariant([(12, 6)], torch.float32, CPU) == (form != INEXACT)
     assert not batch_invariance.is_batch_invariant([(12, 6)], torch.float32, torch.device("cuda"))
+
+
+def test_products_are_measured_again_under_settings_that_change_them(library, monkeypatch):
+    """The number of threads, with several of which nothing is promised, and the precision of fp32 products."""
+    rows_with_error = []
+    library(lambda x, weight: exact_product(x, weight).float() + at(*rows_with_error)(x))
+
+    def form():
+        return batch_invariance.product_form(12, 70, torch.float32)
+
+    assert form() == ProductForm(4)
+    rows_with_error += range(9)
+    assert form() == ProductForm(4), "measured only once"
+    with monkeypatch.context() as other:
+        other.setattr(torch, "get_num_threads", lambda: 2)
+        assert form() == INEXACT
+    assert form() == ProductForm(4)
+    settings = torch.backends.mkldnn.matmul
+    precision = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        assert form() == ProductForm(16)
+    finally:
+        settings.fp32_precision = precision
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
@@ -108,22 +169,7 @@ def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, mo
     x, weight = randn(600, 4, dtype=torch.bfloat16), randn(4, 4, dtype=torch.bfloat16, seed=1)
     assert torch.equal(linear(x[:129], weight), linear(x, weight)[:129])
     library(linear)
-    assert batch_invariance.tile_rows(4, 4, torch.bfloat16) == 64
-
-
-def rows_that_differ(product, x, weight, rng):
-    """The numbers of rows, each from an arbitrary place on, whose products have other bits than those of all rows."""
-    expected = product(x, weight)
-    starts = {
-        rows: rng.randint(0, len(x) - rows) for rows in (*range(1, 65), *rng.sample(range(65, len(x)), 12))
-    }
-    return [
-        rows
-        for rows, start in starts.items()
-        if not torch.equal(
-            product(padding.pad_rows(x[start : start + rows]), weight)[:rows], expected[start : start + rows]
-        )
-    ]
+    assert batch_invariance.product_form(4, 4, torch.bfloat16) == TILES
 
 
 @pytest.mark.slow
@@ -147,6 +193,39 @@ def test_no_shape_is_called_batch_invariant_that_is_not(dtype, seed):
                 if rows := rows_that_differ(product, *(factor.to(dtype) for factor in factors), rng):
                     wrong.append((shape, is_head, rows))
     assert not wrong
+
+
+REAL_SHAPES = {
+    "embedded": embedded_model.CONFIG,
+    "stories260K": qwen2_config(64, 172, 1, 8, 4, vocab=512),
+    "Qwen2.5-0.5B": qwen2_config(896, 4864, 1, 14, 2, vocab=2048),
+}
+
+
+@pytest.mark.parametrize("name", ["embedded", "stories260K", slow("Qwen2.5-0.5B")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_token_has_the_same_bits_in_a_batch_of_any_size(name, dtype):
+    """Hidden states and logits of a layer of real shapes, at the sizes around those at which kernels change."""
+    model = Transformer(config_from_dict(REAL_SHAPES[name]))
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.copy_(
+            randn(*parameter.shape, seed=seed) / parameter.shape[-1] ** 0.5 + (parameter.ndim == 1)
+        )
+    model = model.to(dtype)
+    if not is_batch_invariant(model.config, dtype, CPU):
+        pytest.skip("this machine's products depend on the batch")
+    tokens = torch.randint(len(model.head), (300,), generator=torch.Generator().manual_seed(0))
+
+    def results(tokens):
+        layout = PackedLayout((Sequence(1),) * len(tokens), CPU)
+        hidden = model(tokens, layout.positions, layout)
+        return hidden, batch_invariance.head_logits(hidden, model.head)
+
+    expected = results(tokens)
+    for size in (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 64, 65):
+        for got, whole in zip(results(tokens[7 : 7 + size]), expected, strict=True):
+            assert torch.equal(got, whole[7 : 7 + size]), size
 
 
 @pytest.mark.parametrize("num_in", [64, 515])

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 
 import train_grpo
-from support.cuda_rules import pad_as_on_cuda
 from support.marks import slow
 from support.scripts import (
     FAST_LEARNING,
@@ -67,7 +66,7 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script, 
 
 
 def test_world_size_need_not_divide_anything(two_ranks, runs):
-    """One prompt of three completions on two ranks, epochs, KL, tiny microbatches, every norm, as on CUDA unpadded.
+    """One prompt of three completions on two ranks, epochs, KL, tiny microbatches, every norm.
 
     Minibatches of one rollout leave a rank without tokens. Pitfall 4: all logprobs are at the sampling temperature.
     Pitfall 45. Pitfall 46: the schedule counts optimizer steps. Fault 43.
@@ -78,7 +77,7 @@ def test_world_size_need_not_divide_anything(two_ranks, runs):
     )
     flags += " --max-tokens-per-microbatch 40 --loss-norm constant --advantage-norm none"
     flags += " --lr-schedule linear --lr 1e-6 --temperature 0.7"
-    folder = trained(two_ranks, runs / "c", "train_grpo.py", flags, under=pad_as_on_cuda)
+    folder = trained(two_ranks, runs / "c", "train_grpo.py", flags)
     first, last = read_metrics(folder)
     warm_up, decay = (0.2, 0.4, 0.6, 0.8, 1, 1), (6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7)
     assert first["optim/lr"] == pytest.approx(1e-6 * sum(warm_up) / 6)
@@ -96,7 +95,7 @@ def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
     flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1"
     flags += " --max-tokens-per-microbatch 40 --bootstrap-truncated --gamma 0.99 --entropy-coef 0.01"
     flags += " --correction token_mask --temperature 0.7"
-    folder = trained(two_ranks, runs / "d", "train_ppo.py", flags, under=pad_as_on_cuda)
+    folder = trained(two_ranks, runs / "d", "train_ppo.py", flags)
     first, second, third = read_metrics(folder)
     assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
     assert first["value/grad_norm"] > 0

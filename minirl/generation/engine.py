@@ -363,6 +363,5 @@ class Engine:
         self._table.launched(rows, sampled[:, :num_requests], self.weight_version)
         self.stats.decode_tokens += num_requests
         self.stats.most_running = max(self.stats.most_running, num_requests)
-        num_computed = padding.num_padded(len(padded), self.device)
-        self.stats.padding_tokens += num_computed - num_requests
+        self.stats.padding_tokens += len(padded) - num_requests
         self.stats.decode_steps += 1

@@ -9,7 +9,7 @@ class EngineStats:
 
     `decode_tokens`: those that decode steps sampled. Of these, `discarded_tokens` come from an asynchronous step
     that was launched before the host knew that the request had finished.
-    `padding_tokens`: the padding of decode steps (`padding.num_padded` and `padding.graph_batch_size`).
+    `padding_tokens`: the padding of decode steps in CUDA graphs (`padding.graph_batch_size`).
     `preemptions` (within a turn) and `drops` (between two turns) count requests that lost their blocks to others; if
     they continued, they were prefilled again.
     `most_running`: requests in the largest decode step.

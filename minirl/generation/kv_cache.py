@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.generation.block_pool import BlockPool, IntArray, ceil_div
-from minirl.model import attention, padding
+from minirl.model import attention
 from minirl.model.attention import (
     PAGED_BLOCK,
     Cached,
@@ -81,7 +81,7 @@ class KVCache:
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
         self.pool = CachePool(keys, values, layers, self.states)
         if self.kernel == "portable":
-            self._portable = PortableReader(config, self.blocks, dtype, device)
+            self._portable = PortableReader(config, self.blocks, dtype)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
         """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
@@ -162,14 +162,13 @@ class KVCache:
 class PortableReader:
     """Makes what the portable kernel reads in a decode step. Keeps the indices while no table changes."""
 
-    def __init__(self, config: ModelConfig, blocks: BlockPool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, blocks: BlockPool, dtype: torch.dtype):
         self._blocks = blocks
-        self._device = device
         self._windows = set(config.attention_windows.values())
         self._num_kv = config.num_key_value_heads
         self._groups = config.num_attention_heads // config.num_key_value_heads
         # The kernel multiplies each block with the queries of at least this many sequences.
-        num_queries = min_queries(config.head_dim, dtype) or padding.MIN_ROWS
+        num_queries = min_queries(config.head_dim, dtype) or 1
         self._min_users = ceil_div(num_queries, self._groups)
         # The tables' version and the rows that the indices were made for.
         self._made_for: tuple[int, list[int]] | None = None
@@ -209,7 +208,6 @@ class PortableReader:
                 num_kv=self._num_kv,
                 groups=self._groups,
                 min_users=self._min_users,
-                num_padded=padding.num_padded(len(rows), self._device),
             )
             for firsts in set(first_blocks.values())
         }

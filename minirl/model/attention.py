@@ -96,10 +96,6 @@ class CachePool:
     layers: Mapping[int, tuple[Tensor, Tensor]]
     states: Any = None
 
-    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]."""
-        return self.layers[layer]
-
 
 class PagedRead(NamedTuple):
     """What `paged_attention` reads for B requests: block table int32 [B, n], and how many keys each has, int32 [B]."""
@@ -114,7 +110,7 @@ PortableRead = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]
 
 @dataclass(frozen=True)
 class Cached:
-    """Where the tokens of a layout are cached; the padding after them is not stored.
+    """Where the tokens of a layout are cached.
 
     rows int64: the cache row of each sequence in a `PackedLayout`, and of each token in a `DecodeLayout`.
     block, offset int64 [n]: where keys and values of the n tokens are stored.
@@ -127,11 +123,10 @@ class Cached:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the tokens' k and v, of [T', K, C], into the pool."""
-        keys, values = self.pool.of_layer(layer)
-        n = len(self.block)
+        keys, values = self.pool.layers[layer]
         # Two index tensors with slices between them: the indexed dimension comes first, [n, K, C].
-        keys[self.block, :, :, self.offset] = k[:n]
-        values[self.block, :, self.offset] = v[:n]
+        keys[self.block, :, :, self.offset] = k
+        values[self.block, :, self.offset] = v
 
 
 class _Memo:
@@ -263,13 +258,12 @@ Layout = PackedLayout | DecodeLayout
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, window: int | None) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] and, when decoding, the cache -> [T', H, C].
 
-    Stores k and v in the layout's cache for `layer`, if it has one. The padding of `padding.pad_rows`, which
-    follows the layout's tokens, is neither stored nor seen.
+    Stores k and v in the layout's cache for `layer`, if it has one.
     """
     if layout.cached is not None:
         layout.cached.store(layer, k, v)
     if isinstance(layout, DecodeLayout):
-        keys, values = layout.cached.pool.of_layer(layer)
+        keys, values = layout.cached.pool.layers[layer]
         if isinstance(layout.read, PagedRead):
             from minirl.extras.kernels import paged_attention
 

@@ -2,41 +2,95 @@
 
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
-shape. So on the CPU a rank computes on one thread (`ranks.process_group.start`), no product has fewer than
-`padding.MIN_ROWS` rows or MIN_COLUMNS columns, and bf16 is multiplied in fp32 where the CPU has no bf16 instructions
-(`product_dtype`). The rest is measured on the machine, once for each shape and dtype: `tile_rows` says whether all
-rows may be one product, or must be computed in tiles of a fixed number of rows. `is_batch_invariant` says whether
-that suffices for linear layers and the head, `portable_attention.min_queries` for attention.
+shape. So on the CPU a rank computes on one thread (`ranks.process_group.start`), no product has fewer than MIN_COLUMNS
+columns, and bf16 is multiplied in fp32 where the CPU has no bf16 instructions (`product_dtype`). The rest is measured
+on the machine, once for each shape and dtype: `product_form` says to how many rows a product is padded, or whether it
+is computed in tiles of a fixed number of rows. `is_batch_invariant` says whether that suffices for linear layers and
+the head, `portable_attention.min_queries` for attention. Norms and elementwise functions take any number of rows.
 
 On CUDA none of this is done, and the bits may differ. The gap between the logprobs is measured at every step
 instead.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.padding import MIN_ROWS, pad_rows
+from minirl.model.padding import pad_rows
 
-TILE_ROWS = 64
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class ProductForm(NamedTuple):
+    """How products of one shape are computed: with at least `num_rows` rows, the last ones perhaps padding.
+
+    is_tiled: `num_rows` rows at a time.
+    """
+
+    num_rows: int
+    is_tiled: bool = False
+
+
+# The forms that `product_form` tries, the fastest first. With few rows MKL and oneDNN use other kernels: seen at 1 to 15
+# rows on Intel; on AMD at 1 to 3, and in bf16 products of few terms and columns up to 15.
+FORMS = (ProductForm(4), ProductForm(8), ProductForm(16), ProductForm(64, is_tiled=True))
+# The form of products for which nothing is promised.
+INEXACT = ProductForm(1)
 # With fewer columns, kernels of matrix and vector compute a product, or such that give each place its own bits.
 MIN_COLUMNS = 64
 # Most elements of a bf16 factor for which, at few rows, MKL's fp32 product is the fastest.
 MAX_PLAIN_BF16 = 1 << 15
-# Numbers of rows that `tile_rows` tries: all up to 64, those around a kernel's blocks, and for small shapes, whose
-# kernels change at a number of multiplications, more.
-PROBED_ROWS = (*range(MIN_ROWS, 66), 80, 96, 100, 127, 128, 129, 192, 256, 300, 513, 1025, 2049, 4097)
-# Most multiplications in a product of `tile_rows` with more than 513 rows, and most elements of its weight.
+# Numbers of rows that `product_form` tries: all up to 64, those around a kernel's blocks, and for small shapes, whose
+# kernels change at a number of multiplications, more. No form has fewer than the first.
+PROBED_ROWS = (
+    *range(FORMS[0].num_rows, 66),
+    80,
+    96,
+    100,
+    127,
+    128,
+    129,
+    192,
+    256,
+    300,
+    513,
+    1025,
+    2049,
+    4097,
+)
+# Most multiplications in a product of `product_form` with more than 513 rows, and most elements of its weight.
 MAX_PROBED_WORK = 1 << 25
 MAX_PROBED_WEIGHT = 1 << 22
-PROBE_PERIOD = 11  # different rows of a product of `tile_rows`; no divisor or multiple of a kernel's
+# Different rows of a product of `product_form`; no divisor or multiple of a kernel's. In bf16 another order of fewer
+# than 8 terms changes one element in 5,000.
+PROBE_PERIOD = 11
+PROBE_PERIOD_OF_FEW_TERMS = 523
 # A vectorised function and its scalar tail differ in the last bit. Multiples of this width have no tail.
 VECTOR_WIDTH = 32
+
+
+# What the functions of `measured` returned, by function, arguments and settings.
+_measurements: dict[Any, Any] = {}
+
+
+def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Cache what a function measures of products, by its arguments and by what torch chooses kernels by."""
+
+    @functools.wraps(function)
+    def cached(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        settings = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+        key = function, args, tuple(kwargs.items()), settings
+        if key not in _measurements:
+            _measurements[key] = function(*args, **kwargs)
+        result: Result = _measurements[key]
+        return result
+
+    return cached
 
 
 @functools.cache
@@ -71,14 +125,17 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [T, in]; on the CPU batch-invariant for T >= MIN_ROWS."""
-    num_columns, num_terms = weight.shape
-    is_plain = x.device.type != "cpu" or not (
-        num_columns < MIN_COLUMNS or _is_widened(x) or tile_rows(num_terms, num_columns, x.dtype)
-    )
-    if is_plain:
+    """`F.linear` of x [T, in]; on the CPU batch-invariant."""
+    if x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    return _Product.apply(x, weight, bias)
+    num_columns, num_terms = weight.shape
+    form = product_form(num_terms, num_columns, product_dtype(x.dtype))
+    if form.is_tiled or num_columns < MIN_COLUMNS or _is_widened(x):
+        return _Product.apply(x, weight, bias, form)
+    num_rows = len(x)
+    if num_rows < form.num_rows:
+        return F.linear(pad_rows(x, form.num_rows), weight, bias)[:num_rows]
+    return F.linear(x, weight, bias)
 
 
 class _Product(torch.autograd.Function):
@@ -88,18 +145,17 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: ProductForm) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
         wide = product_dtype(x.dtype)
-        num_tile_rows = tile_rows(weight.shape[1], len(weight), wide)
         # Added by the product, as in one that is not padded: alone it would be rounded twice.
-        wide_bias = None if bias is None else _pad_columns(bias.to(wide))
+        wide_bias = None if bias is None else pad_rows(bias.to(wide), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=wide_bias)
-        return _multiply(product, x.to(wide), weight.to(wide), num_tile_rows).to(x.dtype)
+        return _multiply(product, x.to(wide), weight.to(wide), form).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """See the class."""
         x, weight = ctx.saved_tensors
         wide = product_dtype(grad.dtype)
@@ -111,29 +167,21 @@ class _Product(torch.autograd.Function):
             grad_weight = (wide_grad.t() @ x.to(wide)).to(grad.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _multiply(
-    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, num_tile_rows: int | None
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: ProductForm
 ) -> Tensor:
-    """Return the contiguous product [T, out] with MIN_COLUMNS columns or more, in tiles of `num_tile_rows` if any."""
-    num_columns = len(weight)
-    weight = _pad_columns(weight)
-    if num_tile_rows:
-        tiles = pad_rows(x, num_tile_rows).split(num_tile_rows)
+    """Return the contiguous product [T, out], computed in this form with MIN_COLUMNS columns or more."""
+    num_rows, num_columns = len(x), len(weight)
+    weight = pad_rows(weight, MIN_COLUMNS)
+    if form.is_tiled:
+        tiles = (pad_rows(tile, form.num_rows) for tile in x.split(form.num_rows))
         out = torch.cat([product(tile, weight) for tile in tiles])
     else:
-        out = product(x, weight)
-    return out[: len(x), :num_columns].contiguous()
-
-
-def _pad_columns(x: Tensor) -> Tensor:
-    """Append zeros to a weight [out, in], or a bias [out], up to MIN_COLUMNS columns of the product."""
-    num_missing = MIN_COLUMNS - len(x)
-    if num_missing <= 0:
-        return x
-    return torch.cat([x, x.new_zeros(num_missing, *x.shape[1:])])
+        out = product(pad_rows(x, form.num_rows), weight)
+    return out[:num_rows, :num_columns].contiguous()
 
 
 def activate(x: Tensor, function: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
@@ -171,11 +219,10 @@ def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
-    padded = pad_rows(hidden)
     if hidden.device.type != "cpu":
-        return _head_product(padded, weight)[: len(hidden)]
-    num_tile_rows = tile_rows(weight.shape[1], len(weight), product_dtype(hidden.dtype), is_head=True)
-    return _multiply(_head_product, padded, weight, num_tile_rows)[: len(hidden)]
+        return _head_product(hidden, weight)
+    form = product_form(weight.shape[1], len(weight), product_dtype(hidden.dtype), is_head=True)
+    return _multiply(_head_product, hidden, weight, form)
 
 
 def _head_product(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -183,40 +230,39 @@ def _head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return wide_mm(hidden, weight.t(), hidden.dtype)
 
 
-@functools.cache
-def tile_rows(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> int | None:
-    """Measure in tiles of how many rows products x [T, in] @ W [in, out] give each row the same bits at every T.
+@measured
+def product_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> ProductForm:
+    """Return the fastest form in which products x [T, in] @ W [in, out] give each row the same bits at every T.
 
-    0: they need no tiles. TILE_ROWS: in these, which take longer. None: not even in tiles. is_head: of `head_logits`.
-    With several threads 0, without measuring: they promise nothing.
+    INEXACT if there is none, and with several threads, which promise nothing. is_head: of `head_logits`.
     """
     if torch.get_num_threads() > 1:
-        return 0
+        return INEXACT
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
-    (x,), (weight,) = cancelling_factors(1, PROBE_PERIOD, num_in, num_columns, dtype)
+    period = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_OF_FEW_TERMS
+    (x,), (weight,) = cancelling_factors(1, period, num_in, num_columns, dtype)
     product = _head_product if is_head else F.linear
     numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
-    repeats = -(-numbers[-1] // PROBE_PERIOD)
+    repeats = -(-numbers[-1] // period)
     rows = x.repeat(repeats, 1)
-    for num_tile_rows in (0, TILE_ROWS):
-        expected = _multiply(product, rows[:MIN_ROWS], weight, num_tile_rows)[:PROBE_PERIOD].repeat(
-            repeats, 1
-        )
-        products = ((_multiply(product, rows[:n], weight, num_tile_rows), expected[:n]) for n in numbers)
-        if all(itertools.starmap(torch.equal, products)):
-            return num_tile_rows
-    return None
+    # All different rows for a small number of rows, too.
+    parts = [slice(i, i + n) for n in numbers for i in range(0, max(1, period - n + 1), n)]
+    for form in FORMS:
+        expected = _multiply(product, x, weight, form).repeat(repeats, 1)
+        if all(torch.equal(_multiply(product, rows[part], weight, form), expected[part]) for part in parts):
+            return form
+    return INEXACT
 
 
 def _has_bits_in_parts(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
     """Return whether columns computed in parts, as `shards` does, have the bits of the whole product."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
-    (x,), (weight,) = cancelling_factors(1, 2 * TILE_ROWS, num_in, num_columns, dtype)
+    (x,), (weight,) = cancelling_factors(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
     parts = weight.split(-(-num_columns // num_parts))
     return all(
         torch.equal(torch.cat([linear(x[:rows], part) for part in parts], 1), linear(x[:rows], weight))
-        for rows in (MIN_ROWS, 33, 2 * TILE_ROWS)
+        for rows in (1, 16, 33, 128)
     )
 
 
@@ -230,14 +276,14 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether products x [T, in] @ W [in, out] of all these (in, out) give each row the same bits at every T.
 
-    Measures `linear`, or `head_logits` if `is_head`: by `tile_rows`, and whether columns that are computed in
+    Measures `linear`, or `head_logits` if `is_head`: by `product_form`, and whether columns that are computed in
     `num_shards` parts, as `shards` does, have the bits of the whole. False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
     for num_in, num_out in set(shapes):
         for width in {num_out, -(-num_out // num_shards)}:
-            if tile_rows(num_in, width, product_dtype(dtype), is_head=is_head) is None:
+            if product_form(num_in, width, product_dtype(dtype), is_head=is_head) == INEXACT:
                 return False
         if num_shards > 1 and not _has_bits_in_parts(num_in, num_out, dtype, num_shards):
             return False

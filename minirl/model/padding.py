@@ -4,33 +4,19 @@ These are products of few rows on the CPU, a rank's forward over no tokens (both
 CUDA graph replays (`graph_batch_size`).
 """
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# With fewer rows MKL and oneDNN use other kernels (seen at 1 to 3 rows on AMD, 1 to 15 on Intel).
-MIN_ROWS = 16
 # Batch sizes of CUDA graphs above this are its multiples.
 GRAPH_STEP = 64
 
 
-def pad_rows(x: Tensor, multiple: int = 1) -> Tensor:
-    """Append zero rows to x [T, ...] up to `num_padded` and a multiple of `multiple`."""
-    num_rows = num_padded(len(x), x.device)
-    num_rows += -num_rows % multiple
+def pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """Append zero rows to x [T, ...] up to `num_rows`, if it has fewer."""
     num_missing = num_rows - len(x)
-    if num_missing == 0:
+    if num_missing <= 0:
         return x
-    zeros = x.new_zeros(num_missing, *x.shape[1:])
-    return torch.cat([x, zeros])
-
-
-def num_padded(num_rows: int, device: torch.device) -> int:
-    """Return how many rows `pad_rows` makes of `num_rows`: at least MIN_ROWS on the CPU, elsewhere at least 1.
-
-    Without rows a layer could not tell its heads: [0, heads x C] has no unique view as [0, heads, C].
-    """
-    least = MIN_ROWS if device.type == "cpu" else 1
-    return max(least, num_rows)
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, num_missing))
 
 
 def graph_batch_size(num_requests: int, max_requests: int) -> int:

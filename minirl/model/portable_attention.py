@@ -14,7 +14,6 @@ In shapes: H query heads; K key heads; g = H / K query heads that share a key he
 T' tokens that the model computes (see `attention.PackedLayout`).
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -42,7 +41,7 @@ QUERY_BLOCK_SIZES = (16, 32, 64)
 PROBED_ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 96, 112, 128)
 
 
-@functools.cache
+@batch_invariance.measured
 def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     """Return the least number of queries that `decode` may multiply with a key block on this machine's CPU.
 
@@ -212,13 +211,9 @@ def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor:
-    """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C].
-
-    All three may have more rows than the index, which has one or more (see `padding.pad_rows`); the result is 0 there.
-    """
-    num_padded, num_heads, dim = q.shape
+    """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]."""
+    num_hidden, num_heads, dim = q.shape
     num_kv = k.shape[1]
-    num_hidden = len(index.output_index) // num_kv
     groups = num_heads // num_kv
     q = q.reshape(-1, groups * dim)
     k = k.reshape(-1, dim)
@@ -236,10 +231,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor
         products = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
         block_out = _sum_in_order(products).to(q.dtype)
         outputs.append(block_out.view(-1, groups * dim))
-    out = torch.cat(outputs).index_select(0, index.output_index).view(num_hidden, num_heads, dim)
-    if num_hidden < num_padded:
-        out = F.pad(out, (0, 0, 0, 0, 0, num_padded - num_hidden))
-    return out
+    return torch.cat(outputs).index_select(0, index.output_index).view(num_hidden, num_heads, dim)
 
 
 @dataclass(frozen=True)
@@ -260,15 +252,15 @@ class DecodeIndex:
 
     Slots are ordered by block, then key head, then user. The kernel gathers rows by these int64 indices:
 
-    query [slots]: each slot's row of q [B' x K, g x C].
+    query [slots]: each slot's row of q [B x K, g x C].
     score [B x K x g x n]: where each query head and table entry finds its scores, as a row of the products
         with keys [slots x g, BLOCK].
     prob [slots x g]: the inverse of `score`, as a row of the probabilities [B x K x g x n, BLOCK].
-    out [n x B' x H]: where each table entry and query head finds its result, as a row of the products with
+    out [n x B x H]: where each table entry and query head finds its result, as a row of the products with
         values [slots x g, C].
-    unused bool [n, B', 1, 1]: entries without a block. Their results are set to 0.
+    unused bool [n, B, 1, 1]: entries without a block. Their results are set to 0.
 
-    Empty slots read row 0, and nothing reads their results. B' is B with the padding of `padding.pad_rows`.
+    Empty slots read row 0, and nothing reads their results.
 
     Example: three requests, two of one prompt whose first block is full; K = 1, g = 2, min_users = 1.
 
@@ -292,18 +284,14 @@ class DecodeIndex:
     unused: Tensor
 
 
-def index_decode(
-    tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int, num_padded: int
-) -> DecodeIndex:
+def index_decode(tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int) -> DecodeIndex:
     """Index a decode step of requests with these block tables, on the CPU.
 
     groups: query heads per key head.
     min_users: slots of each live block at each key head. Products of fewer queries could round differently
     (see `min_queries`).
-    num_padded: B with the padding of `padding.pad_rows`.
     """
     num_requests = len(tables)
-    num_missing = num_padded - num_requests
     columns = itertools.zip_longest(*tables, fillvalue=0)
     blocks = torch.tensor(list(columns), dtype=torch.int32).T.contiguous()
     n = blocks.shape[1]
@@ -344,10 +332,8 @@ def index_decode(
     prob[score[is_score]] = is_score.flatten().nonzero()[:, 0]
 
     # Results are summed over the entries of a table, so these come first.
-    out = score.permute(3, 0, 1, 2).flatten(2)  # [n, B, H]
-    out = F.pad(out, (0, 0, 0, num_missing))  # [n, B', H]
-    unused = ~is_used.T  # [n, B]
-    unused = F.pad(unused, (0, num_missing), value=True)[:, :, None, None]
+    out = score.permute(3, 0, 1, 2)  # [n, B, K, g]
+    unused = ~is_used.T[:, :, None, None]
     return DecodeIndex(
         block_sets=block_sets,
         blocks=blocks,
@@ -387,7 +373,7 @@ def _assign_slots(block: Tensor, users_of_block: Tensor, *, num_users: int, num_
 
 
 def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Tensor) -> Tensor:
-    """Attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
+    """Attention of the newest tokens q [B, H, C] over a pool -> [B, H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
     mask fp32 [B, 1, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
@@ -410,7 +396,7 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     if n > 1:
         # Entries without a block have the result of the first block, which must not count twice.
         out = out.masked_fill_(index.unused, 0)
-    return _sum_in_order(out.unbind(0)).to(q.dtype)[: len(q)]
+    return _sum_in_order(out.unbind(0)).to(q.dtype)
 
 
 def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]) -> Tensor:

@@ -8,13 +8,13 @@ from torch import Tensor
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
 
+# Of T tokens: cos and signed sin, fp32 [T, 1, R], for the first R channels of a head. The others stay as they are.
+Rotation = tuple[Tensor, Tensor]
+
 
 @functools.cache
-def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, ...]:
+def rope_table(config: ModelConfig, device: torch.device) -> tuple[Rotation, ...]:
     """Return the rotation of each of the config's ropes, at each of its max_position_embeddings positions.
-
-    A rotation of T tokens: fp32 [2, T, 1, R], cos and signed sin for the first R channels of a head. The others stay as
-    they are.
 
     A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
     configuration share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
@@ -25,11 +25,12 @@ def rope_table(config: ModelConfig, device: torch.device) -> tuple[Tensor, ...]:
         angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
         cos, sin = angle.cos(), angle.sin()
         rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-        tables.append((rope.amplitude * rotation[:, :, None]).to(device))
+        cos_table, sin_table = (rope.amplitude * rotation[:, :, None]).to(device)
+        tables.append((cos_table, sin_table))
     return tuple(tables)
 
 
-def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:
     """Rotate x [T, heads, C], multiplied by `scale`, in fp32 (fp64 for fp64); it is rounded once.
 
     rotation: of these tokens, see `rope_table`. A pair (a, b) of channels, as in Hugging Face, becomes
@@ -40,8 +41,9 @@ def rotate(x: Tensor, rotation: Tensor, scale: float = 1.0) -> Tensor:
         wide = wide * scale
     cos, signed_sin = rotation
     width = cos.shape[-1]
-    turned, rest = wide[..., :width], wide[..., width:]
-    turned = turned * cos + turned.roll(width // 2, -1) * signed_sin
-    if rest.shape[-1]:
-        turned = torch.cat([turned, rest], -1)
+    if width == x.shape[-1]:
+        turned = wide * cos + wide.roll(width // 2, -1) * signed_sin
+    else:
+        part, rest = wide[..., :width], wide[..., width:]
+        turned = torch.cat([rotate(part, rotation), rest], -1)
     return turned.to(x.dtype)

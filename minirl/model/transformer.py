@@ -25,7 +25,7 @@ from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
 from minirl.model.layers import ACTIVATIONS, Gate, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
-from minirl.model.rotation import rope_table, rotate
+from minirl.model.rotation import Rotation, rope_table, rotate
 from minirl.model.shards import Shards
 
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_size if config.qk_norm_over_heads else head_dim, config)
             self.k_norm = RMSNorm(kv_size if config.qk_norm_over_heads else head_dim, config)
 
-    def forward(self, x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self._split_heads(self.v_proj(x))
@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         for name in filter(None, config.norms):
             self.add_module(name, RMSNorm(config.hidden_size, config))
 
-    def forward(self, x: Tensor, rotation: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         out = self._norm(x, self.norms.before_attention)
         out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
         x = x + self._norm(out, self.norms.after_attention)
@@ -197,13 +197,15 @@ class Transformer(nn.Module):
 
         Collective among `shards`, if there are any.
 
-        tokens and positions: int64 [T], without padding; for the CPU's layers `padding.pad_rows` pads them.
+        tokens and positions: int64 [T]. The layers have one row of padding if there are none: [0, heads x C] has no
+        unique view as [0, heads, C].
         """
-        padded_tokens = padding.pad_rows(tokens)
-        padded_positions = padding.pad_rows(positions)
+        padded_tokens = padding.pad_rows(tokens, 1)
+        padded_positions = padding.pad_rows(positions, 1)
         if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
             return self.model.embed_tokens(tokens)  # no rank has tokens
-        rotations = [table[:, padded_positions] for table in rope_table(self.config, tokens.device)]
+        tables = rope_table(self.config, tokens.device)
+        rotations = [(cos[padded_positions], sin[padded_positions]) for cos, sin in tables]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.scales_embeddings:
             # Rounded to the dtype of the states, as Gemma was trained.

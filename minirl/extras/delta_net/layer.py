@@ -62,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         weight = self.norm.weight.to(wide)
         normed = F.rms_norm(out, weight.shape, weight, self.norm.eps).flatten(1)
         gate = activate(self.in_proj_z(x).to(wide), F.silu)
-        gated = padding.pad_rows(normed) * gate
+        gated = padding.pad_rows(normed, len(x)) * gate
         return self.out_proj(gated.to(x.dtype))
 
     def _packed(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout) -> Tensor:

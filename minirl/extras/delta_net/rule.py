@@ -27,9 +27,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from minirl.extras.delta_net.states import DELTA_CHUNK, DeltaStates, StateCache, next_state
 from minirl.model.attention import PackedLayout, Sequence, upload
-from minirl.model.batch_invariance import activate, at_least_fp32
+from minirl.model.batch_invariance import activate, at_least_fp32, measured
 from minirl.model.config import DeltaNet
-from minirl.model.padding import MIN_ROWS
 
 
 class DeltaRows(NamedTuple):
@@ -242,10 +241,10 @@ class _Solve(torch.autograd.Function):
 
 def padded_rows(shape: DeltaNet, device: torch.device) -> int:
     """Return how many rows `run_row` pads its products to."""
-    return least_rows(shape) or MIN_ROWS if device.type == "cpu" else 2
+    return least_rows(shape) or 2 if device.type == "cpu" else 2
 
 
-@functools.cache
+@measured
 def least_rows(shape: DeltaNet) -> int | None:
     """Measure to how few rows `run_row` may pad its products and have the bits of `run_chunks` on this CPU.
 
@@ -258,7 +257,7 @@ def least_rows(shape: DeltaNet) -> int | None:
     rows = DeltaRows(q, k, randn(shape.value_head_dim), -randn().abs(), randn().sigmoid())
     layout = PackedLayout((Sequence(length),) * 3, q.device)
     expected = run_chunks(rows, index_chunks(layout))
-    for num_padded in (2, 4, 8, MIN_ROWS):
+    for num_padded in (2, 4, 8, 16):
         decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))
         if all(torch.equal(outputs, expected[: len(outputs)]) for outputs in decoded):
             return num_padded

@@ -31,6 +31,9 @@ _HARMLESS = frozenset(
     "dropout position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "return_dict".split()
 )
+# Least rows of a stream on the CPU, the last ones perhaps padding. Some modules multiply otherwise than by `F.linear`
+# (GPT-2 by `addmm`), and nothing measures how many rows that needs.
+MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
     getattr(place, name)
@@ -71,7 +74,8 @@ def packed_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refuse(not causal, "its attention is not causal")
     stream: Stream = module.stream
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    num_tokens = len(stream.layout.positions)
+    q, k, v = (x[0, :, :num_tokens].transpose(0, 1) for x in (query, key, value))
     if stream.calls is not None:
         stream.calls.append((module.layer_idx, sliding_window, k.shape))
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
@@ -80,7 +84,7 @@ def packed_attention(
     if width < k.shape[-1]:  # latent attention
         v = F.pad(v, (0, k.shape[-1] - width))
     out = attend(q, k, v, stream.layout, layer=module.layer_idx, window=sliding_window)
-    return out[None, ..., :width], None
+    return padding.pad_rows(out, query.shape[2])[None, ..., :width], None
 
 
 class _BatchInvariant(TorchFunctionMode):
@@ -103,8 +107,7 @@ class _BatchInvariant(TorchFunctionMode):
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of x [..., in]."""
     rows = x.reshape(-1, x.shape[-1])
-    product = batch_invariance.linear(padding.pad_rows(rows), weight, bias)
-    return product[: len(rows)].unflatten(0, x.shape[:-1])
+    return batch_invariance.linear(rows, weight, bias).unflatten(0, x.shape[:-1])
 
 
 class _Linear(Linear):
@@ -207,7 +210,8 @@ class HFTransformer(Transformer):
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """See `Transformer`."""
-        ids = padding.pad_rows(tokens)
+        num_rows = MIN_ROWS if tokens.device.type == "cpu" else 1
+        ids = padding.pad_rows(tokens, num_rows)
         if self.shards is not None and not self.shards.join(len(ids), has_tokens=len(tokens) > 0):
             return self.model.embed_tokens(tokens)
         if self._place != tokens.device:
@@ -215,7 +219,9 @@ class HFTransformer(Transformer):
         self.stream.layout = layout
         hf = self._hf.base_model if self.config.scalar_head else self._hf
         with self._invariance():
-            out = hf(input_ids=ids[None], position_ids=padding.pad_rows(positions)[None], use_cache=False)
+            out = hf(
+                input_ids=ids[None], position_ids=padding.pad_rows(positions, num_rows)[None], use_cache=False
+            )
         states: Tensor = out[0][0, : len(tokens)]
         if not self.config.scalar_head and self.lm_head.bias is not None:
             states = F.pad(states, (0, 1), value=1.0)
