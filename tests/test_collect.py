@@ -21,7 +21,6 @@ from support.collecting import (
     facts,
     letter_tokenizer,
     make_collector,
-    resumed,
     sums,
 )
 from support.engines import cached_model, make_engine, scores_of
@@ -173,27 +172,6 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
             ages.append(step - int(versions[0]))
     assert max(ages) == max_staleness, "the bound was never reached"
     assert collector.engine.take_stats().decode_steps < 12 * 50 / 2, "long rollouts decode alone"
-    collector.close()
-
-
-@pytest.mark.parametrize("later", [0, 3])
-def test_no_prompt_is_lost_or_served_twice_by_resumes(later):
-    """With the same `max_staleness`, another, or 0. Prompts in flight begin again, before new ones. Fault 12."""
-    length = random_length()
-
-    def make(max_staleness):
-        return make_collector(Prompts(length), group_size=2, round_tokens=5, max_staleness=max_staleness)
-
-    trained = []
-    collector = make(3)
-    for number in range(4):
-        for _ in range(3):
-            trained += collector.collect(3).table.prompt_ordinal[::2].tolist()
-        before = collector.in_flight
-        assert sorted(trained + before) == list(range(collector.num_served))
-        assert before or number, "nothing was in flight"
-        collector = resumed(collector, make(later))
-        assert collector.in_flight == before
     collector.close()
 
 

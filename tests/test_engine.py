@@ -131,37 +131,24 @@ def test_sampled_logprobs_equal_scoring_logprobs(attention, dtype):
 # Rollouts do not depend on scheduling.
 
 SCHEDULES = {
-    "prompts by threes, at any time": {"max_prefill_tokens": 300},
-    "late, padded, preempted": {
-        "async_decoding": True,
-        "cuda_graphs": True,
-        "cache_tokens": 320,
-    },
-    "one at a time": {"max_running_requests": 1},
-    "prompts alone": {"max_prefill_tokens": 1},
+    "late, padded, at any time": {"max_prefill_tokens": 300, "async_decoding": True, "cuda_graphs": True},
     "preempted": {"cache_tokens": 320},
-    "late, few": {"async_decoding": True, "max_running_requests": 3, "max_prefill_tokens": 130},
-    "late, padded, few, at any time": {
-        "async_decoding": True,
-        "cuda_graphs": True,
-        "max_running_requests": 7,
-    },
 }
-FEW_SCHEDULES = list(SCHEDULES)[:2]  # together they have every part of a schedule
 
 
 @for_every_model
-@pytest.mark.parametrize("name", [name if name in FEW_SCHEDULES else slow(name) for name in SCHEDULES])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
-    """Few rows, small prefills, rows that are thrown out and recomputed, tokens that are read one step late, what a
-    graph would replay (called instead), and groups torn apart that arrive while others decode change no bit and sample
-    no token twice. Pitfalls 11 and 51."""
+    """Small prefills, rows that are thrown out and recomputed, tokens that are read one step late, what a graph would
+    replay (called instead), and groups torn apart that arrive while others decode change no bit and sample no token
+    twice. Pitfalls 11 and 51."""
     options = SCHEDULES[name]
+    is_late = "late" in name
     model = cached_model(attention, dtype)
     engine = make_engine(model, **options)
     rng = random.Random(0)
     waiting = mixed_requests()
-    if "any time" in name:
+    if is_late:
         rng.shuffle(waiting)
     else:
         engine.submit(waiting)
@@ -177,29 +164,25 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
             break
     assert_same(rollouts, expected_rollouts(attention, dtype), model)
     assert engine._cache is engine._graphs is None, "training needs the memory"
-    assert max(prefills) <= max(options.get("max_prefill_tokens", 8192), 150)
+    assert max(prefills) <= options.get("max_prefill_tokens", 8192)
     assert sum(count > 0 for count in prefills) > 2
     stats = engine.take_stats()
-    is_late, is_tight = "late" in name, "preempted" in name
-    assert (stats.preemptions > 0) == is_tight
+    assert (stats.preemptions > 0) != is_late
     num_decoded = stats.decode_tokens - stats.discarded_tokens
     num_prefilled_rows = len(rollouts) + stats.preemptions  # each sampled one token
     assert num_decoded + num_prefilled_rows == sum(len(r.completion) for r in rollouts), "sampled twice"
-    # Each stop token that is not the last one allowed costs a row, unless a full cache has tokens read at once.
+    # Each stop token that is not the last one allowed costs a row.
     stopped = sum(r.finish_reason == "stop" and len(r.completion) < 32 for r in rollouts)
-    assert stats.discarded_tokens == is_late * stopped or is_tight
-    assert (stats.discarded_tokens > 0) == is_late
+    assert stats.discarded_tokens == is_late * stopped
     assert stats.wasted_tokens == stats.computed_tokens - num_decoded
 
 
 @for_every_model
-@pytest.mark.parametrize(("late", "cache_tokens"), [(True, 8192), slow(False, 288)])
-def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, late, cache_tokens):
+def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype):
     """Again and again, on one of two engines at equal weights: each token carries the version of the phase that
     sampled it. Pitfall 40."""
     model = cached_model(attention, dtype)
-    options = {"cache_tokens": cache_tokens, "async_decoding": late, "cuda_graphs": late}
-    engines = [make_engine(model, max_running_requests=n, **options) for n in (20, 9)]
+    engines = [make_engine(model, max_running_requests=n, async_decoding=True) for n in (20, 9)]
     rollouts, unfinished = [], mixed_requests()
     for phase, num_tokens in enumerate(itertools.cycle((1, 5, 9)), start=4):
         engine = engines[phase % 2]
@@ -222,22 +205,6 @@ def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype, la
             break
     assert phase > 6
     assert_same(rollouts, expected_rollouts(attention, dtype), model)
-    assert any(engine.stats.preemptions > 0 for engine in engines) == (cache_tokens == 288)
-    assert all((engine.stats.discarded_tokens > 0) == late for engine in engines)
-
-
-# Groups.
-
-
-def test_a_group_that_fills_the_cache_at_a_block_border_is_admitted():
-    """Forks of whole blocks need no room in a full cache."""
-    model = cached_model("mixed", torch.float32)
-    requests = [
-        make_request(prompt, number=number, member=member, max_new_tokens=6)
-        for number, prompt in enumerate([make_prompt(128), make_prompt(128)[::-1]])
-        for member in range(2)
-    ]
-    assert_same(run(make_engine(model, cache_tokens=256), requests), run(make_engine(model), requests), model)
 
 
 # Ends.
@@ -311,14 +278,6 @@ def test_a_request_that_leaves_nothing_to_sample_from_or_to_sample_is_refused(pr
 # Weights and cache.
 
 
-def change_weights(model: Transformer) -> None:
-    with torch.no_grad():
-        for i, param in enumerate(model.parameters()):
-            if param.ndim == 2:
-                noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(i))
-                param.add_((noise * 0.5 * param.float().std()).to(param.dtype))
-
-
 @for_every_model
 @pytest.mark.parametrize("how", ["keeps_cache async_decoding cuda_graphs", slow("")])
 def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
@@ -333,7 +292,7 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
         assert kept[0].blocks.references.sum() == ("cuda_graphs" in how), (
             "a sequence stays, besides the padding"
         )
-    change_weights(model)
+    model.load_state_dict(make_model(attention, dtype, seed=1).state_dict())
     after = run(engine, mixed_requests())
     assert_same(after, run(make_engine(model), mixed_requests()), model)
     assert (engine._cache, engine._graphs) == kept

@@ -14,11 +14,20 @@ from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.families import FAMILIES, config_from_dict, read_config
 from minirl.model.transformer import is_batch_invariant, on_meta
-from minirl.model.weights import kept_tensors, load_replica, read_tokenizer_files, write_folder
+from minirl.model.weights import kept_tensors, load_replica, write_folder
 from minirl.run.budget import num_parameters
 from minirl.training.batch import pack
 from support.engines import CPU, hidden_states, make_engine, make_request, scores_of
-from support.families import CASES, DELTA_NET, PUBLISHED, check_peft, family_table, make_checkpoint, twin
+from support.families import (
+    CASES,
+    DELTA_NET,
+    PUBLISHED,
+    check_peft,
+    family_table,
+    flags_to_train,
+    make_checkpoint,
+    twin,
+)
 from support.marks import slow
 from support.resuming import resume
 from support.scripts import read_metrics, trained
@@ -26,7 +35,7 @@ from support.scripts import read_metrics, trained
 DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 # One case of each family: the last, which has most features.
 OF_FAMILY = {CASES[name][0]: name for name in CASES}
-TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
+TINY = "--num-steps 2 --group-size 3 --num-minibatches 1 --save-every 1"
 # Together they have nearly every feature.
 RUNS = [("gemma3_text", "train_ppo.py"), slow("qwen3_5_text", "train_grpo.py"), slow("olmo3", "train_ppo.py")]
 FEW_PUBLISHED = ("OLMo-2-7B", "SmolLM3-3B")
@@ -60,35 +69,13 @@ def test_text_is_that_of_transformers_and_logprobs_are_those_of_training(name, t
     assert all(torch.equal(loaded[key], value) for key, value in oracle.state_dict().items())
 
 
-REWARD = "def distinct(completions, **fields):\n    return [len(set(text)) / 8 for text in completions]\n"
-
-
-@pytest.fixture
-def folder_of(embedded_model, tmp_path):
-    """Makes the folder of a case with the embedded model's tokenizer, beside data and a reward."""
-    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}{9 - i}="}) for i in range(9)))
-    (tmp_path / "reward.py").write_text(REWARD)
-
-    def make(name):
-        oracle = make_checkpoint(name, vocab_size=16, eos_token_id=0, bos_token_id=1)
-        write_folder(
-            tmp_path / name,
-            dict(twin(oracle).named_parameters()),
-            config=oracle.config.to_dict(),
-            tokenizer_files=read_tokenizer_files(embedded_model),
-        )
-        return tmp_path / name
-
-    return make
-
-
 @pytest.mark.parametrize(("name", "script"), RUNS)
 def test_steps_on_two_ranks_have_no_gap_and_a_resume_has_the_same_bits(
-    two_ranks, runs, folder_of, name, script
+    two_ranks, runs, tmp_path, name, script
 ):
-    folder = folder_of(name)
-    data = f"--data {folder.parent}/data.jsonl --reward {folder.parent}/reward.py:distinct"
-    flags = f"--model {folder} {data} {TINY} --max-new-tokens 8 --lr 1e-3 --temperature 9"
+    folder = tmp_path / name
+    make_checkpoint(name, vocab_size=16, eos_token_id=0, bos_token_id=1).save_pretrained(folder)
+    flags = f"{flags_to_train(folder)} {TINY}"
     run = trained(two_ranks, runs / f"{name}-{script[6:-3]}", script, flags)
     for line in read_metrics(run):
         assert line["policy/logp_equal_frac"] == 1

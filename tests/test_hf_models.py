@@ -29,7 +29,7 @@ from minirl.run.budget import num_parameters
 from minirl.run.embedded_model import write_shape
 from minirl.training.batch import pack
 from support.engines import make_engine, make_request, scores_of
-from support.families import PUBLISHED_KEYS, check_peft, logit_error
+from support.families import PUBLISHED_KEYS, check_peft, flags_to_train, logit_error
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import resume
@@ -185,14 +185,8 @@ def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
 
 def small_run(folder, kind, **keys):
     """A small model of this type, and flags to train it."""
-    model = folder / kind
-    make_checkpoint(model, kind, **keys)
-    write_shape(folder / "tokens")
-    for path in (folder / "tokens").glob("tokenizer*"):
-        path.rename(model / path.name)
-    data = f"--data {write_rows(folder / 'data.jsonl', [{'prompt': f'{i}{9 - i}='} for i in range(9)])}"
-    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9"
-    return model, f"--model {model} {data} {reward_of(folder, 'len(set(c)) / 8')} {flags}"
+    make_checkpoint(folder / kind, kind, **keys)
+    return folder / kind, flags_to_train(folder / kind)
 
 
 @pytest.mark.parametrize("kind", [slow(kind) for kind in RUNS])

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout, Sequence
-from minirl.model.weights import load_replica
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
-from support.engines import CPU, hidden_states, make_engine, make_request, score_at
+from support.engines import CPU, hidden_states, score_at
 from support.families import CASES, make_checkpoint, twin
 from support.marks import slow
 
@@ -135,21 +134,3 @@ def test_recomputed_layers_run_twice_and_change_no_bit_of_any_gradient(name, len
     for key, grad in gradients[0].items():
         assert torch.equal(gradients[1][key], grad), key
         assert (grad.norm() > 0) == bool(lengths), key
-
-
-def test_greedy_engine_continues_a_real_checkpoint_as_transformers_generate(data_folder):
-    """stories260K: 100 greedy tokens of three prompts, decoded together."""
-    folder = data_folder / "stories260K"
-    oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = ("Once upon a time, there was a", "Tim had a red ball. One day", "Lily and her mom went to")
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
-    model, stop_ids = load_replica(folder, dtype=torch.float32), frozenset({1})
-    engine = make_engine(model)
-    requests = [
-        make_request(prompt, number=i, max_new_tokens=100, temperature=0.0, stop_ids=stop_ids)
-        for i, prompt in enumerate(prompts)
-    ]
-    for rollout, prompt in zip(engine.generate(requests), prompts, strict=True):
-        expected = oracle.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=100)[0]
-        assert rollout.tokens.tolist() == expected.tolist()

@@ -39,26 +39,16 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
         assert ("already finished" in output) == (last_step == NUM_STEPS)
 
 
-@pytest.mark.slow
-def test_row_11_a_run_goes_on_with_another_number_of_ranks(one_rank, two_ranks, runs):
-    """The prompts are the same and, given equal weights, the samples."""
-    script, flags = CASES["grpo"]
-    folder = trained(two_ranks, runs / "grpo", script, COMMON, flags)
-    fewer = interrupted_copy(folder, "fewer", 2)
-    run_in_pool(one_rank, script, COMMON, flags, f"--run-name {fewer.name}", runs=runs)
-    whole, rest = ([(r["id"], r["completion"]) for r in read_rollouts(run, 3)] for run in (folder, fewer))
-    assert rest == whole
-
-
-def test_row_12_a_resume_begins_the_prompts_in_flight_again(two_ranks, runs):
-    """None is lost or served twice: those of a run that was killed, also with another bound of staleness."""
+def test_rows_11_and_12_a_resume_begins_the_prompts_in_flight_again(one_rank, two_ranks, runs):
+    """None is lost or served twice: those of a run that was killed, also with another number of ranks and another bound
+    of staleness."""
     flags = f"{COMMON} --max-staleness 2"
     folder = trained(two_ranks, runs / "partial", "train_grpo.py", flags)
     copy = interrupted_copy(folder, "partial-0", 2)
     in_flight = load(copy / "checkpoints" / "000002" / "resume" / "progress.pt")["in_flight"]
     assert in_flight
     more = (COMMON, "--max-staleness 0 --num-steps 5", f"--run-name {copy.name}")
-    run_in_pool(two_ranks, "train_grpo.py", *more, runs=runs)
+    run_in_pool(one_rank, "train_grpo.py", *more, runs=runs)
     trained_on = [{r["id"][0] for r in read_rollouts(copy, step)} for step in range(1, 6)]
     assert sum(map(len, trained_on)) == len(set.union(*trained_on)) == 5 * 3
     assert set(in_flight) & set.union(*trained_on[2:])

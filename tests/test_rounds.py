@@ -32,11 +32,11 @@ def little_patience(monkeypatch):
 
 
 def waiting_for(gate):
-    """A function whose episodes of the second prompt wait for an event, if any, after their first turn."""
+    """A function whose episodes of the second prompt wait for an event after their first turn."""
 
     async def patient(episode):
         await episode.generate(max_tokens=3)
-        if gate and episode.row.place == make_prompts().row(1).place:
+        if episode.row.place == make_prompts().row(1).place:
             await gate.wait()
         await episode.generate(after="ab", max_tokens=3)
 
@@ -48,25 +48,39 @@ def ordinals(steps):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_slow_reply_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(is_killed):
-    """Also after a resume, which begins them again, and beside an evaluation with the same function."""
+@pytest.mark.parametrize("slow_part", ["reply", "reward"])
+def test_a_slow_reply_or_reward_holds_no_step_up_and_its_rollouts_are_trained_when_it_has_come(
+    load_reward, tmp_path, slow_part, is_killed
+):
+    """Once, as in one whole step; also after a resume, which begins them again, and beside an evaluation with the same
+    functions."""
     gate = asyncio.Event()
-    collector = make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS)
+    file = tmp_path / make_prompts().row(1).prompt
+    if slow_part == "reward":
+        gate.set()
+        file.touch()
+    functions = {"reward": load_reward("reward", num_workers=2)}
+
+    def make(**options):
+        return make_collector(make_prompts(), functions=functions, rollout=waiting_for(gate), **options)
+
+    collector = make(**OPTIONS)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
     assert 1 in collector.in_flight
+    assert (1 in collector._queue.groups) == (slow_part == "reward")
     requests = make_prompts().requests([0], group_size=0, num_greedy=1)
     assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
     gate.set()
+    file.unlink(missing_ok=True)
     if is_killed:
-        collector = resumed(collector, make_collector(make_prompts(), rollout=waiting_for(gate), **OPTIONS))
+        collector = resumed(collector, make(**OPTIONS))
     steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
     rows = list(itertools.chain(*steps))
     found = {row[0]: row for row in rows}
     assert len(found) == len(rows), "a prompt comes twice"
     assert 1 in {rollout_id.prompt_ordinal for rollout_id in found}
-    whole = make_collector(make_prompts(), rollout=waiting_for(None))
-    (expected,) = collected(whole, 1, 1 + max(rollout_id.prompt_ordinal for rollout_id in found))
+    (expected,) = collected(make(), 1, 1 + max(rollout_id.prompt_ordinal for rollout_id in found))
     assert found == {row[0]: row for row in expected if row[0] in found}
 
 
@@ -81,27 +95,6 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
     clock.monotonic = lambda: 61.0
     collector._run_round(0)
     assert collector._queue.groups.keys() == {0, 1}
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_slow_reward_holds_no_step_up_and_is_asked_for_once_unless_it_is_lost(
-    load_reward, tmp_path, is_killed
-):
-    gate = tmp_path / make_prompts().row(1).prompt
-    gate.touch()
-    function = load_reward("reward", num_workers=2)
-    options = {"functions": {"reward": function}, "rollout": waiting_for(None), **OPTIONS}
-    collector = make_collector(make_prompts(), **options)
-    steps = collected(collector, 2, 2)
-    assert all(1 not in step for step in ordinals(steps))
-    assert len(collector._queue.groups[1].rollouts) == 3
-    gate.unlink()
-    if is_killed:
-        collector = resumed(collector, make_collector(make_prompts(), **options))
-    steps += collected(collector, NUM_STEPS - 2, 2, first_step=2)
-    assert sum(1 in step for step in ordinals(steps)) == 1
-    for rollout_id, _, tokens, is_sampled, *_, rewards in itertools.chain(*steps):
-        assert rewards == [len(tokens) - is_sampled.index(True)], rollout_id
 
 
 @pytest.mark.slow

@@ -11,10 +11,9 @@ from support.engines import next_turn
 from support.marks import slow
 from support.scheduling import Load, requests_of, stub_engine
 
-# Far more requests than places, in caches that have room and in tight ones.
+# Far more requests than places, in caches that just have room and in a tight one.
 LOADS = {
     "one place": Load(1, 4096, 3, 4, 500, 20),
-    "room": Load(256, 65_536, 16, 8, 200, 350),
     "long prompts": Load(32, 37_500, 8, 16, 1000, 200),
     "long prompts, tight": Load(256, 65_536, 32, 16, 1000, 300),
 }

@@ -14,12 +14,7 @@ from minirl.model.layers import Linear
 from minirl.model.shards import Shards
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.run import planning, setup
-from support.engines import (
-    CPU,
-    make_engine,
-    make_prompt,
-    make_request,
-)
+from support.engines import CPU, make_engine, mixed_requests
 from support.families import make_checkpoint, twin
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder, sharded
@@ -50,14 +45,6 @@ def sharded_twin(whole: Transformer, rank: int) -> Transformer:
     return model
 
 
-def a_group_and_others():
-    """A group, a greedy request, and prompts around the border of a cache block."""
-    group = [make_request(make_prompt(20), member=member) for member in range(3)]
-    lengths = enumerate((1, 117, 127, 128, 150), start=1)
-    others = [make_request(make_prompt(n), number=i, temperature=0.7, max_new_tokens=12) for i, n in lengths]
-    return [*group, make_request(make_prompt(9), number=9, temperature=0.0), *others]
-
-
 def decoded(rollouts):
     """What must be equal of rollouts: tokens, the bits of logprobs, reasons."""
     return [(r.tokens.tolist(), r.stream["logprob"].tolist(), r.finish_reason) for r in rollouts]
@@ -66,9 +53,10 @@ def decoded(rollouts):
 def decode_both_ways(rank, whole, size, options):
     """This rank's share of the requests decoded from whole weights, and together; its share of the layers' bytes."""
     model = sharded_twin(whole, rank)
-    own = a_group_and_others()[rank::size]
-    if rank == 1:
-        own = own[:1]  # it is done long before the others
+    requests = mixed_requests()
+    num_own = len(requests) // size
+    # Rank 1 is done long before the others.
+    own = requests[rank * num_own :][: 1 if rank == 1 else num_own]
     results = []
     for each in (whole, model):
         engine = make_engine(each, **options)

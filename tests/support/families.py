@@ -19,6 +19,8 @@ from minirl.model.config import Adapters, is_adapter
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import load_replica, load_weights, write_folder
+from minirl.run.embedded_model import save_tokenizer
+from support.scripts import reward_of, write_rows
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -232,6 +234,14 @@ def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
     oracle.save_pretrained(saved / "again")
     for same in (model, *(load_replica(path, dtype=torch.float32) for path in (saved, saved / "again"))):
         assert logit_error(oracle, same) < 1e-4
+
+
+def flags_to_train(model: Path) -> str:
+    """Give a small model the embedded one's tokenizer; the flags to train it, on rows and by a reward beside it."""
+    save_tokenizer(model)
+    data = write_rows(model.with_name("data.jsonl"), [{"prompt": f"{i}{9 - i}="} for i in range(9)])
+    flags = "--prompts-per-step 4 --group-size 4 --max-new-tokens 8 --lr 1e-3 --temperature 9"
+    return f"--model {model} --data {data} {reward_of(model.parent, 'len(set(c)) / 8')} {flags}"
 
 
 def family_table() -> dict[str, float]:
