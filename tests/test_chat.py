@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from minirl.data.answers import check_readable, parsed_answer
-from minirl.data.appended_messages import following_ids
 from minirl.data.jsonl import read_rows
 from minirl.data.task import Row, Task, read_message, read_prompt
 from minirl.data.tokenizer import Tokenizer
@@ -72,9 +71,9 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
         whole = written_behind(tokenizer, *new)
         # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
         for other in {None, 10, eot_id} - {end_id}:
-            assert following_ids(tokenizer, new, "f:1", end_id=other) == whole
+            assert tokenizer.following_ids(new, "f:1", end_id=other) == whole
         rest = whole[whole.index(end_id) + 1 :] if end_id in whole[:2] else whole
-        assert following_ids(tokenizer, new, "f:1", end_id=end_id) == rest
+        assert tokenizer.following_ids(new, "f:1", end_id=end_id) == rest
 
 
 ALTERNATING = (
@@ -103,7 +102,7 @@ def test_what_is_no_message_or_is_not_written_by_the_template_is_refused_with_th
 ):
     """Fault 22."""
     with pytest.raises(InputError, match=rf"f:1: {error.replace('FOLDER', str(tmp_path))}"):
-        following_ids(make(template), messages, "f:1", end_id=None)
+        make(template).following_ids(messages, "f:1", end_id=None)
 
 
 ONLY_KNOWN = CHATML.replace(
@@ -313,7 +312,7 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_p
     tokenizer = prompts.tokenizer
     asked = "brief\n<|im_start|>user\nq<|im_end|>\n"
     assert tokenizer.backend.decode(prompts.prompt_ids(0)) == asked + NO_THOUGHT
-    following = following_ids(tokenizer, [TOLD], "f:1", end_id=None)
+    following = tokenizer.following_ids([TOLD], "f:1", end_id=None)
     assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
     answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
     assert answered == f"{asked}<|im_start|>assistant\na<|im_end|>\n"

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from minirl.data.answers import check_readable
-from minirl.data.appended_messages import following_ids
 from minirl.data.task import After, Messages, Row, is_messages, is_token_ids, read_prompt
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import refuse
@@ -147,14 +146,14 @@ class PromptStream:
     ) -> list[int]:
         """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
 
-        after: messages as `read_message` returns them. end_id: for these, see `appended_messages.following_ids`. tools:
+        after: messages as `read_message` returns them. end_id: for these, see `Tokenizer.following_ids`. tools:
         those that the prompt shows. Raises InputError naming `place` for messages that cannot be rendered, and for ids
         that the model does not have.
         """
         if isinstance(after, str):
             ids = self.tokenizer.encode_appended(after, place)
         elif is_messages(after):
-            ids = following_ids(self.tokenizer.with_tools(tools), after, place, end_id=end_id)
+            ids = self.tokenizer.with_tools(tools).following_ids(after, place, end_id=end_id)
         else:
             ids = list(cast(Sequence[int], after))
             refuse(

@@ -257,6 +257,32 @@ class Tokenizer:
         )
         return after
 
+    def following_ids(self, messages: Messages, place: str, *, end_id: int | None) -> list[int]:
+        """Return the token ids of messages after an answer, from the answer's end to the start of the next answer.
+
+        The template might write the sampled answer differently, so that is never rendered (`after_answer`).
+
+        end_id: the answer's last id if the model ended it, None if it was cut off. If the template closes an answer
+        with this id, the ids up to it are not repeated. Raises InputError naming `place` and the tokenizer's folder if
+        the last message is the assistant's, and for messages that the template refuses or does not show.
+        """
+        refuse(
+            messages[-1]["role"] == "assistant",
+            f"{place}: generate(after=...): the last message is the assistant's, whose turn the model samples; append "
+            "its beginning as text",
+        )
+        marked, marks = marked_messages(messages)
+        outline = self.after_answer(marked, place)
+        self.refuse_hidden(marks, outline, place)
+        ids = self.encode_appended(self.after_answer(messages, place), place)
+        # The template's own text before the first message.
+        head = self.encode_appended(outline.partition(next(iter(marks)))[0], place)
+        if end_id is None or end_id not in head:
+            return ids
+        # An ordinary token of the head may also have completed a stop string.
+        closes = end_id in self.stop_ids_of(messages) or end_id == head[0]
+        return ids[head.index(end_id) + 1 :] if closes else ids
+
     def check_arguments(self, flag: str) -> None:
         """Raise InputError, naming the flag, for a template argument that the chat template does not use."""
         for name in self.template_arguments:

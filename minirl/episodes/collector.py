@@ -20,17 +20,16 @@ from torch import Tensor
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction
+from minirl.episodes.driver import NO_BUDGET
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.runner import EpisodeRunner
-from minirl.episodes.driver import NO_BUDGET
 from minirl.episodes.step_groups import Groups, select_step
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.report.progress_bar import show_progress
 from minirl.rewards.functions import EpisodeReward
-from minirl.rewards.reward_queue import RewardQueue
-from minirl.rewards.reward_queue import RewardedRollouts
+from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request
 
 # The tokens of a rollout in a round: a share of the longest completion, within limits. With fewer, new prompts

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from minirl.data.prompts import PromptStream
 from minirl.data.task import is_messages
+from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_form, function_name
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn
 from minirl.episodes.event_loop import event_loop
-from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_form, function_name
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.time_account import spent_on
@@ -314,9 +314,7 @@ class EpisodeRunner:
         )
 
 
-def _make_turn(
-    prompts: PromptStream, driver: Driver, asked: Generate
-) -> tuple[Branch | None, Turn | None]:
+def _make_turn(prompts: PromptStream, driver: Driver, asked: Generate) -> tuple[Branch | None, Turn | None]:
     """Return the branch and the turn that a function asks for.
 
     The turn is None if it has no room, and the branch, too, if it is new and its prompt leaves none. Raises InputError,

@@ -219,7 +219,9 @@ class Engine:
 
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
-        return self.stats.take()
+        stats = self.stats
+        self.stats = self._table.stats = EngineStats()
+        return stats
 
     def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Copy host arrays to the device, without waiting for it."""
@@ -306,13 +308,13 @@ class Engine:
         if not computed:
             return
         rows = np.array(computed)
-        counts = np.array(list(map(len, parts)))
+        counts = np.array([len(part) for part in parts])
         ends = cache.blocks.lengths[rows]
         positions = np.concatenate(list(map(np.arange, ends - counts, ends)))
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(parts), *inputs)
-        layout = cache.decode_layout(repeated, DecodeInputs(*uploaded), counts.tolist())
+        layout = cache.decode_layout(repeated, DecodeInputs(*uploaded), tuple(map(len, parts)))
         hidden = self.model(tokens, layout.positions, layout)
         self.stats.prefill_tokens += len(repeated)
         is_ready = ends == table.columns.lengths(rows)

@@ -1,6 +1,6 @@
 """Counters of the engine's work."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass
@@ -23,12 +23,6 @@ class EngineStats:
     preemptions: int = 0
     drops: int = 0
     most_running: int = 0
-
-    def take(self) -> "EngineStats":
-        """Return a copy, and count again from 0."""
-        taken = replace(self)
-        vars(self).update(vars(EngineStats()))
-        return taken
 
     @property
     def wasted_tokens(self) -> int:

@@ -133,7 +133,7 @@ class KVCache:
         return inputs
 
     def decode_layout(
-        self, rows: IntArray, inputs: DecodeInputs, repeats: Sequence[int] | None = None
+        self, rows: IntArray, inputs: DecodeInputs, repeats: tuple[int, ...] | None = None
     ) -> DecodeLayout:
         """Layout of the tokens of a step that has begun.
 
@@ -146,7 +146,7 @@ class KVCache:
             if tables is None
             else PagedRead(tables, (positions + 1).int())
         )
-        return DecodeLayout(positions, cached, read, None if repeats is None else tuple(repeats))
+        return DecodeLayout(positions, cached, read, repeats)
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         """Copy blocks to other ones."""

@@ -13,9 +13,9 @@ A row is the entry of a sequence in the cache: the list of the blocks that hold 
 queued    Waits in a group of requests that share a prefix, their prompt. The prefix is prefilled once, into a row. Each
           request is admitted with a fork of that row (full blocks are shared, a partly filled one is copied); the last
           of the group takes the row itself. A request that already has tokens forms a group of its own.
-running   Its row holds all its tokens but the newest. Each step samples one more token. Its turn ends at its token limit,
-          or when the host sees a stop token or a completed stop string. With asynchronous decoding one more token is in
-          flight by then; it is discarded.
+running   Its row holds all its tokens but the newest. Each step samples one more token. Its turn ends at its token
+          limit, or when the host sees a stop token or a completed stop string. With asynchronous decoding one more
+          token is in flight by then; it is discarded.
 parked    Keeps its row for its next turn, but takes no slot in the batch.
 appended  Its next turn was submitted with new tokens. Those that its row lacks are computed, a block at a time.
 
@@ -52,7 +52,8 @@ class Group:
     def __init__(self, *requests: Request):
         self.requests = deque(requests)
         first = requests[0]
-        self.prefix: IntArray = np.concatenate([unsampled(first.prompt_ids), first.sampled], dtype=TOKEN)["id"]
+        stream = np.concatenate([unsampled(first.prompt_ids), first.sampled], dtype=TOKEN)
+        self.prefix: IntArray = stream["id"]
         self.row: int | None = None
         self.hidden: Tensor | None = None
 

@@ -36,8 +36,8 @@ class ProductForm(NamedTuple):
     is_tiled: bool = False
 
 
-# The forms that `product_form` tries, the fastest first. With few rows MKL and oneDNN use other kernels: seen at 1 to 15
-# rows on Intel; on AMD at 1 to 3, and in bf16 products of few terms and columns up to 15.
+# The forms that `product_form` tries, the fastest first. With few rows MKL and oneDNN use other kernels: seen at 1 to
+# 15 rows on Intel; on AMD at 1 to 3, and in bf16 products of few terms and columns up to 15.
 FORMS = (ProductForm(4), ProductForm(8), ProductForm(16), ProductForm(64, is_tiled=True))
 # The form of products for which nothing is promised.
 INEXACT = ProductForm(1)

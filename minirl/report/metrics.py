@@ -11,9 +11,9 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
-from minirl.training.losses import kl_penalty
 from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
+from minirl.training.losses import kl_penalty
 
 
 class StepMetrics:

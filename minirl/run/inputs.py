@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minirl.data.answers import check_readable
-from minirl.data.appended_messages import following_ids
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.prompts import PromptStream
@@ -211,5 +210,5 @@ def load_tokenizer(
     if called:
         check_readable(tokenizer)
         result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
-        following_ids(tokenizer, [result], "the result of a tool", end_id=None)
+        tokenizer.following_ids([result], "the result of a tool", end_id=None)
     return tokenizer

@@ -1,7 +1,7 @@
 """Losses of tokens, to be minimised, and their weights. Pure functions of aligned fp32 streams [T].
 
-No loss is divided by a count: the caller computes objective = sum(loss_weights * loss). A policy loss takes the ratio of `importance_ratio`; sequence-level ratios are
-broadcast to every token.
+No loss is divided by a count: the caller computes objective = sum(loss_weights * loss). A policy loss takes the ratio
+of `importance_ratio`; sequence-level ratios are broadcast to every token.
 """
 
 from collections.abc import Sequence

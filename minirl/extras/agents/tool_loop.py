@@ -21,9 +21,9 @@ from typing import Any
 
 from minirl.data.task import Messages, as_messages
 from minirl.data.tools import tool_schemas
+from minirl.episodes.driver import UserRollout
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
-from minirl.episodes.driver import UserRollout
 from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.
