@@ -8,17 +8,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from workload import print_result
+from workload import ROOT, print_result
 
 from minirl.ranks import launch
 from minirl.run.run import Run
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = (6, 7, 8)
 
 
@@ -49,7 +47,6 @@ def main() -> None:
             else:
                 yield step
 
-    sys.path.insert(0, str(ROOT))
     import train_grpo
 
     with tempfile.TemporaryDirectory() as runs, patch.object(Run, "steps", counted_steps):

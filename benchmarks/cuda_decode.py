@@ -1,22 +1,22 @@
 """Decode, prefill and update of models of real sizes with random weights on one GPU, compared with the device's limits.
 
-    python benchmarks/cuda_decode.py qwen3-0.6b [--requests 64 256 1024]
+    python benchmarks/cuda_decode.py qwen2.5-1.5b [--requests 64 256 1024] [--kernels FILE]
 
 Groups of 8 requests share prompts of 512 tokens. The decode roofline is the memory bandwidth: a step reads the weights
 once, and each request's keys and values once. MFU (model-FLOPs utilisation) counts 2 x parameters x tokens in prefill
 and 6 x in update. The shape `tiny` runs on the CPU too, to check the program.
 """
 
-import argparse
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from workload import PhaseClock, make_requests, print_result
+from torch.profiler import profile
+from workload import PhaseClock, make_requests, parser_of, print_result
 
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
@@ -31,7 +31,7 @@ from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
 COMMON: dict[str, Any] = {
-    "model_type": "qwen3",
+    "model_type": "qwen2",
     "num_hidden_layers": 28,
     "head_dim": 128,
     "rms_norm_eps": 1e-6,
@@ -42,18 +42,19 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
     "qwen2.5-1.5b": {
-        "model_type": "qwen2",
         "hidden_size": 1536,
         "intermediate_size": 8960,
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
     },
     "tiny": {
         "num_hidden_layers": 2,
@@ -75,6 +76,8 @@ LIMITS = {
 GROUP_SIZE = 8
 PROMPT_LENGTH = 512
 NUM_SCORED = 16  # rollouts of the prefill and update measurements
+NUM_PROFILED = 20  # decode steps in the table of kernels
+NEEDS_GPU = ("_gib", "_of_plan", "_of_roofline", "_mfu")  # suffixes of figures without a meaning on the CPU
 # Options of the engine by mode.
 MODES = {
     "plain": {"async_decoding": False, "cuda_graphs": False},
@@ -103,15 +106,20 @@ def peak_gib(device: torch.device) -> float:
     return peak
 
 
-def write_random_model(shape: str, folder: Path) -> ModelConfig:
-    """Write a random model in bf16 into a folder, without a tokenizer."""
-    raw = COMMON | SHAPES[shape]
-    config = config_from_dict(raw)
-    model = Transformer(config).to(torch.bfloat16)
+def random_model(shape: str, device: torch.device) -> Transformer:
+    """A random model in bf16."""
+    with device:
+        model = Transformer(config_from_dict(COMMON | SHAPES[shape])).to(torch.bfloat16)
     # The embeddings are also the head: at their full size the next token would be all but certain.
     model.model.embed_tokens.weight.data.mul_(0.05)
-    write_folder(folder, dict(model.named_parameters()), config=raw)
-    return config
+    return model
+
+
+def write_random_model(shape: str, folder: Path) -> ModelConfig:
+    """Write a random model in bf16 into a folder, without a tokenizer."""
+    model = random_model(shape, torch.device("cpu"))
+    write_folder(folder, dict(model.named_parameters()), config=COMMON | SHAPES[shape])
+    return model.config
 
 
 def make_policy(shape: str, device: torch.device) -> ShardedModel:
@@ -122,21 +130,27 @@ def make_policy(shape: str, device: torch.device) -> ShardedModel:
 
 
 def decode(
-    policy: ShardedModel, num_requests: int, steps: int, mode: str, device: torch.device
+    model: Transformer,
+    num_requests: int,
+    steps: int,
+    mode: str,
+    device: torch.device,
+    kernels: Path | None = None,
 ) -> tuple[float, list[Rollout]]:
     """Tokens per second of decode steps with all requests running, and some rollouts.
 
     Requests have 2 x `steps` new tokens, so that all of them run while `timed` decodes `steps` tokens of each.
+    kernels: the file that gets a table of the kernels of NUM_PROFILED further steps.
     """
     max_new_tokens = 2 * steps
     num_prompts = num_requests // GROUP_SIZE
-    prompts = torch.randint(policy.decoder.config.vocab_size, (num_prompts, PROMPT_LENGTH)).tolist()
+    prompts = torch.randint(model.config.vocab_size, (num_prompts, PROMPT_LENGTH)).tolist()
     requests = make_requests(
         list(map(tuple, prompts)), first=0, samples=GROUP_SIZE, max_new=max_new_tokens, stop_ids=frozenset()
     )
     own_tokens = -(-max_new_tokens // 256) * 256  # of a request, in whole blocks
     engine = Engine(
-        policy.decoder,
+        model,
         max_running_requests=num_requests,
         cache_tokens=num_prompts * PROMPT_LENGTH + num_requests * own_tokens,
         dtype=torch.bfloat16,
@@ -149,6 +163,13 @@ def decode(
     steps_per_run = steps // 4
     seconds = timed(lambda: [engine.step() for _ in range(steps_per_run)], device)
     rollouts: list[Rollout] = []
+    if kernels:
+        with profile() as profiled:
+            for _ in range(NUM_PROFILED):
+                rollouts += engine.step()
+        unit = "device" if device.type == "cuda" else "cpu"
+        table = profiled.key_averages().table(sort_by=f"self_{unit}_time_total", row_limit=60)
+        kernels.write_text(f"{NUM_PROFILED} decode steps of {num_requests} requests, {mode}\n{table}\n")
     while len(rollouts) < num_requests:
         rollouts += engine.step()
     return num_requests * steps_per_run / seconds, rollouts[:NUM_SCORED]
@@ -156,7 +177,7 @@ def decode(
 
 def measure_update(
     policy: ShardedModel, rollouts: list[Rollout], num_parameters: int, flops: float, device: torch.device
-) -> dict[str, float]:
+) -> Iterator[dict[str, float]]:
     """The logprob gap of some rollouts, MFU of prefill and update, the refresh, and the peak memory of each."""
     # Each prompt is computed as often as it is there.
     batch = dataclasses.replace(pack(rollouts).to(device), prefixes=())
@@ -166,26 +187,20 @@ def measure_update(
         logprobs, _ = score_batch(policy.module, batch)
         return logprobs
 
-    figures: dict[str, float] = {}
     with torch.no_grad():
         gap = (forward() - batch.sample_logprobs)[batch.loss_mask].abs()
         prefill_s = timed(lambda: policy.decoder(batch.tokens, layout.positions, layout), device)
-    figures["gap_mean"] = float(gap.mean())
-    figures["gap_max"] = float(gap.max())
-    figures["score_gib"] = peak_gib(device)
-    figures["prefill_mfu"] = 2 * num_parameters * num_tokens / prefill_s / flops
+    yield {"gap_mean": float(gap.mean()), "gap_max": float(gap.max()), "score_gib": peak_gib(device)}
+    yield {"tokens": num_tokens, "prefill_mfu": 2 * num_parameters * num_tokens / prefill_s / flops}
 
     update_s = timed(lambda: policy.backward(forward().sum(), is_last=True), device)
-    figures["update_mfu"] = 6 * num_parameters * num_tokens / update_s / flops
-    figures["update_gib"] = peak_gib(device)
-    figures["update_of_plan"] = figures["update_gib"] * 2**30 / planned_update_bytes(policy, num_tokens)
+    update_gib = peak_gib(device)
+    yield {"update_mfu": 6 * num_parameters * num_tokens / update_s / flops, "update_gib": update_gib}
+    yield {"update_of_plan": update_gib * 2**30 / planned_update_bytes(policy, num_tokens)}
 
     optimizer = policy.make_optimizer(betas=(0.9, 0.95), weight_decay=0.0)
     policy.step(optimizer, lr=1e-6, max_grad_norm=1.0)
-    figures["refresh_s"] = timed(policy.refresh, device)
-    figures["optimizer_gib"] = peak_gib(device)
-    figures["tokens"] = num_tokens
-    return figures
+    yield {"refresh_s": timed(policy.refresh, device), "optimizer_gib": peak_gib(device)}
 
 
 def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
@@ -208,42 +223,55 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
     return weights_and_masters + sum(budget(work, sizes).training.values())
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="multiples of 8")
-    parser.add_argument("--steps", type=int, default=128)
-    return parser.parse_args()
+def measure(
+    shape: str, requests: Sequence[int], steps: int = 128, *, kernels: Path | None = None
+) -> Iterator[dict[str, float]]:
+    """All figures of a shape, as they are measured.
 
-
-def main() -> None:
-    args = parse_args()
+    kernels: only decode, in graphs and without the weights that training needs, and write a table of the kernels there.
+    """
     device = process_group.start()
-    policy = make_policy(args.shape, device)
-    config = policy.decoder.config
-    num_parameters = sum(weight.numel() for weight in policy.compute_weights.values())
-    figures = {"load_gib": peak_gib(device)}
+    policy = None if kernels else make_policy(shape, device)
+    model = policy.decoder if policy else random_model(shape, device)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    yield {"parameters": num_parameters, "load_gib": peak_gib(device)}
     card = torch.cuda.get_device_name() if device.type == "cuda" else ""
     # An unknown card is compared with an H100.
     bandwidth, flops = next((limits for name, limits in LIMITS.items() if name in card), LIMITS["H100"])
 
-    weight_bytes = 2 * num_parameters
     # Keys and values of one token in bf16, in all layers.
-    token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    mean_length = PROMPT_LENGTH + args.steps / 2
-    for num_requests in args.requests:
-        step_bytes = weight_bytes + num_requests * mean_length * token_bytes
+    token_bytes = (
+        4 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
+    )
+    mean_length = PROMPT_LENGTH + steps / 2
+    for num_requests in requests:
+        step_bytes = 2 * num_parameters + num_requests * mean_length * token_bytes
         roofline = num_requests * bandwidth / step_bytes
-        for mode in MODES:
-            speed, rollouts = decode(policy, num_requests, args.steps, mode, device)
+        for mode in ["graphs"] if kernels else MODES:
+            speed, rollouts = decode(model, num_requests, steps, mode, device, kernels)
             name = f"{mode}_{num_requests}"
-            figures[f"{name}_tok_s"] = speed
-            figures[f"{name}_of_roofline"] = speed / roofline
-            figures[f"{name}_gib"] = peak_gib(device)
-    figures |= measure_update(policy, rollouts, num_parameters, flops, device)
-    print_result(what=f"minirl_cuda_{args.shape}", parameters=num_parameters, **figures)
+            yield {
+                f"{name}_tok_s": speed,
+                f"{name}_of_roofline": speed / roofline,
+                f"{name}_gib": peak_gib(device),
+            }
+    if policy:
+        yield from measure_update(policy, rollouts, num_parameters, flops, device)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="multiples of 8")
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument(
+        "--kernels", type=Path, help="only decode, in graphs; file for a table of the kernels"
+    )
+    args = parser.parse_args()
+    result: dict[str, float] = {}
+    for figures in measure(**vars(args)):
+        result |= figures
+    print_result(what=f"minirl_cuda_{args.shape}", **result)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""Check on a GPU, unattended and within ten minutes, that everything is right and how fast it is.
+"""Check on a GPU, unattended, that everything is right and how fast it is.
 
-    python benchmarks/gpu_check.py [--write] [--only NAME ...]
+    python benchmarks/gpu_check.py [--only NAME ...] [--output FOLDER]
     python benchmarks/gpu_check.py --device cpu    # the same program, small, without a GPU
 
-Each check runs in its own process with a time limit, so that one failure does not hide the others. The table shows the
-expected range of every figure; `!` marks those that are outside. The exit code is 1 if a check failed or a figure is
-outside. `--write` puts the table into benchmarks/GPU.md.
+A NAME is a check, or a group of checks that ends within ten minutes: `GPU.md` lists them.
+
+Each check runs in its own process with a time limit. When it ends, its figures are printed and appended to
+FOLDER/figures.md, with the expected range of each; `!` marks those outside. FOLDER/CHECK.txt has its output. The exit
+code is 1 if a check failed or a figure is outside.
 """
 
 import argparse
+import contextlib
+import functools
+import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -18,381 +24,351 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import distributions
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from workload import ROOT, start_script
+from workload import ROOT, parser_of, start_script
 
-PACKAGES = ("torch", "transformers", "triton", "flash-attn")
-Figures = dict[str, float | str]
+from minirl.ranks import launch
+from minirl.run.run_folder import runs_root
+
+PACKAGES = ("torch", "transformers", "numpy", "tyro", "pytest", "triton", "flash-attn", "wandb")
+GRPO, PPO = "train_grpo.py", "train_ppo.py"
+NUM_STEPS = 3  # after which a run is stopped
+SKIPPED = "skipped, needs a GPU"  # instead of a figure
+FIGURES = "FIGURES "  # begins a line of a check's output
+Figures = dict[str, Any]  # numbers and texts
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where checks run: the kind of device, and a folder for runs."""
+class Place(NamedTuple):
+    """The check that runs, the device, and the folder for what it leaves."""
 
-    device: str
-    folder: Path
+    name: str
+    device: torch.device
+    output: Path
 
     @property
     def is_cuda(self) -> bool:
-        return self.device == "cuda"
+        return self.device.type == "cuda"
 
     @property
-    def flags(self) -> tuple[str, ...]:
-        """The flags of a run there; without a device its steps are small."""
-        return () if self.is_cuda else ("--prompts-per-step", "4")
+    def log(self) -> Path:
+        """The output of the check and of what it starts."""
+        return self.output / f"{self.name}.txt"
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A check, and its time limit in seconds.
 
-    expected: the ranges of figures as (lowest, highest). on_cuda: those that only a device reaches. Other figures are
-    only shown.
+    run: yields figures as it measures them; on the CPU SKIPPED instead of those that only a device reaches.
+    expected: the ranges of figures as (lowest, highest); other figures are only shown.
     """
 
-    run: Callable[[Place], Figures]
     limit_s: int
-    expected: dict[str, tuple[float, float]] = field(default_factory=dict)
-    on_cuda: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def ranges(self, device: str) -> dict[str, tuple[float, float]]:
-        """The ranges that hold on this kind of device."""
-        return self.expected | (self.on_cuda if device == "cuda" else {})
+    run: Callable[[Place], Iterator[Figures]]
+    expected: Mapping[str, tuple[float, float]] = {}
 
 
-@dataclass
-class Outcome:
-    """The result of a check."""
-
-    name: str
-    status: str  # "ok", "failed" or "too slow"
-    seconds: float
-    figures: Figures
-    error: str = ""
-
-
-def environment(place: Place) -> Figures:
-    """Versions, the device, and the attention kernels that this machine gets."""
-    installed = {package.metadata["Name"].lower(): package.version for package in distributions()}
-    figures: Figures = {package: installed.get(package, "none") for package in PACKAGES}
-    if not place.is_cuda:
-        return figures
-    from minirl.model.attention import kernel_for
-
-    device = torch.device("cuda")
-    properties = torch.cuda.get_device_properties(device)
-    return figures | {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": properties.total_memory / 2**30,
-        "cuda": str(torch.version.cuda),
-        "packed_kernel": kernel_for(device, torch.bfloat16),
-    }
+def environment(place: Place) -> Iterator[Figures]:
+    """Versions, the device, and whether the scripts can be imported."""
+    for name in PACKAGES:
+        yield {name: "missing"}
+        with contextlib.suppress(PackageNotFoundError):
+            yield {name: version(name)}
+    if place.is_cuda:
+        properties = torch.cuda.get_device_properties(0)
+        yield {
+            "device": properties.name,
+            "devices": torch.cuda.device_count(),
+            "memory_gib": properties.total_memory / 2**30,
+        }
+    import train_ppo  # noqa: F401
 
 
-def gpu_tests(place: Place) -> Figures:
+def gpu_tests(place: Place) -> Iterator[Figures]:
     """`pytest -m gpu`; they are skipped without a device."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/test_gpu.py"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped)", done.stdout)}
-    if done.returncode != 0:
-        print(done.stdout[-3000:])
-    return {"passed": counts.get("passed", 0), "failed": counts.get("failed", 0)}
+    # Without the project's options, which need pytest-xdist.
+    command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, "tests/test_gpu.py"], cwd=ROOT, check=False)
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", place.log.read_text())
+    found = {kind: int(number) for number, kind in counts}
+    yield {"passed": 0 if place.is_cuda else SKIPPED, **found, "exit_code": done.returncode}
 
 
-def first_command(place: Place) -> Figures:
-    """README's first command, two ranks, whatever devices there are."""
-    output, _ = run_to_end(place, "train_grpo.py", "first", "--num-steps", "3", ranks=2)
-    return {"steps": output.count("\nstep ")}
-
-
-def learns(place: Place, script: str, name: str, *flags: str) -> Figures:
-    """A script's default run on the device: the reward rises, and sampling and training agree."""
-    num_steps = "100" if place.is_cuda else "2"
-    _, metrics = run_to_end(place, script, name, *place.flags, "--num-steps", num_steps, *flags)
-    num_averaged = min(10, len(metrics) // 2)
+def learns(place: Place, script: str, *flags: str) -> Iterator[Figures]:
+    """A script's default run as README starts it: the reward rises, and sampling and training agree."""
+    ranks = min(2, torch.cuda.device_count()) or 2
+    metrics = run_script(place, script, "--num-steps", "100" if place.is_cuda else "2", *flags, ranks=ranks)
     rewards = [step["reward/mean"] for step in metrics]
+    first, last = fmean(rewards[:10]), fmean(rewards[-10:])
+    yield {"ranks": ranks, "first_reward": first, "last_reward": last}
+    yield {"rise": last - first if place.is_cuda else SKIPPED, **figures_of(metrics)}
+
+
+def real_size(place: Place, script: str) -> Iterator[Figures]:
+    """Three steps of 1.5B random parameters at the automatic sizes; on the CPU a tiny model.
+
+    The run is killed before it saves: a checkpoint would take 21.6 GB. Entropy has a gradient whatever the rewards.
+    """
+    from cuda_decode import write_random_model
+
+    from minirl.run.embedded_model import save_tokenizer
+
+    model = runs_root() / "random"
+    if not model.exists():
+        write_random_model("qwen2.5-1.5b" if place.is_cuda else "tiny", model)
+        save_tokenizer(model)
+    rows = [json.dumps({"question": f"{number:0400d}", "answer": "#### 1"}) for number in range(256)]
+    data = runs_root() / "digits.jsonl"
+    data.write_text("\n".join(rows))
+    most = 512 if place.is_cuda else 8
+    flags = f"""--model {model} --task gsm8k --data {data} --max-new-tokens {most}
+        --entropy-coef 0.001""".split()
+    yield figures_of(run_script(place, script, *flags, stop=signal.SIGKILL))
+    yield dict(re.findall(r"^memory ([a-z_]+) (.*)", place.log.read_text(), re.MULTILINE))
+
+
+def kill_and_resume(place: Place) -> Iterator[Figures]:
+    """SIGTERM stops a run with a checkpoint, and the same command goes on to the end."""
+    flags = ("--num-steps", "12", "--save-every", "2")
+    yield {"steps_before": len(run_script(place, GRPO, *flags, stop=signal.SIGTERM))}
+    steps = [step["step"] for step in run_script(place, GRPO, *flags)]
+    yield {"steps_in_order": steps == list(range(1, 13))}
+
+
+def waits(place: Place) -> Iterator[Figures]:
+    """How often the host waits for the device in a microbatch; of a decode step tests/test_gpu.py says it."""
+    from cuda_decode import random_model
+
+    from minirl.training.batch import Batch
+    from minirl.training.scoring import score_batch
+
+    model = random_model("tiny", place.device)
+    tokens = torch.arange(96, device=place.device)
+    batch = Batch((64, 32), tokens, loss_mask=tokens % 64 > 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if place.is_cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        logprobs, _ = score_batch(model, batch)
+        logprobs.sum().backward()
+    yield {"of_microbatch": sum("synchroniz" in str(warning.message) for warning in caught)}
+
+
+def compiled(place: Place) -> Iterator[Figures]:
+    """Milliseconds of what no kernel computes, with backward, as it is and by `torch.compile`."""
+    from cuda_decode import timed
+
+    from minirl.model.rotation import rotate
+
+    rows, backend = (8192, "inductor") if place.is_cuda else (8, "eager")
+    make = functools.partial(torch.randn, device=place.device, dtype=torch.bfloat16, requires_grad=True)
+    rotation = torch.rand(2, rows, 1, 128, device=place.device)
+    x, gate, up = make(rows, 28, 128), make(rows, 18944), make(rows, 18944)
+    functions = {"rotation": lambda: rotate(x, rotation), "gate": lambda: F.silu(gate) * up}
+    for name, function in functions.items():
+        for how, run in (("eager", function), ("compiled", torch.compile(function, backend=backend))):
+            seconds = timed(lambda: run().sum().backward(), place.device)  # noqa: B023
+            yield {f"{name}_{how}_ms": 1e3 * seconds}
+
+
+def speed(place: Place, shape: str, *requests: int, **options: Any) -> Iterator[Figures]:
+    """The figures of `cuda_decode.py`."""
+    from cuda_decode import NEEDS_GPU, measure
+
+    if place.is_cuda:
+        yield from measure(shape, requests, **options)
+        return
+    yield dict.fromkeys(CHECKS[place.name].expected, SKIPPED)
+    for figures in measure("tiny", [8], 32, **options):
+        yield {name: SKIPPED if name.endswith(NEEDS_GPU) else value for name, value in figures.items()}
+
+
+def kernels(place: Place, shape: str) -> Iterator[Figures]:
+    """Decode only, with a table of the kernels in a file."""
+    return speed(place, shape, 128, kernels=place.log.with_suffix(".md"))
+
+
+def sweep(place: Place) -> Iterator[Figures]:
+    """Microseconds of the decode kernel by how it is compiled and split: 128 requests of 1,024 tokens."""
+    if not place.is_cuda:
+        yield {"microseconds": SKIPPED}
+        return
+    from paged_resources import SETTINGS
+    from triton.testing import do_bench_cudagraph
+
+    from minirl.extras.kernels import paged_attention
+
+    # Each request has 8 blocks of 128 tokens.
+    blocks = torch.arange(1024, dtype=torch.int32, device=place.device).view(128, 8)
+    lengths = torch.full((128,), 1024, dtype=torch.int32, device=place.device)
+    make = functools.partial(torch.randn, device=place.device, dtype=torch.bfloat16)
+    for num_heads, num_kv in ((12, 2), (28, 4)):  # of 1.5B and 7B
+        keys = make(1024, num_kv, 128, 128)
+        inputs = (make(128, num_heads, 128), keys, keys.mT.contiguous(), blocks, lengths)
+        decode = functools.partial(paged_attention.decode, *inputs, window=None)
+        for num_programs, options in itertools.product((512, 1024), SETTINGS):
+            paged_attention.MIN_PROGRAMS, paged_attention.OPTIONS = num_programs, options
+            name = f"{num_heads} heads, {num_programs} programs, {options}"
+            try:
+                yield {name: 1e3 * do_bench_cudagraph(decode)}
+            except Exception as error:  # a setting that does not fit the device
+                yield {name: repr(error)}
+
+
+SMALL_GAP = {"gap_mean": (0.0, 0.05)}
+LEARNS = SMALL_GAP | {"rise": (0.15, 1)}
+THREE_STEPS = SMALL_GAP | {"steps": (3, 4)}  # a fourth may end before the kill
+SPEED = SMALL_GAP | {
+    "graphs_128_of_roofline": (0.2, 1),
+    "graphs_512_of_roofline": (0.2, 1),
+    "update_mfu": (0.2, 1),
+    "update_of_plan": (0.7, 1.1),
+}
+KILLED = {"steps_before": (3, 11), "steps_in_order": (1, 1)}
+LORA = ("--lora-rank", "8", "--kl-coef", "0.001")  # its reference is the base
+# The most important first. The limits of a group sum to less than ten minutes.
+GROUPS = {
+    "right": {
+        "environment": Check(40, environment),
+        "waits": Check(60, waits, {"of_microbatch": (0, 2)}),
+        "gpu_tests": Check(240, gpu_tests, {"passed": (1, 999), "exit_code": (0, 0)}),
+        "grpo": Check(200, lambda place: learns(place, GRPO), LEARNS),
+    },
+    "real": {
+        "speed": Check(220, lambda place: speed(place, "qwen2.5-1.5b", 128, 512), SPEED),
+        "grpo_1_5b": Check(240, lambda place: real_size(place, GRPO), THREE_STEPS),
+        "kernels_1_5b": Check(100, lambda place: kernels(place, "qwen2.5-1.5b")),
+    },
+    "learning": {
+        "ppo": Check(140, lambda place: learns(place, PPO), LEARNS),
+        "adapters": Check(140, lambda place: learns(place, GRPO, *LORA), LEARNS),
+        "offload": Check(140, lambda place: learns(place, GRPO, "--offload-optimizer"), LEARNS),
+        "kill_and_resume": Check(120, kill_and_resume, KILLED),
+    },
+    "more": {
+        "ppo_1_5b": Check(220, lambda place: real_size(place, PPO), THREE_STEPS),
+        "kernels_7b": Check(150, lambda place: kernels(place, "qwen2.5-7b")),
+        "sweep": Check(120, sweep),
+        "compiled": Check(70, compiled),
+    },
+}
+CHECKS = {name: check for group in GROUPS.values() for name, check in group.items()}
+
+
+def run_script(
+    place: Place, script: str, *flags: str, ranks: int = 1, stop: signal.Signals | None = None
+) -> list[dict[str, float]]:
+    """Run a training script, small without a device; returns its metrics.
+
+    stop: the signal that it gets after NUM_STEPS steps. Raises RuntimeError if it fails without one.
+    """
+    flags += ("--run-name", place.name)
+    if not place.is_cuda:
+        flags += ("--prompts-per-step", "4")
+    job = start_script(script, *flags, runs=runs_root(), ranks=ranks)
+    metrics = runs_root() / place.name / "metrics.jsonl"
+    while stop and job.poll() is None:
+        time.sleep(0.05)
+        if metrics.exists() and metrics.read_text().count("\n") >= NUM_STEPS:
+            job.send_signal(stop)
+            break
+    if job.wait() and not stop:
+        raise RuntimeError(f"exit code {job.returncode}")
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def figures_of(metrics: list[dict[str, float]]) -> Figures:
+    """What every run shows."""
     return {
-        "first_reward": fmean(rewards[:num_averaged]),
-        "last_reward": fmean(rewards[-num_averaged:]),
+        "steps": len(metrics),
         "gap_mean": max(step["policy/logp_gap_mean"] for step in metrics),
         "step_s": fmean(step["time/step"] for step in metrics[1:]),
     }
 
 
-def real_size(place: Place, script: str) -> Figures:
-    """Three steps of 1.5B random parameters at the automatic sizes, on a card of 80 GB; on the CPU a tiny model."""
-    from cuda_decode import write_random_model
-
-    from minirl.run.embedded_model import save_tokenizer
-
-    model = place.folder / "random"
-    if not model.exists():
-        write_random_model("qwen2.5-1.5b" if place.is_cuda else "tiny", model)
-        save_tokenizer(model)
-    rows = [json.dumps({"prompt": f"{number:0400d}"}) for number in range(256)]
-    (place.folder / "digits.jsonl").write_text("\n".join(rows))
-    reward = place.folder / "reward.py"
-    reward.write_text("def score(completion_ids):\n    return [sum(ids) % 7 for ids in completion_ids]\n")
-    most = 512 if place.is_cuda else 8
-    flags = f"""--num-steps 3 --model {model} --data {place.folder}/digits.jsonl --reward {reward}:score
-        --max-new-tokens {most}""".split()
-    output, metrics = run_to_end(place, script, f"random-{Path(script).stem}", *place.flags, *flags)
-    return {
-        "sizes": output.partition("\nsizes ")[2].partition("\n")[0],
-        "steps": len(metrics),
-        "gap_mean": max(step["policy/logp_gap_mean"] for step in metrics),
-        "step_s": metrics[-1]["time/step"],
-    }
+def run_here(place: Place) -> None:
+    """Run a check in this process, and print its figures."""
+    for figures in CHECKS[place.name].run(place):
+        print(FIGURES + json.dumps(figures), flush=True)
 
 
-def kill_and_resume(place: Place) -> Figures:
-    """SIGTERM stops a run with a checkpoint, and the same command goes on to the end."""
-    flags = (*place.flags, "--num-steps", "12", "--save-every", "2")
-    job = start_script("train_grpo.py", *flags, "--run-name", "killed", runs=place.folder, ranks=1)
-    metrics = place.folder / "killed" / "metrics.jsonl"
-    while job.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < 3):
-        time.sleep(0.05)
-    job.send_signal(signal.SIGTERM)
-    code = job.wait()
-    num_before = metrics.read_text().count("\n")
-    _, steps = run_to_end(place, "train_grpo.py", "killed", *flags)
-    in_order = [step["step"] for step in steps] == list(range(1, 13))
-    return {"exit_code": code, "steps_before": num_before, "steps_in_order": int(in_order)}
-
-
-def waits(place: Place) -> Figures:
-    """How often the host waits for the device in a microbatch; of a decode step tests/test_gpu.py says it."""
-    from minirl.training.batch import Batch
-    from minirl.training.scoring import score_batch
-
-    device = torch.device(place.device)
-    model = tiny_model(device)
-    tokens = torch.arange(96, device=device)
-    batch = Batch((64, 32), tokens, loss_mask=tokens % 64 > 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if place.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("warn")
-        logprobs, _ = score_batch(model, batch)
-        logprobs.sum().backward()
-        if place.is_cuda:
-            torch.cuda.set_sync_debug_mode("default")
-    return {"of_microbatch": sum("synchroniz" in str(warning.message) for warning in caught)}
-
-
-def compiled(place: Place) -> Figures:
-    """How many times as fast `torch.compile` makes what no kernel computes, with backward."""
-    from cuda_decode import timed
-
-    from minirl.model.rotation import rotate
-    from minirl.training.scoring import outputs_of_head
-
-    rows, hidden, vocab = (8192, 3584, 151936) if place.is_cuda else (8, 64, 512)
-    device = torch.device(place.device)
-    angles = torch.rand(rows, 1, 128, device=device)
-    rotation = torch.stack([angles.cos(), angles.sin()])
-    targets, heat = torch.arange(rows, device=device), torch.ones(rows, 1, device=device)
-    cases: dict[str, tuple[Callable[..., Tensor], Sequence[tuple[int, ...]]]] = {
-        "rotation": (lambda x: rotate(x, rotation), [(rows, 28, 128)]),
-        "gate": (lambda gate, up: F.silu(gate) * up, [(rows, 4 * hidden)] * 2),
-        "head": (lambda x, w: outputs_of_head(x, w, targets, heat)[0], [(rows, hidden), (vocab, hidden)]),
-    }
-    dtype, backend = (torch.bfloat16, "inductor") if place.is_cuda else (torch.float32, "eager")
-
-    def seconds_of(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:
-        return timed(lambda: function(*inputs).sum().backward(), device)
-
-    figures: Figures = {}
-    for name, (function, shapes) in cases.items():
-        inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-        eager_s = seconds_of(function, inputs)
-        speedup = eager_s / seconds_of(torch.compile(function, backend=backend), inputs)
-        figures |= {f"{name}_ms": 1e3 * eager_s, f"{name}_speedup": speedup}
-    return figures
-
-
-def speed(place: Place) -> Figures:
-    """Decode against the memory's bandwidth, update and prefill against the arithmetic, memory and refresh."""
-    work = "qwen3-0.6b --requests 64 256 512" if place.is_cuda else "tiny --requests 8 --steps 4"
-    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_decode.py"), *work.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stdout[-1000:] + done.stderr[-2000:])
-    result = done.stdout.strip().splitlines()[-1].removeprefix("RESULT ")
-    return dict(json.loads(result))
-
-
-SMALL_GAP = {"gap_mean": (0, 0.05)}
-LORA = ("--lora-rank", "8", "--kl-coef", "0.001")  # its reference is the base
-CHECKS = {
-    "environment": Check(environment, 60),
-    "gpu_tests": Check(gpu_tests, 240, {"failed": (0, 0)}),
-    "first_command": Check(first_command, 120, {"steps": (3, 3)}),
-    "grpo": Check(
-        lambda place: learns(place, "train_grpo.py", "grpo"), 240, SMALL_GAP, {"last_reward": (0.9, 1)}
-    ),
-    "ppo": Check(
-        lambda place: learns(place, "train_ppo.py", "ppo"), 240, SMALL_GAP, {"last_reward": (0.9, 1)}
-    ),
-    "adapters": Check(
-        lambda place: learns(place, "train_grpo.py", "adapters", *LORA),
-        240,
-        SMALL_GAP,
-        {"last_reward": (0.6, 1)},
-    ),
-    "grpo_1_5b": Check(lambda place: real_size(place, "train_grpo.py"), 400, SMALL_GAP | {"steps": (3, 3)}),
-    "ppo_1_5b": Check(lambda place: real_size(place, "train_ppo.py"), 300, SMALL_GAP | {"steps": (3, 3)}),
-    "kill_and_resume": Check(
-        kill_and_resume, 120, {"exit_code": (143, 143), "steps_before": (3, 11), "steps_in_order": (1, 1)}
-    ),
-    "waits": Check(waits, 90, {"of_microbatch": (0, 2)}),
-    "compiled": Check(compiled, 240),
-    "speed": Check(
-        speed,
-        300,
-        SMALL_GAP,
-        {
-            "graphs_64_of_roofline": (0.17, 1),
-            "graphs_256_of_roofline": (0.23, 1),
-            "graphs_512_of_roofline": (0.25, 1),
-            "update_mfu": (0.24, 1),
-            "update_of_plan": (0.9, 1.1),
-        },
-    ),
-}
-
-
-def tiny_model(device: torch.device) -> torch.nn.Module:
-    """A random model of two layers in bf16."""
-    from cuda_decode import COMMON, SHAPES
-
-    from minirl.model.families import config_from_dict
-    from minirl.model.transformer import Transformer
-
-    torch.manual_seed(0)
-    return Transformer(config_from_dict(COMMON | SHAPES["tiny"])).bfloat16().to(device)
-
-
-def run_to_end(
-    place: Place, script: str, name: str, *flags: str, ranks: int = 1
-) -> tuple[str, list[dict[str, float]]]:
-    """Run a training script; returns its output and its metrics. Raises RuntimeError if it fails."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    job = start_script(script, *flags, "--run-name", name, runs=place.folder, ranks=ranks, **pipes)
-    output, _ = job.communicate()
-    if job.returncode != 0:
-        raise RuntimeError(output[-3000:])
-    lines = (place.folder / name / "metrics.jsonl").read_text().splitlines()
-    return output, [json.loads(line) for line in lines]
-
-
-def run_alone(name: str, device: str, folder: Path) -> Outcome:
-    """Run a check in its own process. Its runs go into the folder, where they share the embedded model."""
-    check = CHECKS[name]
+def run_alone(place: Place) -> tuple[str, Figures]:
+    """Run a check in its own process; returns "ok", "failed" or "too slow", and the figures, whatever came after."""
+    command = [sys.executable, __file__, "--here", place.name, "--output", str(place.output)]
     began = time.monotonic()
-    command = [sys.executable, __file__, "--here", name, "--device", device, "--folder", str(folder)]
-    hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    job = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ | hidden,
-    )
+    with place.log.open("w") as file:
+        job = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    status = "too slow"
     try:
-        output, _ = job.communicate(timeout=check.limit_s)
-        status = "ok" if job.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        status = "too slow"
-    seconds = time.monotonic() - began
-    figures: Figures = {}
-    if status == "ok":
-        *_, last_line = output.strip().splitlines()
-        figures = json.loads(last_line)
-    return Outcome(name, status, round(seconds, 1), figures, "" if status == "ok" else output[-3000:])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = "failed" if job.wait(CHECKS[place.name].limit_s) else "ok"
+    finally:  # also when this process is stopped
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    figures: Figures = {"seconds": time.monotonic() - began}
+    for found in re.findall(rf"^{FIGURES}({{.*}})$", place.log.read_text(errors="replace"), re.MULTILINE):
+        figures |= json.loads(found)
+    return status, figures
 
 
-def misses(outcome: Outcome, device: str) -> list[str]:
-    """The figures that are outside their ranges or not there."""
-    ranges = CHECKS[outcome.name].ranges(device)
-    figures = outcome.figures
-    return [
-        name
-        for name, (low, high) in ranges.items()
-        if name not in figures or not low <= figures[name] <= high
-    ]
-
-
-def is_good(outcome: Outcome, device: str) -> bool:
-    """Return whether a check finished with all figures as expected."""
-    return outcome.status == "ok" and not misses(outcome, device)
-
-
-def table_of(outcomes: Sequence[Outcome], device: str) -> str:
-    """A Markdown table of all figures."""
-    lines = ["| check | figure | value | expected |", "|---|---|---|---|"]
-    for outcome in outcomes:
-        lines.append(f"| **{outcome.name}** | {outcome.status} | {outcome.seconds:g} s | |")
-        ranges = CHECKS[outcome.name].ranges(device)
-        for name, value in outcome.figures.items():
-            shown = value if isinstance(value, str) else f"{value:.4g}"
-            mark = " !" if name in misses(outcome, device) else ""
-            expected = "{:g} to {:g}".format(*ranges[name]) if name in ranges else ""
-            lines.append(f"| | {name} | {shown}{mark} | {expected} |")
-    return "\n".join(lines)
+def judged(name: str, status: str, figures: Figures) -> tuple[str, bool]:
+    """The rows of a check in a Markdown table, and whether it passed with all figures in their ranges."""
+    ranges = CHECKS[name].expected
+    rows, is_good = [f"| **{name}** | {status} | | |"], status == "ok"
+    for figure in {**figures, **ranges}:
+        value, expected, mark = figures.get(figure, math.nan), "", ""
+        if figure in ranges:
+            low, high = ranges[figure]
+            expected = f"{low:g} to {high:g}"
+            if value != SKIPPED and not low <= value <= high:
+                mark, is_good = " !", False
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        rows.append(f"| | {figure} | {shown}{mark} | {expected} |")
+    return "\n".join(rows), is_good
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/GPU.md")
-    parser.add_argument("--here", choices=CHECKS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=[*GROUPS, *CHECKS], default=list(GROUPS), metavar="NAME")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu_check", metavar="FOLDER")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.here:
+        launch.run(lambda: run_here(Place(args.here, device, args.output)))
+    if device.type != args.device:
         print("there is no CUDA device here; --device cpu runs the same checks, small")
         return 2
-    if args.here:
-        print(json.dumps(CHECKS[args.here].run(Place(args.device, args.folder))))
-        return 0
-    outcomes = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.only:
-            outcome = run_alone(name, args.device, Path(folder))
-            outcomes.append(outcome)
-            print(f"{name}: {outcome.status}, {outcome.seconds:g} s", flush=True)
-            if outcome.error:
-                print(outcome.error, flush=True)
-    table = table_of(outcomes, args.device)
-    print(table)
-    if args.write:
-        figures = outcomes[0].figures
-        title = f"# {figures.get('device', 'No device')}, torch {figures.get('torch')}"
-        how = "    python benchmarks/gpu_check.py --write"
-        (ROOT / "benchmarks" / "GPU.md").write_text(f"{title}\n\n{how}\n\n{table}\n")
-    return 0 if all(is_good(outcome, args.device) for outcome in outcomes) else 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    args.output.mkdir(parents=True, exist_ok=True)
+    are_good = []
+    with tempfile.TemporaryDirectory() as runs, (args.output / "figures.md").open("a", buffering=1) as file:
+        os.environ["MINIRL_RUNS"] = runs
+        print("| check | figure | value | expected |\n|---|---|---|---|", file=file)
+        for name in itertools.chain.from_iterable(GROUPS.get(name, [name]) for name in args.only):
+            place = Place(name, device, args.output)
+            status, figures = run_alone(place)
+            rows, is_good = judged(name, status, figures)
+            are_good.append(is_good)
+            print(rows, file=file)
+            print(rows, flush=True)
+            if status != "ok":
+                print(place.log.read_text(errors="replace")[-5000:], flush=True)
+    return 0 if all(are_good) else 1
 
 
 if __name__ == "__main__":

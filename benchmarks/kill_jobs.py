@@ -8,7 +8,6 @@ command is started again. At the end every tensor of the checkpoints, every roll
 times must be bitwise those of the uninterrupted run. Linux only.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -19,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from workload import ROOT, start_script
+from workload import ROOT, parser_of, start_script
 
 FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6"
 
@@ -64,9 +63,7 @@ def kill_at_random(job: subprocess.Popen, folder: Path, rng: random.Random, most
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--script", default="train_grpo.py")

@@ -1,12 +1,13 @@
 """Registers, spills and shared memory of the decode kernel on GPUs of several generations, compiled without one.
 
-    PYTHONPATH=. python benchmarks/paged_resources.py [--dtypes bfloat16] [--dims 128] [--groups 1 8]
+    python benchmarks/paged_resources.py [--dtypes bfloat16] [--dims 128] [--groups 1 8] [--sweep]
 
 Needs Triton, whose package has an assembler. Exits with 1 if registers are spilled anywhere, or if a program takes more
 shared memory than such a device gives to one.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from workload import parser_of
 
 from minirl.extras.kernels import paged_attention
 from minirl.model.attention import PAGED_BLOCK
@@ -22,6 +24,8 @@ from minirl.model.attention import PAGED_BLOCK
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NUM_KV = 8
+# Ways to compile it that `gpu_check.py` compares on a device.
+SETTINGS = [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (3, 4, 5)]
 
 
 def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tuple[int, int, int]:
@@ -57,11 +61,12 @@ def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tup
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TRITON_TYPES]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256])
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--sweep", action="store_true", help="with all SETTINGS")
     args = parser.parse_args()
     # Compile again, whatever an earlier run left in the cache.
     with tempfile.TemporaryDirectory() as cache:
@@ -72,19 +77,19 @@ def main() -> int:
 def show(args: argparse.Namespace) -> int:
     """Print a line for each case, and return the exit code."""
     all_fit = True
-    for capability, most in SHARED_BYTES.items():
-        for dtype in args.dtypes:
-            for dim in args.dims:
-                for groups in args.groups:
-                    registers, spilled, shared = resources(capability, getattr(torch, dtype), dim, groups)
-                    fits = spilled == 0 and shared <= most
-                    all_fit &= fits
-                    print(
-                        f"sm_{capability} {dtype} dimension {dim} groups {groups}: {registers} registers, "
-                        f"{spilled} bytes spilled, {shared:,} of {most:,} bytes shared"
-                        f"{'' if fits else ' DOES NOT FIT'}",
-                        flush=True,
-                    )
+    settings = SETTINGS if args.sweep else [paged_attention.OPTIONS]
+    cases = itertools.product(SHARED_BYTES, settings, args.dtypes, args.dims, args.groups)
+    for capability, paged_attention.OPTIONS, dtype, dim, groups in cases:
+        most = SHARED_BYTES[capability]
+        registers, spilled, shared = resources(capability, getattr(torch, dtype), dim, groups)
+        fits = spilled == 0 and shared <= most
+        all_fit &= fits
+        print(
+            f"sm_{capability} {paged_attention.OPTIONS} {dtype} dimension {dim} groups {groups}: "
+            f"{registers} registers, {spilled} bytes spilled, {shared:,} of {most:,} bytes shared"
+            f"{'' if fits else ' DOES NOT FIT'}",
+            flush=True,
+        )
     return 0 if all_fit else 1
 
 

@@ -8,7 +8,6 @@ a step's seconds by cause, and the tokens that are trained on a second. The firs
 --slow-seconds: of one reply in 32. --reward-seconds: of the reward of a prompt's completions.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
-from workload import print_figures, print_result, prompt_texts, start_script
+from workload import parser_of, print_figures, print_result, prompt_texts, start_script
 
 FUNCTIONS = """
 import asyncio, random, time
@@ -43,9 +42,7 @@ def length(completions):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--slow-seconds", type=float)

@@ -5,14 +5,13 @@
 FOLDER is on the disk to measure; its files are deleted. The optimizer's state is there and 0.
 """
 
-import argparse
 import os
 import shutil
 import time
 from pathlib import Path
 
 import torch
-from workload import print_figures
+from workload import parser_of, print_figures
 
 from minirl.files import durable
 from minirl.model.families import read_config
@@ -24,9 +23,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")

@@ -45,8 +45,9 @@ def start_script(
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(ROOT / script), *flags]
-    environment = {**os.environ, "MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, **options)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {"MINIRL_RUNS": str(runs), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.Popen(command, env=os.environ | variables, **options)
 
 
 def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
@@ -59,9 +60,14 @@ def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
     return texts
 
 
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help shows a docstring as it is written."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """The options of the workload and of the engine that decodes it."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(doc)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of compute")
     parser.add_argument("--prompts", type=int, default=8, help="over all ranks")

@@ -108,7 +108,7 @@ def test_without_an_extra_the_rest_trains(extra, tmp_path):
     shutil.copytree(ROOT / "minirl", tmp_path / "minirl", ignore=ignored)
     shutil.copy(ROOT / "train_grpo.py", tmp_path)
     assert not list((tmp_path / "minirl" / "extras").glob(f"{extra}*"))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MINIRL_RUNS": str(tmp_path / "runs")}
+    environment = os.environ | {"MINIRL_RUNS": str(tmp_path / "runs")}
     command = [sys.executable, "train_grpo.py", *TINY.split()]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
 

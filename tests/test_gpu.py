@@ -1,4 +1,4 @@
-"""The CUDA path: its kernels agree with the portable one, and a run trains."""
+"""The CUDA path: its kernels agree with the portable one. `benchmarks/gpu_check.py` shows that runs train there."""
 
 import dataclasses
 
@@ -15,7 +15,6 @@ from minirl.training.scoring import outputs_of_head
 from support.caches import decode_layout, make_cache, paged_read, poison
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
-from support.scripts import FAST_LEARNING, ROOT, read_metrics, run_script
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,17 +129,3 @@ def test_an_asynchronous_decode_step_waits_for_nothing():
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-OFFLOADED = ("--offload-optimizer", "--max-tokens-per-microbatch", "256")
-
-
-@pytest.mark.parametrize("flags", [(), OFFLOADED], ids=["plain", "optimizer on the host"])
-def test_a_run_on_cuda_trains_with_a_small_gap(tmp_path, flags):
-    """bf16 sampling and training differ by rounding only, and the reward rises."""
-    flags = ("--run-name", "cuda", FAST_LEARNING, *flags)
-    run_script(ROOT / "train_grpo.py", *flags, runs=tmp_path, ranks=1)
-    metrics = read_metrics(tmp_path / "cuda")
-    assert all(line["policy/logp_gap_mean"] <= 0.05 for line in metrics)
-    rewards = [line["reward/mean"] for line in metrics]
-    assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3

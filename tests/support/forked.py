@@ -20,12 +20,17 @@ import torch.multiprocessing as mp
 TESTS = Path(__file__).parent.parent
 
 
+def python_path() -> str:
+    """PYTHONPATH for the project and its tests, with the caller's folders after them."""
+    return os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
 @functools.cache
 def _context() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["support.preloaded"])
     # Before Python 3.12.4 the server does not get our sys.path.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, (TESTS.parent, TESTS)))):
+    with mock.patch.dict(os.environ, PYTHONPATH=python_path()):
         ensure_running()
     return context
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.scripts import ROOT
+from support.forked import python_path
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
@@ -22,7 +22,7 @@ needs_interpreter = pytest.mark.skipif(
 def run_with_compiler(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python in a process without the interpreter: kernels made under it cannot be compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment["PYTHONPATH"] = python_path()
     command = [sys.executable, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 

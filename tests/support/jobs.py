@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from support.forked import ForkedScript
+from support.forked import ForkedScript, python_path
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 600.0  # for what takes seconds: only a hang reaches it, however busy the machine is
@@ -59,7 +59,7 @@ def start(folder: Path, commands: Sequence[Sequence[str]], **variables: str) -> 
     folder: takes the files with their output, and the runs.
     """
     base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    base |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **variables}
+    base |= {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MINIRL_RUNS": str(folder), **variables}
     # As torchrun's, the store outlives the ranks.
     job = Job([], [], TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.store.port)}
