@@ -6,18 +6,21 @@ Most cases are a script of a few lines on processes with torchrun's variables; t
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from minirl.errors import InputError
 from minirl.ranks import launch, process_group
 from support.jobs import LIMIT_S, ROOT, started, torchrun, wait_for
 from support.processes import is_alive
-from support.scripts import extended_fork, read_metrics, read_rollouts
+from support.resuming import digests
+from support.scripts import all_held_out, extended_fork, read_metrics, read_rollouts, trained
 
 PRELUDE = f"""
 import math, os, signal, sys, time
@@ -274,30 +277,129 @@ def test_row_44_devices_that_cannot_serve_all_ranks_are_refused(monkeypatch):
     """Where torch sees none, ranks take the CPU."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for count, capability, fault in (
-        (1, (8, 6), "2 ranks, and torch sees 1 CUDA device(s): use --nproc-per-node 1"),
+        (1, (8, 6), "2 ranks on a node where torch sees 1 CUDA device(s): use --nproc-per-node 1"),
         (2, (7, 5), "CUDA device 0 has compute capability (7, 5), and at least (8, 0)"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
         with pytest.raises(InputError, match=re.escape(fault)):
-            process_group.device_type()
+            process_group.own_device(may_use_cpu=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert process_group.device_type() == "cpu"
+    assert process_group.own_device(may_use_cpu=False) == torch.device("cpu")
 
 
-def test_on_cuda_freed_memory_can_be_joined_and_bf16_sums_are_not_rounded(tmp_path):
-    """The allocator's setting is there before CUDA starts, which reads it."""
+def test_row_44_the_embedded_model_needs_no_device_for_each_rank(tmp_path, runs):
+    """With too few of them its ranks compute on the CPU, and one line says so."""
+    body = f"""
+import train_grpo
+os.environ.update(MINIRL_RUNS={str(runs)!r}, LOCAL_WORLD_SIZE="2")
+torch.cuda.device_count = lambda: 1
+return train_grpo.main(train_grpo.Config(num_steps=1, prompts_per_step=2))
+"""
+    line = "2 ranks on a node where torch sees 1 CUDA device(s): the ranks compute on the CPU\n"
+    assert outputs_of(tmp_path, body, [0, 0]).count(line) == 1
+
+
+def test_on_cuda_a_rank_takes_its_share_of_its_own_node(tmp_path):
+    """Its device, cores and host memory, of a node with two of four ranks.
+
+    The allocator's setting is there before CUDA starts, which reads it; bf16 sums are not rounded.
+    """
     body = """
-import torch
-def starts_cuda():
-    print(os.environ["PYTORCH_ALLOC_CONF"])
-    return "cuda"
-process_group.device_type = starts_cuda
-torch.cuda.set_device = process_group.rank = lambda *index: 0
-process_group.world_size = lambda: 1
-process_group.dist.is_initialized = lambda: True
-process_group.dist.barrier = lambda: None
-process_group.start()
+from minirl.run import planning
+os.environ.update(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+def starts_cuda(index):
+    print(os.environ["PYTORCH_ALLOC_CONF"], index)
+    return (8, 0)
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_capability = starts_cuda
+torch.cuda.set_device = print
+os.sched_getaffinity = lambda pid: range(8)
+dist.init_process_group = lambda **options: print(options["rank"], options["world_size"])
+print(process_group.start(shares_cores=True), torch.get_num_threads())
+planning.free_memory = lambda: 100
+print(planning.this_machine(torch.device("cpu")).free)
 print(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
 """
-    assert outputs_of(tmp_path, body, [0]) == "expandable_segments:True\nFalse\n"
+    expected = ["expandable_segments:True 1", "cuda:1", "3 4", "cuda:1 4", "50", "False"]
+    assert outputs_of(tmp_path, body, [0]).splitlines() == expected
+
+
+def test_row_62_nodes_that_see_different_copies_are_refused(tmp_path, embedded_model):
+    """On every rank: they would save checkpoints that lack files, or train something else."""
+    body = f"""
+import json, shutil
+from pathlib import Path
+import train_grpo
+from minirl.run.setup import Setup
+os.environ["LOCAL_WORLD_SIZE"] = "1"
+own = Path({str(tmp_path)!r}, str(rank))
+shutil.copytree({str(embedded_model)!r}, own)
+(own / "a").mkdir()
+(own / "a/lock").touch()
+weights = (own / "model.safetensors").read_bytes()
+(own / "model.safetensors").write_bytes(weights[:-1000] + bytes([rank]) * 1000)
+(own / "rows").write_text((json.dumps(dict(prompt="12")) + chr(10)) * (rank + 1))
+joined()
+names = ("runs", "model", "data", "command")
+for differing in (*names, "restarts", "devices"):
+    runs, model, data, command = (own if name == differing else own.with_name("0") for name in names)
+    os.environ["LOCAL_WORLD_SIZE"] = "12"[differing == "devices"]
+    torch.cuda.device_count = lambda: int(differing == "devices")
+    os.environ["MINIRL_RUNS"] = str(runs)
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "01"[differing == "restarts"]
+    sys.argv = [str(command)]
+    os.chdir(model)
+    config = train_grpo.Config(model=".", data=str(data / "rows"), max_new_tokens=4, run_name="a")
+    try:
+        Setup(config, name="a", rewards=dict(length=len))
+    except InputError as error:
+        print(error)
+"""
+    said = outputs_of(tmp_path, body, [0, 0])
+    node = socket.gethostname()
+    different = f" must be the same on all nodes, and differs between {node} and {node}\n"
+    for message in (
+        f"/a: the run's folder ($MINIRL_RUNS){different}",
+        f".: the weights{different}",
+        f"the prompts{different}",
+        f"the command line, and the kind of device,{different}",
+        "--max-restarts: works on one node only",
+        "use --nproc-per-node 1, or CUDA_VISIBLE_DEVICES= for the CPU\n",
+    ):
+        assert said.count(message) == 2, said
+
+
+KILLED_FORK = """
+import os, signal
+from minirl.ranks import launch
+
+good_weights = rollout_weights
+
+def rollout_weights(*args):
+    where = [os.environ["TORCHELASTIC_RUN_ID"], os.environ["RANK"], launch.this_process.phase]
+    if where == ["killed", "3", "step 2, phase score"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return good_weights(*args)
+
+
+"""
+
+
+@pytest.mark.slow
+def test_rows_01_and_12_two_nodes_train_die_and_resume_as_four_ranks_of_one(four_ranks, tmp_path, runs):
+    """Two torchruns that meet by c10d; a rank of the second is killed. Every bit is that of four ranks on one node."""
+    fork = extended_fork(tmp_path, "train_grpo.py", KILLED_FORK, name="nodes")
+    flags = (
+        "--num-steps 3 --save-every 1 --eval-every 0 --keep-checkpoints 0 --prompts-per-step 5 --group-size 4"
+    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, codes in (("killed", [1, 1]), ("resumed", [0, 0])):
+        options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+        command = torchrun(fork, *flags.split(), "--run-name=nodes", options=[*options, f"--rdzv-id={name}"])
+        with started(tmp_path, [command] * 2, MINIRL_RUNS=str(runs)) as job:
+            assert job.codes() == codes
+            said = job.output(0) + job.output(1)
+    assert "resuming after step 1" in said
+    whole = trained(four_ranks, runs / "whole", "train_grpo.py", flags, under=all_held_out)
+    assert digests(runs / "nodes") == digests(whole)

@@ -5,11 +5,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from minirl.errors import InputError, refuse
 from minirl.model.folders import resolve_folder
-from minirl.ranks.process_group import device_type, print0, rank
+from minirl.ranks.process_group import own_device, print0
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import write_shape
@@ -53,7 +51,7 @@ def print_plan(config: RunConfig, load: Callable[[Path], LoadedPrompts]) -> None
 def _machine(config: RunConfig) -> Machine:
     """The machine of --gpus, or this one. Raises InputError."""
     if config.gpus is None:
-        return this_machine(torch.device(device_type(), rank()))
+        return this_machine(own_device(may_use_cpu=config.is_embedded))
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", config.gpus, re.ASCII)
     if not found:
         raise InputError(f"--gpus {config.gpus}: give the number of ranks and GB of each, as 8x80")

@@ -31,8 +31,8 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.weights import load_replica
-from minirl.ranks import launch, process_group
-from minirl.ranks.process_group import broadcast_object, gather_objects, print0, rank
+from minirl.ranks import launch
+from minirl.ranks.process_group import gather_objects, print0, rank
 from minirl.report.logger import Logger
 from minirl.report.records import Record, mean_rewards
 from minirl.rollouts import CUT_OFF, MAX_TOP_K, Truncation
@@ -198,9 +198,7 @@ def result_of(setup: Setup, records: Iterable[Record]) -> dict[str, Any]:
 
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
-    process_group.start(hang_timeout=config.hang_timeout)
-    # Meanwhile the run may have saved another one.
-    setup = Setup(dataclasses.replace(config, model=broadcast_object(config.model)), name="eval")
+    setup = Setup(config, name="eval")
     setup.held_out.truncation = Truncation(config.top_k, config.top_p)
     setup.print_start()
     folder = setup.folder.path

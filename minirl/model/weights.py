@@ -27,7 +27,7 @@ from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer, on_meta
-from minirl.ranks.process_group import rank, world_size
+from minirl.ranks.process_group import local_world_size, rank, require_same, world_size
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -48,13 +48,16 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
     """Raise InputError, like `load_weights`, if the folder's tensors do not fit such a model.
 
     Also if a model that gets adapters would begin with adapters. Reads only names, shapes and dtypes, and makes no
-    weights: a wrong config.json may ask for more memory than the machine has. Not collective.
+    weights: a wrong config.json may ask for more memory than the machine has. Collective if there are several nodes,
+    whose weights must be the same.
     """
     refuse(
         config.adapters and has_adapters(folder),
         f"{folder}: has adapters; for further ones merge them first, see docs/adapters.md",
     )
     _find_tensors(on_meta(config), folder)
+    if local_world_size() < world_size():
+        require_same(fingerprint(folder), f"{folder}: the weights")
 
 
 def load_weights(model: Transformer, folder: Path) -> None:

@@ -163,8 +163,9 @@ def _ranks_without_error() -> list[str]:
     until = time.monotonic() + REPORT_S
     while True:
         known = [rank for rank in ranks if store.check([f"phase/{rank}"])]
-        phases = {rank: store.get(f"phase/{rank}").decode() for rank in known}
-        missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
+        missing = [
+            f"rank {rank} ({phase})" for rank in known if (phase := store.get(f"phase/{rank}").decode())
+        ]
         if not missing or time.monotonic() > until:
             return missing
         time.sleep(POLL_S)

@@ -5,6 +5,7 @@ rank runs the same script.
 """
 
 import os
+import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -24,26 +25,36 @@ OLDEST_CAPABILITY = (8, 0)
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def start(*, shares_cores: bool = False, hang_timeout: float = 1800.0) -> torch.device:
+def start(
+    *, shares_cores: bool = False, hang_timeout: float = 1800.0, may_use_cpu: bool = False
+) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
     shares_cores: on CUDA, the CPU computes on this rank's share of the cores; else on one thread. On the CPU it is
     always one: with more, matrix products are not batch-invariant (`minirl.model.batch_invariance`).
 
-    hang_timeout: seconds after which a collective fails that some rank has not come to.
+    hang_timeout: seconds after which a collective fails that some rank has not come to. may_use_cpu: see
+    `own_device`.
 
     CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
 
-    Raises InputError for an unusable device, and torch's DistError if another rank does not come.
+    Raises InputError for an unusable device, for --max-restarts on several nodes, and on all ranks if their devices or
+    command lines differ; torch's DistError if another rank does not come.
     """
-    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+    refuse(
+        local_world_size() < world_size() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
+        "--max-restarts: works on one node only, as each node's torchrun counts its own restarts; start the nodes again "
+        "with the same --run-name instead",
+    )
+    if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
-    use_cuda = device_type() == "cuda"
-    num_cores = len(os.sched_getaffinity(0)) // world_size()
+    device = own_device(may_use_cpu=may_use_cpu)
+    use_cuda = device.type == "cuda"
+    num_cores = len(os.sched_getaffinity(0)) // local_world_size()
     torch.set_num_threads(max(1, num_cores) if use_cuda and shares_cores else 1)
     if use_cuda:
-        torch.cuda.set_device(rank())
+        torch.cuda.set_device(device)
         # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     timeout = timedelta(seconds=hang_timeout)
@@ -57,29 +68,36 @@ def start(*, shares_cores: bool = False, hang_timeout: float = 1800.0) -> torch.
             rank=rank(),
             world_size=world_size(),
         )
-    return torch.device("cuda", rank()) if use_cuda else torch.device("cpu")
+    require_same((device.type, sys.argv), "the command line, and the kind of device,")
+    return device
 
 
-def device_type() -> str:
-    """ "cuda" where torch sees a device, else "cpu": CUDA_VISIBLE_DEVICES= (empty) hides all.
+def own_device(*, may_use_cpu: bool) -> torch.device:
+    """The CUDA device of this rank, or the CPU where torch sees none: CUDA_VISIBLE_DEVICES= (empty) hides all.
 
-    Not collective. Raises InputError for CUDA if the ranks cannot each use a device.
+    may_use_cpu: if this node has more ranks than devices, hide these and print a line that says so. Not collective.
+    Raises InputError if the ranks cannot each use a CUDA device.
     """
     num_devices = torch.cuda.device_count()
-    if not num_devices:
-        return "cpu"
-    refuse(
-        world_size() > num_devices,
-        f"{world_size()} ranks, and torch sees {num_devices} CUDA device(s): use "
-        f"--nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
-    )
-    found = torch.cuda.get_device_capability(rank())
+    if num_devices < local_world_size():
+        if num_devices:
+            fault = f"{local_world_size()} ranks on a node where torch sees {num_devices} CUDA device(s)"
+            refuse(
+                not may_use_cpu,
+                f"{fault}: use --nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
+            )
+            print0(f"{fault}: the ranks compute on the CPU")
+            # FSDP would make a second process group, with NCCL, if it saw a device.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", rank()))
+    found = torch.cuda.get_device_capability(index)
     refuse(
         found < OLDEST_CAPABILITY,
-        f"CUDA device {rank()} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
+        f"CUDA device {index} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
         "needed: leave it out by CUDA_VISIBLE_DEVICES",
     )
-    return "cuda"
+    return torch.device("cuda", index)
 
 
 def stop_requested() -> int:
@@ -98,6 +116,11 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks. Before `start`, torchrun's, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_world_size() -> int:
+    """The number of ranks on this node, by torchrun; without torchrun all ranks are on one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def print0(*parts: Any) -> None:
@@ -132,6 +155,15 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def require_same(value: Any, what: str) -> None:
+    """Raise InputError on every rank, naming `what` and two nodes, unless all have the same value (collective)."""
+    for other, node in gather_objects((value, socket.gethostname())):
+        refuse(
+            other != value,
+            f"{what} must be the same on all nodes, and differs between {node} and {socket.gethostname()}",
+        )
 
 
 @spent_on("wait_ranks")

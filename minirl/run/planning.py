@@ -15,7 +15,7 @@ from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
-from minirl.ranks.process_group import gather_objects, world_size
+from minirl.ranks.process_group import gather_objects, local_world_size, world_size
 from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes
 from minirl.run.config import RunConfig, named_folder
 
@@ -33,7 +33,7 @@ class Machine(NamedTuple):
 
 def this_machine(device: torch.device) -> Machine:
     """The ranks of this run, with the free bytes of the tightest (collective; before `start` of this rank alone)."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // world_size()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // local_world_size()
     return Machine(device.type, world_size(), min(gather_objects(free)))
 
 

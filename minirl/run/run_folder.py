@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
-from minirl.ranks.process_group import broadcast_object, rank
+from minirl.ranks.process_group import broadcast_object, rank, require_same
 from minirl.run.checkpoint import checkpoints_in
 
 PRIVATE = 0o700  # mode of a run's folder: only its owner reads the files in it
@@ -32,25 +33,16 @@ class RunFolder:
     checkpoint: Path | None  # to resume from; None: start from the first step
     lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
 
-    @contextlib.contextmanager
-    def removed_if_refused(self) -> Iterator[None]:
-        """Remove the folder if the block raises InputError and nothing is in it yet. Not collective."""
-        try:
-            yield
-        except InputError:
-            if rank() == 0 and [file.name for file in self.path.iterdir()] == ["lock"]:
-                shutil.rmtree(self.path)
-                with contextlib.suppress(OSError):  # other runs are there
-                    self.path.parent.rmdir()
-            raise
 
+@contextlib.contextmanager
+def starting_run(name: str) -> Iterator[RunFolder]:
+    """Lock the folder of the run `name`, which is made if it does not exist, and set the run up in the block (collective).
 
-def open_run_folder(name: str) -> RunFolder:
-    """Lock the folder of the run `name`, which is made if it does not exist (collective).
+    The lock outlives the block. If the block raises InputError and nothing else is in the folder yet, it is removed. A
+    run resumes from its newest checkpoint; what a killed save left is removed.
 
-    A run resumes from its newest checkpoint; what a killed save left is removed.
-
-    Raises InputError if the name is a path, or if the folder is in use, not a run's, not writable, or on another node.
+    Raises InputError if the name is a path, or if the folder is in use, not a run's, not writable, or not shared by all
+    nodes.
     """
     refuse(
         not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name),
@@ -68,11 +60,17 @@ def open_run_folder(name: str) -> RunFolder:
             args = read_json_object(folder / "args.json")
         checkpoint = next(reversed(checkpoints_in(folder)), None)
     args, checkpoint = broadcast_object((args, checkpoint))
-    refuse(
-        not (folder / "lock").exists(),
-        f"{folder}: rank {rank()} does not see the folder that rank 0 made; runs need a folder that all ranks share",
-    )
-    return RunFolder(folder, args, checkpoint, lock)
+    try:
+        path = folder / "lock"
+        # Each start adds to this file, so a folder of the same name on another node differs.
+        require_same(path.exists() and path.read_text(), f"{folder}: the run's folder ($MINIRL_RUNS)")
+        yield RunFolder(folder, args, checkpoint, lock)
+    except InputError:
+        if rank() == 0 and os.listdir(folder) == ["lock"]:
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # other runs are there
+                folder.parent.rmdir()
+        raise
 
 
 def _take_lock(folder: Path) -> IO[str]:
@@ -82,8 +80,9 @@ def _take_lock(folder: Path) -> IO[str]:
     refuse(is_foreign, f"{folder}: is not a run's folder; choose another --run-name")
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
-        lock = path.open("w")
+        lock = path.open("a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print(secrets.token_hex(4), file=lock, flush=True)
     except BlockingIOError:
         raise InputError(
             f"{folder}: another run is using it; wait for it or choose another --run-name"

@@ -33,6 +33,7 @@ from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
     print0,
+    require_same,
     world_size,
 )
 from minirl.report.records import rollout_records
@@ -43,7 +44,7 @@ from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
 from minirl.run.inputs import load_prompts, load_rollout, load_task
 from minirl.run.planning import lines, plan, this_machine, workload
-from minirl.run.run_folder import open_run_folder, runs_root
+from minirl.run.run_folder import runs_root, starting_run
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -89,17 +90,19 @@ class Setup:
             print_plan(config, load)
             sys.exit(0)
         self.device = process_group.start(
-            shares_cores=config.offload_optimizer, hang_timeout=config.hang_timeout
+            shares_cores=config.offload_optimizer,
+            hang_timeout=config.hang_timeout,
+            may_use_cpu=config.is_embedded,
         )
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        self.folder = open_run_folder(config.run_name or broadcast_object(new_name))
-        with self.folder.removed_if_refused():
+        with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
             # A checkpoint of adapters has no models: they belong to those that the run began with.
             self._saved = None if config.adapters else self.folder.checkpoint
             self.model_folder = self._saved or self._original_model()
             self.model_config, self.prompts, self.held_out = load(self.model_folder)
             self.tokenizer = self.prompts.tokenizer
+            require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
             work = workload(
                 config,
                 self.model_config,
@@ -306,7 +309,8 @@ class Setup:
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
-        return resolve_folder(self.config.model)
+        # The ranks of an evaluation may have found different newest checkpoints.
+        return resolve_folder(broadcast_object(self.config.model))
 
 
 def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:

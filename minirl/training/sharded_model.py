@@ -8,17 +8,16 @@ With `shard_weights` a rank keeps full weights of embedding, head and last norm 
 layers' weights (`model.shards`), the rows of its shards. Training and scoring gather one layer at a time.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.errors import GuardError, InputError
+from minirl.errors import GuardError, refuse
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
@@ -27,9 +26,6 @@ from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, ranks wait more often
 
@@ -120,6 +116,7 @@ class ShardedModel:
         self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
     ) -> None:
         """Wrap the units in FSDP, which leaves the ignored parameters as they are (collective)."""
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         precision = MixedPrecisionPolicy(
@@ -128,11 +125,12 @@ class ShardedModel:
             cast_forward_inputs=False,  # that would round the fp32 rope tables
         )
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
+        mesh = init_device_mesh(device.type, (world_size(),))
         for unit in self._units:
             reshards = self.shards_weights and unit is not self.module
             fully_shard(
                 unit,
-                mesh=_device_mesh(device.type),
+                mesh=mesh,
                 mp_policy=precision,
                 offload_policy=offload,
                 reshard_after_forward=reshards,
@@ -312,8 +310,7 @@ class ShardedModel:
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         parts = {key: key.split(".", 1) for key in saved[0]}
         unmatched = {name for _, name in parts.values()} ^ self.masters.keys()
-        if unmatched:
-            raise InputError(f"{place}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
+        refuse(unmatched, f"{place}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
         for key, (kind, name) in parts.items():
             master = self.masters[name]
             state = {"masters": master} if kind == "masters" else optimizer.state[master]
@@ -364,14 +361,6 @@ class ShardedModel:
         gather(of_ranks.view(-1), own)
         for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
-
-
-@functools.cache
-def _device_mesh(device_type: str) -> "DeviceMesh":
-    """All ranks (collective). All models share it."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (world_size(),))
 
 
 def _total_norm(tensors: Iterable[Tensor]) -> float:
