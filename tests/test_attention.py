@@ -171,7 +171,8 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
     source, kernel, note, tmp_path, monkeypatch, capsys
 ):
     """Torch's kernel takes its place; a folder of that name does not count as the package, and without one nothing is
-    said. It is for 16 bits on CUDA only."""
+    said. It is for 16 bits on CUDA only, and not for all sizes of heads."""
+    cuda = torch.device("cuda")
     if source == "absent" and importlib.util.find_spec("flash_attn") is not None:
         pytest.skip("flash-attn is installed")
     if source != "absent":
@@ -184,10 +185,10 @@ def test_row_44_a_flash_attn_that_cannot_be_imported_is_not_used_and_said_once(
     with mock.patch.dict(sys.modules):
         sys.modules.pop("flash_attn", None)
         for _ in range(2):
-            assert kernel_for(torch.device("cuda"), torch.bfloat16) == kernel
-        assert (
-            kernel_for(torch.device("cuda"), torch.float32) == kernel_for(CPU, torch.bfloat16) == "portable"
-        )
+            assert kernel_for(cuda, torch.bfloat16, 256) == kernel
+        others = [(cuda, torch.float32, 64), (CPU, torch.bfloat16, 64)]
+        others += [(cuda, torch.bfloat16, head_dim) for head_dim in (60, 264)]
+        assert {kernel_for(*other) for other in others} == {"portable"}
     attention.has_flash_attn.cache_clear()
     output = capsys.readouterr().out
     assert note in output

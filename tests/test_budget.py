@@ -94,7 +94,7 @@ class FusedNorm(torch.autograd.Function):
 
 def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm."""
-    monkeypatch.setattr(attention, "kernel_for", lambda device, dtype: "varlen")
+    monkeypatch.setattr(attention, "kernel_for", lambda *given: "varlen")
     monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
     layout = Batch((64,), torch.arange(64), torch.arange(64) > 0).layout()
@@ -117,11 +117,14 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
 
 
 def test_the_cache_takes_what_the_budget_says():
-    """And a request of a gated delta net its states."""
+    """And a request of a gated delta net its states; its logits are in a graph's pool, too, where there are graphs."""
     config = cached_model("states", torch.float32).config
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
     cache = KVCache(config, **options)
-    needed = budget(make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False))
+    work, sizes = make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False)
+    needed = budget(work, sizes)
     assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(pool.nbytes for layer in config.delta_net.layers for pool in cache.states.layer(layer))
-    assert needed.decoding["requests"] == of_states + 4 * 16 * config.vocab_size
+    assert needed.decoding["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
+    eager = budget(work, dataclasses.replace(sizes, shard_weights=True))
+    assert eager.decoding["requests"] == of_states + 4 * 16 * config.vocab_size

@@ -1,17 +1,23 @@
 """No tensor of the host meets one of the device, in sampling, scoring and training; on a device that is pretended."""
 
 import dataclasses
+import functools
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import train_grpo
+from minirl.extras.kernels import cuda_graphs
 from minirl.generation.engine import Engine
 from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
+from minirl.model.weights import fill
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
@@ -20,13 +26,25 @@ from minirl.training.scoring import value_batch
 from support.engines import make_engine, make_model, mixed_requests, score_at
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
-from support.pretended_cuda import CPU, CUDA, PretendedCuda, plain_decode
+from support.pretended_cuda import CPU, CUDA, PretendedCuda, PretendedGraph, plain_decode
 
 
 @pytest.fixture
 def device():
     rope_table.cache_clear()
-    with PretendedCuda():
+    unneeded = mock.Mock()
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            CUDAGraph=PretendedGraph,
+            Event=unneeded,
+            Stream=unneeded,
+            stream=nullcontext,
+            graph_pool_handle=unneeded,
+            set_sync_debug_mode=unneeded,
+        ),
+        PretendedCuda(),
+    ):
         yield CUDA
     rope_table.cache_clear()  # it holds tensors that only pretend
 
@@ -50,16 +68,27 @@ def test_what_is_pretended_is_noticed_where_it_meets_the_host(device):
 ADAPTERS = Adapters(12, 1.0)
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads"])
 @pytest.mark.parametrize(
     ("attention", "adapters"),
     [("mixed", None), slow("mixed", ADAPTERS), slow("states", None)],
     ids=["", "adapters", "states"],
 )
-def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, attention, adapters):
-    """Asynchronously, in the graphs' buffers, with a plain kernel instead of the decode kernel."""
+def test_an_engine_on_a_device_decodes_what_the_host_does(
+    device, monkeypatch, capsys, attention, adapters, reads
+):
+    """Asynchronously, with a plain kernel instead of the decode kernel.
+
+    By graphs, of which the first alone returns what torch caches; but not if the model's forward reads from the device.
+    """
     pytest.importorskip("triton")
     monkeypatch.setattr("minirl.extras.kernels.paged_attention.decode", plain_decode)
+    monkeypatch.setattr(cuda_graphs, "_print_once", functools.cache(print))
+    monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock())
     model = make_model(attention, torch.float32, adapters=adapters)
+    if reads:
+        warn = functools.partial(warnings.warn, "called a synchronizing CUDA operation", stacklevel=1)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warn())
     requests = mixed_requests()[::3]
     expected = make_engine(model).generate(requests)
     model.to(device)
@@ -67,6 +96,17 @@ def test_an_engine_on_a_device_decodes_what_the_host_does(device, monkeypatch, a
     assert (engine.async_decoding, engine.cuda_graphs) == (True, True)
     for rollout, twin in zip(engine.generate(requests), expected, strict=True):
         assert rollout.tokens.tolist() == twin.tokens.tolist()
+    assert torch.cuda.empty_cache.call_count == (not reads)
+    assert capsys.readouterr().out.count("no CUDA graphs") == reads
+
+
+def test_a_stored_weight_moves_to_the_device_in_its_own_dtype(device):
+    """Torch would cast it on the host, and move the result."""
+    weight = torch.zeros(2, 3, device=device)
+    weight.copy_ = mock.Mock()
+    fill(weight, torch.ones(2, 3, dtype=torch.bfloat16), "")
+    (moved,) = weight.copy_.call_args.args
+    assert (moved.device, moved.dtype) == (device, torch.bfloat16)
 
 
 def make_batch():
@@ -127,7 +167,11 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
 
 @pytest.mark.parametrize("lengths", [[0, 1, 2], []], ids=str)
 def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(device, lengths):
-    """Before the update all values at once, and those after the last tokens; then the loss of a microbatch."""
+    """Before the update all values at once, and those after the last tokens; then the loss of a microbatch.
+
+    The policy's rope table is that of the value model.
+    """
+    score_at(make_model("mixed", torch.float32), make_batch(), 1.0)
     config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)
     names = ["values", "end_values"]
     results = []
@@ -143,6 +187,7 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         (micro.loss_weights * loss).sum().backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         results.append([x.cpu() for x in (scored.values, scored.end_values, *gradients)])
+    assert rope_table.cache_info().currsize == 2  # on the host and on the device
     assert_close(*results)
 
 

@@ -240,6 +240,17 @@ def test_rows_06_and_23_an_error_is_printed_once_and_ends_all(tmp_path, body, co
     assert re.fullmatch(message, outputs_of(tmp_path, body, codes).strip())
 
 
+def test_row_38_memory_that_runs_out_is_reported_with_its_phase_plan_and_flags(tmp_path, runs):
+    """In an update."""
+    too_large = "def token_loss(*args):\n    torch.empty(2**50)\n"
+    fork = extended_fork(tmp_path, "train_grpo.py", too_large, name="memory")
+    with started(tmp_path, [[str(fork), *grpo()[1:]]], MINIRL_RUNS=str(runs)) as job:
+        assert job.codes() == [2]
+        plan = r"training \S+ GB: gradients .*; lower --max-tokens-per-microbatch.*"
+        where = r"\[rank 0, step 1, phase update: .*allocate memory.*\]"
+        assert re.search(f"^error: out of memory; planned: {plan} {where}$", job.output(0), re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
     """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights.

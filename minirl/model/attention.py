@@ -4,8 +4,9 @@ A layout says which sequences the tokens of a stream belong to. `PackedLayout`: 
 (training, scoring, prefill); tokens that several sequences begin with are computed once. `DecodeLayout`: one
 new token for each of B cached sequences. `attend` takes either, so the model has one forward.
 
-All kernels compute the same attention. Packed: flash-attn or torch's varlen kernel (CUDA, 16 bit), else
-`portable_attention`. Decoding from the cache: `paged_attention` on CUDA, else `portable_attention`.
+All kernels compute the same attention. Packed: flash-attn or torch's varlen kernel (CUDA, 16 bit, heads of up
+to 256 channels, a multiple of 8), else `portable_attention`. Decoding from the cache: `paged_attention` on CUDA,
+else `portable_attention`.
 
 Positions count from 0 in each sequence. All attention is causal; with window w a token sees itself and the
 w - 1 tokens before it. Only the portable kernel takes a mask: `portable_attention.index_packed` makes it for
@@ -35,9 +36,14 @@ Made = TypeVar("Made")
 PAGED_BLOCK = 128
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.float16, torch.bfloat16)
+        or head_dim % 8
+        or head_dim > 256
+    ):
         return "portable"
     return "flash" if has_flash_attn() else "varlen"
 
@@ -272,7 +278,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     if len(layout.positions) == 0:
         # Zeros that depend on all three, so that each has a gradient.
         return 0 * q + 0 * (k.sum() + v.sum())
-    kernel = kernel_for(q.device, q.dtype)
+    kernel = kernel_for(q.device, q.dtype, q.shape[-1])
     if kernel != "portable":
         return _attend_varlen(q, k, v, layout, window, kernel)
     index = layout.derive(_portable_index, window, k.shape[1])

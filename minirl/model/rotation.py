@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from minirl.model.batch_invariance import at_least_fp32
-from minirl.model.config import ModelConfig
+from minirl.model.config import Rope
 
 # Of T tokens: cos and signed sin, fp32 [T, 1, R], for the first R channels of a head. The others stay as they are.
 Rotation = tuple[Tensor, Tensor]
 
 
 @functools.cache
-def rope_table(config: ModelConfig, device: torch.device) -> tuple[Rotation, ...]:
-    """Return the rotation of each of the config's ropes, at each of its max_position_embeddings positions.
+def rope_table(ropes: tuple[Rope, ...], num_positions: int, device: torch.device) -> tuple[Rotation, ...]:
+    """Return the rotation of each of a model's ropes, at each of its positions.
 
-    A table, because the vectorised cosine and its scalar tail differ in the last bit. All models of one
-    configuration share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
+    A table, because the vectorised cosine and its scalar tail differ in the last bit. All models with
+    these ropes share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
     """
-    position = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    position = torch.arange(num_positions, dtype=torch.float32)
     tables = []
-    for rope in config.ropes:
+    for rope in ropes:
         angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
         cos, sin = angle.cos(), angle.sin()
         rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])

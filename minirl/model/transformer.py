@@ -204,7 +204,7 @@ class Transformer(nn.Module):
         padded_positions = padding.pad_rows(positions, 1)
         if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
             return self.model.embed_tokens(tokens)  # no rank has tokens
-        tables = rope_table(self.config, tokens.device)
+        tables = rope_table(self.config.ropes, self.config.max_position_embeddings, tokens.device)
         rotations = [(cos[padded_positions], sin[padded_positions]) for cos, sin in tables]
         x = self.model.embed_tokens(padded_tokens)
         if self.config.scales_embeddings:

@@ -261,7 +261,7 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
         rows = slice(first, first + len(local))
     if local.numel() == 0:
         return
-    local.copy_(stored[rows])
+    local.copy_(stored[rows].to(local.device))  # torch would cast it on the host, and move the larger dtype
     refuse(
         not is_finite(local),
         f"{label} has values that are not finite; the file is damaged, fetch or save it again",

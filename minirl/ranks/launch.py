@@ -32,6 +32,8 @@ REPEATED_S = 1.0  # a second signal sooner than this is ignored: torchrun may de
 REPORT_S = 3.0  # from an error on one rank to its report, in which the other ranks may meet the same one
 POLL_S = 0.1  # between two looks at the other ranks
 GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
+# The errors of allocators: those of Python, the host, CUDA and its libraries.
+OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
 START = "before the first step"  # the phase of a rank that has nothing to save
 
 
@@ -43,6 +45,8 @@ class _ProcessState:
     stop_signal: int = 0  # number of the signal that asked for a stop at the end of the step; 0: none did
     stop_asked_at: float = 0.0  # by time.monotonic()
     pid: int = 0  # of the process that called `run`
+    # The bytes that were planned for a phase, and the flags that lower them.
+    memory_plan: Callable[[str], str] = lambda phase: "nothing yet"
 
 
 this_process = _ProcessState()
@@ -162,10 +166,10 @@ def _ranks_without_error() -> list[str]:
     ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
     until = time.monotonic() + REPORT_S
     while True:
-        known = [rank for rank in ranks if store.check([f"phase/{rank}"])]
-        missing = [
-            f"rank {rank} ({phase})" for rank in known if (phase := store.get(f"phase/{rank}").decode())
-        ]
+        phases = {
+            rank: store.get(f"phase/{rank}").decode() for rank in ranks if store.check([f"phase/{rank}"])
+        }
+        missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
         if not missing or time.monotonic() > until:
             return missing
         time.sleep(POLL_S)
@@ -179,16 +183,18 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
     where = f"rank {_rank()}, {this_process.phase}"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code, ""  # the parser of flags has printed why
+    cause = str(error).partition("\n")[0]
+    exit_code = getattr(error, "exit_code", 0)
+    if not exit_code and OUT_OF_MEMORY.search(repr(error)):
+        plan = this_process.memory_plan(this_process.phase)
+        return InputError.exit_code, f"error: out of memory; planned: {plan} [{where}: {cause}]"
     # gloo's errors have no class of their own, but begin with the place in its source.
-    is_gloos = type(error) is RuntimeError and GLOO_SOURCE.search(str(error))
+    is_gloos = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
     if isinstance(error, dist.DistError) or is_gloos:
         lost = ", ".join(missing) or "another rank"
-        cause = str(error).partition("\n")[0]
         return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
-    exit_code = getattr(error, "exit_code", 0)
-    if (
-        isinstance(error, OSError) and this_process.phase == START
-    ):  # a full disk, a folder that cannot be written to
+    # A full disk, a folder that cannot be written to.
+    if isinstance(error, OSError) and this_process.phase == START:
         exit_code = InputError.exit_code
     if exit_code:
         return exit_code, f"error: {error} [{where}]"

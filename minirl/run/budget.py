@@ -174,6 +174,8 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     policy = work.trained[0]
     cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim
     request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
+    if work.device_type == "cuda" and not sizes.shard_weights:
+        request *= 2  # the pool of CUDA graphs has its own, besides those of prefills
     if policy.delta_net is not None:
         from minirl.extras.delta_net.states import StateCache
 

@@ -90,6 +90,17 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> t
     return sizes, needed
 
 
+def memory_plan(sizes: Sizes, needed: Budget, phase: str) -> str:
+    """The bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
+    _, always, training, decoding, _ = lines(sizes, needed)
+    decoding += "; lower --cache-tokens"
+    if phase.endswith("generate"):
+        return decoding
+    if phase.endswith(("score", "update")):
+        return f"{training}; lower --max-tokens-per-microbatch, or take --recompute-layers on"
+    return f"{always}; take a smaller --model or more ranks; {decoding}"
+
+
 def enough_tokens(max_new_tokens: int) -> int:
     """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
     return max(8192, 2 * max_new_tokens)

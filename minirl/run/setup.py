@@ -28,7 +28,7 @@ from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.model.weights import cut_vocabulary, load_replica
-from minirl.ranks import process_group
+from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import (
     broadcast_object,
     gather_objects,
@@ -43,7 +43,7 @@ from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
 from minirl.run.inputs import load_prompts, load_rollout, load_task
-from minirl.run.planning import lines, plan, this_machine, workload
+from minirl.run.planning import lines, memory_plan, plan, this_machine, workload
 from minirl.run.run_folder import runs_root, starting_run
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch
@@ -111,6 +111,7 @@ class Setup:
                 value_folder=self.saved_folder("value"),
             )
             self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
+            launch.this_process.memory_plan = functools.partial(memory_plan, self.sizes, self._budget)
             # The first weights: the budget counts them against the memory that was free before.
             rewards = dict(self.task.rewards)
             for reward, model in config.reward_models.items():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ class OnDevice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     device = property(lambda self: CUDA)
+    is_cuda = True
 
 
 class ParameterOnDevice(OnDevice, nn.Parameter):
@@ -86,13 +88,36 @@ def _placed(result: Any, goes_to_device: bool, inputs: list[Tensor]) -> Any:
     return result.as_subclass(OnDevice if goes_to_device else Tensor)
 
 
+class PretendedGraph(TorchDispatchMode):
+    """`torch.cuda.CUDAGraph`: the operations of a capture, which a replay runs again on the same memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def capture_begin(self, **options):
+        self.calls = []
+        self.__enter__()
+
+    def capture_end(self):
+        self.__exit__(None, None, None)
+
+    def replay(self):
+        with torch._C.DisableTorchFunction():
+            for func, args, kwargs, result in self.calls:
+                for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(old, Tensor):
+                        old.copy_(new)  # a view or an argument onto itself
+
+
 def plain_decode(q, keys, values, blocks, lengths, *, window):
-    """`paged_attention.decode`, one request after another."""
-    out = torch.zeros_like(q)
-    for i, end in enumerate(lengths.tolist()):
-        start = max(0, end - window) if window else 0
-        chosen = blocks[i, : -(-end // keys.shape[-1])].long()
-        k = keys[chosen].permute(1, 0, 3, 2).flatten(1, 2)[:, start:end]  # [K, n, C]
-        v = values[chosen].permute(1, 0, 2, 3).flatten(1, 2)[:, start:end]
-        out[i] = F.scaled_dot_product_attention(q[i][:, None], k, v, enable_gqa=True)[:, 0]
-    return out
+    """`paged_attention.decode`, which reads nothing on the host."""
+    k = keys[blocks.long()].transpose(1, 2).transpose(3, 4).flatten(2, 3)  # [B, K, n, C]
+    v = values[blocks.long()].transpose(1, 2).flatten(2, 3)
+    key = torch.arange(k.shape[2], device=q.device)
+    is_seen = key < lengths[:, None]
+    if window:
+        is_seen &= key >= lengths[:, None] - window
+    mask = is_seen[:, None, None]
+    return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, enable_gqa=True)[:, :, 0]

@@ -6,15 +6,25 @@ belong to the graph. The buffers of block tables have the largest width a table 
 beyond a request's keys.
 
 A graph also holds the addresses of the weights, which never change, and of the key/value cache, so it lives as long as
-the cache does. A batch size is captured at its first use, which costs about two steps without a graph. On the
-CPU nothing is captured: the same buffers are passed to the eager step, for tests.
+the cache does. A batch size is captured at its first use, which costs about three steps without a graph. On the
+CPU nothing is captured: the same buffers are passed to the eager step, for tests. Steps in which the host reads from
+the device, as in some of transformers' modules, cannot be captured and stay eager, too.
 """
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from minirl.ranks.process_group import print0
+
+# One for all captures, which cannot use the default stream: the free memory of a pool belongs to a stream.
+_capture_stream = functools.cache(lambda: torch.cuda.Stream())
+_print_once = functools.cache(print0)
+NOTE = "note: no CUDA graphs, so decoding is slower: in each step the host reads from the device"
 
 
 class DecodeGraphs:
@@ -28,7 +38,8 @@ class DecodeGraphs:
         self._max_blocks = max_blocks
         # By the batch size and the number of inputs.
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # None: the step stays eager.
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         # A handle of a memory pool. Graphs run one after another, so they can share their temporary memory.
         self._memory: Any = None
 
@@ -39,41 +50,49 @@ class DecodeGraphs:
         """
         kind = (len(inputs[0]), len(inputs))
         if kind not in self._buffers:
-            self._buffers[kind] = list(map(self._buffer_for, inputs))
+            self._buffers[kind] = [x.new_zeros([len(x), self._max_blocks][: x.ndim]) for x in inputs]
         buffers = self._buffers[kind]
         for buffer, tensor in zip(buffers, inputs, strict=True):
             # A block table may be narrower than its buffer; the other columns keep old block numbers, never read.
-            target = buffer[:, : tensor.shape[1]] if tensor.ndim == 2 else buffer
-            target.copy_(tensor)
-        if not inputs[0].is_cuda:
-            return step(*buffers)
+            buffer[tuple(map(slice, tensor.shape))].copy_(tensor)
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(step, buffers)
-        graph, sampled = self._graphs[kind]
+            self._graphs[kind] = self._capture(step, buffers) if inputs[0].is_cuda else None
+        captured = self._graphs[kind]
+        if captured is None:
+            return step(*buffers)
+        graph, sampled = captured
         graph.replay()
         return sampled
 
-    def _buffer_for(self, tensor: Tensor) -> Tensor:
-        """Zeros in the shape of an input, or in the largest of a block table."""
-        shape = [len(tensor), self._max_blocks] if tensor.ndim == 2 else tensor.shape
-        return tensor.new_zeros(shape)
-
     def _capture(
         self, step: Callable[..., Tensor], buffers: Sequence[Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Run the step once so that its kernels are compiled, then capture it. Returns graph and result.
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """Run the step so that its kernels are compiled, then capture it. Returns graph and result.
 
-        The replay that follows stores the same keys and values in the same places of the cache once more.
+        None if the host reads from the device in it. Each run, and the replay that follows, stores the same keys and
+        values in the same places of the cache.
+
+        Not by `torch.cuda.graph`, which each time returns all cached memory to the system, also the pinned memory of
+        the host: to get that again takes seconds.
         """
-        if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
-        side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):
+        step(*buffers)
+        # Run another step: the first one may have made tables.
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            torch.cuda.set_sync_debug_mode("warn")
             step(*buffers)
-        torch.cuda.current_stream().wait_stream(side_stream)
+            torch.cuda.set_sync_debug_mode("default")
+        if "called a synchronizing CUDA operation" in " ".join(map(str, caught)):
+            _print_once(NOTE)
+            return None
+        if self._memory is None:
+            torch.cuda.empty_cache()  # a capture cannot use the memory that the allocator keeps for other work
+            self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            sampled = step(*buffers)
+        with torch.cuda.stream(_capture_stream()):
+            # thread_local: other threads (NCCL's watchdog) may use CUDA during the capture.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                sampled = step(*buffers)
+            finally:
+                graph.capture_end()
         return graph, sampled
