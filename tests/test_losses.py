@@ -12,6 +12,7 @@ import torch
 
 import train_grpo
 from minirl.training.advantages import group_advantages
+from minirl.training.batch import Batch
 from minirl.training.losses import (
     cispo_loss,
     clipped_policy_loss,
@@ -194,6 +195,18 @@ def test_total_weight_on_old_equal_new_is_exactly_rho(is_corrected):
 
     rho = (NEW - SAMPLED).exp()
     torch.testing.assert_close(gradient(objective)[0], -advantages_of() * rho, rtol=1e-14, atol=0)
+
+
+def test_by_default_a_gap_of_the_sampled_logprobs_is_corrected_and_without_one_no_bit_changes():
+    """Pitfall 60."""
+
+    def loss(sampled, correction="auto"):
+        config = train_grpo.Config(correction=correction)
+        micro = Batch(WITH_PROMPTS, MASK, MASK, sampled, old_logprobs=OLD, advantages=advantages_of())
+        return train_grpo.token_loss(config, micro, NEW, OLD)[0].tolist()
+
+    assert loss(SAMPLED) == loss(SAMPLED, "token_truncate") != loss(SAMPLED, "none")
+    assert loss(OLD) == loss(OLD, "none")
 
 
 @pytest.mark.parametrize("level", ["token", "sequence_mean", "sequence_sum"])

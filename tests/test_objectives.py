@@ -79,7 +79,7 @@ def loss_of(fork, log_ratios, advantage, *, drift=0.0, ref=0.0, **fields):
         ref_logprobs=new.detach() + ref,
         advantages=torch.full_like(old, advantage),
     )
-    config = fork.Config(kl_coef=1.0 if ref else 0.0)
+    config = fork.Config(kl_coef=1.0 if ref else 0.0, correction="none")
     if fields:
         micro = fork.KlCovBatch(**vars(micro) | fields)
     losses, _ = fork.token_loss(config, micro, new, torch.zeros_like(new))

@@ -110,8 +110,8 @@ class PolicyLossFlags:
     """no loss for completions that a limit cut off; baselines still count them"""
     entropy_coef: float = 0.0  # weight of the entropy bonus
     correction: Correction = "auto"
-    """importance weights between old and sampled logprobs: per token or completion, clamped or masked; auto: with
-    --max-staleness token_truncate, else none"""
+    """importance weights between old and sampled logprobs, per token or completion, truncated or masked at 2; auto:
+    token_truncate, whose weights are exactly 1 where the two logprobs are bitwise equal"""
 
 
 @dataclass(frozen=True)
@@ -283,10 +283,12 @@ class RunConfig(
 
     @property
     def importance_correction(self) -> str:
-        """`correction`, or its default: without one, the clip would bound the change over a token's whole age."""
-        if self.correction != "auto":
-            return self.correction
-        return "token_truncate" if self.max_staleness else "none"
+        """`correction`, or its default, which does not depend on the machine, so that a resumed run keeps it.
+
+        Without a gap between sampled and old logprobs the default's weights are 1 and change no bit of the loss. With
+        --max-staleness and no weights, the clip would bound the change over a token's whole age.
+        """
+        return "token_truncate" if self.correction == "auto" else self.correction
 
 
 def named_folder(config: RunConfig, name: str) -> Path | None:

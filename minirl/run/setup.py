@@ -283,10 +283,13 @@ class Setup:
 
     def print_start(self) -> None:
         """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
+        is_gap_free = self._is_exact and not self.config.max_staleness
+        effect = " (all weights are 1)" if is_gap_free else ""
         print0(
             f"run {self.folder.path}; the same command with --run-name {self.folder.path.name} resumes it\n"
             f"model {self.model_folder}, {world_size()} x {self.device.type} {self.dtype}, "
-            f"sampled == training logprobs bitwise: {self._is_exact}\n"
+            f"sampled == training logprobs bitwise: {self._is_exact}, "
+            f"correction: {self.config.importance_correction}{effect}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         )
         for line in lines(self.sizes, self._budget):
@@ -322,10 +325,9 @@ def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
     them, unless importance weights correct for those. KL terms in the advantages are computed before the update: for
     them "auto" needs sampled logprobs that are the policy's own.
     """
-    is_corrected = config.importance_correction != "none"
-    if config.max_staleness and not is_corrected:
+    if config.max_staleness and config.correction == "none":
         return "sampled"
     is_exact &= not config.max_staleness
     if config.updates_per_step == 1 and (is_exact or not config.needs_policy_logprobs):
         return "auto"
-    return "sampled" if is_exact and not is_corrected else "scored"
+    return "sampled" if is_exact else "scored"

@@ -100,7 +100,8 @@ def importance_weights(
 
     rho = exp(old_logprobs - sample_logprobs), of each token for "token_...", of the whole completion for
     "sequence_..." (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask"
-    sets it to 0 outside of [low, high].
+    sets it to 0 outside of [low, high]. The cap 2 is verl's and open-instruct's; TRL's default is
+    "sequence_mask" at 3.
 
     Multiplied with the loss, they make the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the
     loss's ratio already has the sampled logprobs in its denominator.
