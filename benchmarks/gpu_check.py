@@ -42,7 +42,7 @@ GRPO, PPO = "train_grpo.py", "train_ppo.py"
 NUM_STEPS = 3  # after which a run is stopped
 SKIPPED = "skipped, needs a GPU"  # instead of a figure
 FIGURES = "FIGURES "  # begins a line of a check's output
-Figures = dict[str, Any]  # numbers and texts
+Figures = dict[str, Any]  # numbers are compared with ranges, the rest is shown
 
 
 class Place(NamedTuple):
@@ -130,7 +130,8 @@ def real_size(place: Place, script: str) -> Iterator[Figures]:
     flags = f"""--model {model} --task gsm8k --data {data} --max-new-tokens {most}
         --entropy-coef 0.001""".split()
     yield figures_of(run_script(place, script, *flags, stop=signal.SIGKILL))
-    yield dict(re.findall(r"^memory ([a-z_]+) (.*)", place.log.read_text(), re.MULTILINE))
+    sizes, *budget = re.findall("^memory (.*)", place.log.read_text(), re.MULTILINE)
+    yield {"sizes": sizes, "budget": budget}
 
 
 def kill_and_resume(place: Place) -> Iterator[Figures]:

@@ -59,7 +59,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
-    """A process group of four, among which rows do not divide evenly; or two nodes with two each."""
+    """A process group of four, among which rows do not divide evenly."""
     pool = RankPool(4)
     yield pool
     pool.stop()

@@ -98,7 +98,7 @@ def test_every_flag_that_a_page_names_exists(page):
     fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
     known = set(map(flag_of, fields)) | {"--samples", "--top-k", "--top-p"}
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
-    known |= {*"--output --num --best --worst --help --check".split()}
+    known |= {*"--rdzv-backend --rdzv-endpoint --output --num --best --worst --help --check".split()}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))
     assert {flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag for flag in named} <= known
 

@@ -44,8 +44,8 @@ def start(
     """
     refuse(
         local_world_size() < world_size() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        "--max-restarts: works on one node only, as each node's torchrun counts its own restarts; start the nodes again "
-        "with the same --run-name instead",
+        "--max-restarts: works on one node only, as each node's torchrun counts its own restarts; instead start all "
+        "nodes again with the same --run-name",
     )
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts

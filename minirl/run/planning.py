@@ -33,7 +33,7 @@ class Machine(NamedTuple):
 
 def this_machine(device: torch.device) -> Machine:
     """The ranks of this run, with the free bytes of the tightest (collective; before `start` of this rank alone)."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // local_world_size()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() / local_world_size()
     return Machine(device.type, world_size(), min(gather_objects(free)))
 
 

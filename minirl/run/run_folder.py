@@ -36,7 +36,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def starting_run(name: str) -> Iterator[RunFolder]:
-    """Lock the folder of the run `name`, which is made if it does not exist, and set the run up in the block (collective).
+    """Lock the folder of the run `name`, made if it does not exist; the block sets the run up (collective).
 
     The lock outlives the block. If the block raises InputError and nothing else is in the folder yet, it is removed. A
     run resumes from its newest checkpoint; what a killed save left is removed.
