@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import train_grpo
-from minirl.extras.kernels import cuda_graphs
 from minirl.generation.engine import Engine
 from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
@@ -83,7 +82,7 @@ def test_an_engine_on_a_device_decodes_what_the_host_does(
     """
     pytest.importorskip("triton")
     monkeypatch.setattr("minirl.extras.kernels.paged_attention.decode", plain_decode)
-    monkeypatch.setattr(cuda_graphs, "_print_once", functools.cache(print))
+    monkeypatch.setattr("minirl.extras.kernels.cuda_graphs._print_once", functools.cache(print))
     monkeypatch.setattr(torch.cuda, "empty_cache", mock.Mock())
     model = make_model(attention, torch.float32, adapters=adapters)
     if reads:

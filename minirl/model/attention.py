@@ -38,12 +38,7 @@ PAGED_BLOCK = 128
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return the kernel for packed streams: "flash", "varlen" (torch's own) or "portable"."""
-    if (
-        device.type != "cuda"
-        or dtype not in (torch.float16, torch.bfloat16)
-        or head_dim % 8
-        or head_dim > 256
-    ):
+    if device.type != "cuda" or dtype.itemsize != 2 or head_dim % 8 or head_dim > 256:
         return "portable"
     return "flash" if has_flash_attn() else "varlen"
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from minirl.ranks.process_group import print0
 
+# A graph and its result; None: the step stays eager.
+Captured = tuple[torch.cuda.CUDAGraph, Tensor] | None
 # One for all captures, which cannot use the default stream: the free memory of a pool belongs to a stream.
 _capture_stream = functools.cache(lambda: torch.cuda.Stream())
 _print_once = functools.cache(print0)
@@ -38,8 +40,7 @@ class DecodeGraphs:
         self._max_blocks = max_blocks
         # By the batch size and the number of inputs.
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
-        # None: the step stays eager.
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+        self._graphs: dict[tuple[int, int], Captured] = {}
         # A handle of a memory pool. Graphs run one after another, so they can share their temporary memory.
         self._memory: Any = None
 
@@ -64,9 +65,7 @@ class DecodeGraphs:
         graph.replay()
         return sampled
 
-    def _capture(
-        self, step: Callable[..., Tensor], buffers: Sequence[Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+    def _capture(self, step: Callable[..., Tensor], buffers: Sequence[Tensor]) -> Captured:
         """Run the step so that its kernels are compiled, then capture it. Returns graph and result.
 
         None if the host reads from the device in it. Each run, and the replay that follows, stores the same keys and
