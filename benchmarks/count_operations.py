@@ -1,6 +1,6 @@
 """ATen operations of a default step of train_grpo.py, by source file. The count is the same on a busy machine.
 
-    OMP_NUM_THREADS=1 python benchmarks/count_operations.py
+OMP_NUM_THREADS=1 python benchmarks/count_operations.py
 """
 
 import os

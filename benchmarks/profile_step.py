@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from grpo_step import GrpoLoop, make_step_parser
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result

@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM
 
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout, Sequence
-from minirl.model.weights import load_replica
 from minirl.training.batch import Batch
 from minirl.training.scoring import value_batch
 from support.engines import CPU, hidden_states, score_at
