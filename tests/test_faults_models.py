@@ -86,7 +86,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "{", "not JSON: .* line 1, column 2"),
+        ("config.json", "{", "cannot be read as JSON: .* line 1 column 2"),
         ("config.json", "[1]", r"expected a JSON object, got \[1\]"),
         (INDEX, "{}", "has no weight_map"),
     ],

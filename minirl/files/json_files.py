@@ -36,11 +36,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises InputError naming the file if it holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        where = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise InputError(f"{path}: not JSON: {where}; fetch or save it again") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read: {error}; fetch or save it again") from None
+        raise InputError(f"{path}: cannot be read as JSON: {error}; fetch or save it again") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected a JSON object, got {str(content)[:60]}; fetch or save it again")
     return content
