@@ -165,12 +165,11 @@ class Run:
         """
         batch = batch.to(self.device)
         microbatches = list(itertools.chain(*minibatches))
-        models = list(frozen)
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
         elif self._setup.old_logprobs == "scored":
-            models.insert(0, self._setup.frozen(policy, score_batch, ["old_logprobs"]))
-        for model in models:
+            frozen = [self._setup.frozen(policy, score_batch, ["old_logprobs"]), *frozen]
+        for model in frozen:
             batch = model.add_to(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
 
@@ -217,6 +216,7 @@ class Run:
         collector = self._collector
         if collector:
             self.progress.num_served = collector.num_served
+            self.progress.in_flight = collector.in_flight
         if collector and groups is not None:
             add_generation(metrics, collector.engine.take_stats())
             add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
@@ -235,8 +235,6 @@ class Run:
         self._stop_signal = 0 if is_last else stop_requested()
         self.progress.step = step
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
-            if collector:
-                self.progress.in_flight = collector.in_flight
             self._checkpoints.save(vars(self.progress))
 
     def close(self) -> int:
