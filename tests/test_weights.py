@@ -70,6 +70,7 @@ def load_value_model(folder):
     model = Transformer(dataclasses.replace(read_config(folder), scalar_head=True))
     for param in model.parameters():
         param.data.fill_(torch.nan)
+    check_weights(model.config, folder)
     load_weights(model, folder)
     return model
 
@@ -195,7 +196,7 @@ def test_a_value_model_from_a_classifier_starts_with_its_head(tmp_path):
 
 
 def load_policy(folder):
-    load_weights(random_model(), folder)
+    check_weights(random_model().config, folder)
 
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"

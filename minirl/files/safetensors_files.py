@@ -36,9 +36,10 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite. Ten times as fast as `isfinite().all()`, which allocates a tensor."""
-    if tensor.numel() == 0:
-        return True
+    """Return whether every value is finite; there must be one.
+
+    Ten times as fast as `isfinite().all()`, which allocates a tensor.
+    """
     # Both are NaN if any value is.
     lowest, highest = tensor.aminmax()
     return bool(lowest.isfinite() & highest.isfinite())

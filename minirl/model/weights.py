@@ -23,7 +23,7 @@ from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
 from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, peft_targets, read_adapters
-from minirl.model.config import ModelConfig, is_adapter
+from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
 from minirl.model.transformer import Transformer, on_meta
@@ -45,9 +45,10 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 def check_weights(config: ModelConfig, folder: Path) -> None:
-    """Raise InputError, like `load_weights`, if the folder's tensors do not fit such a model.
+    """Raise InputError if the folder's tensors do not fit such a model. Every load begins with it.
 
-    Also if a model that gets adapters would begin with adapters. Reads only names, shapes and dtypes, and makes no
+    The error names the folder without safetensors files, or missing, unexpected or misshapen tensors and unsupported
+    dtypes; or a folder with adapters for a model that gets some. Reads only names, shapes and dtypes, and makes no
     weights: a wrong config.json may ask for more memory than the machine has. Collective if there are several nodes,
     whose weights must be the same.
     """
@@ -55,7 +56,27 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
         config.adapters and has_adapters(folder),
         f"{folder}: has adapters; for further ones merge them first, see docs/adapters.md",
     )
-    _find_tensors(on_meta(config), folder)
+    files = _file_of_each_tensor(folder)
+    expected = _stored_shapes(replace(config, adapters=None))
+    if config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
+        del expected["score.weight"]
+    missing = sorted(expected.keys() - files.keys())
+    unexpected = sorted(files.keys() - expected.keys() - _unused_tensors(config, files))
+    refuse(
+        missing or unexpected,
+        f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",
+    )
+    for path in sorted(set(files.values())):
+        with open_tensors(path) as file:
+            for name in sorted(name for name in expected if files[name] == path):
+                stored = file.get_slice(name)
+                _check_shape(expected[name], stored, f"{path}: {name}")
+                dtype = stored.get_dtype()
+                refuse(
+                    dtype not in _DTYPES,
+                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(_DTYPES)}; convert "
+                    "quantized weights",
+                )
     if local_world_size() < world_size():
         require_same(fingerprint(folder), f"{folder}: the weights")
 
@@ -64,10 +85,10 @@ def load_weights(model: Transformer, folder: Path) -> None:
     """Fill the parameters from the folder's safetensors. Not collective.
 
     In DTensors it fills this rank's shards. A folder with adapters is read as its base with these merged. The model's
-    own adapters, and a scalar head if the folder holds a language model, get their first values. Raises InputError
-    without safetensors files, and naming missing, unexpected or misshapen tensors and unsupported dtypes.
+    own adapters, and a scalar head if the folder holds a language model, get their first values. `check_weights` comes
+    first. Raises InputError naming a tensor with values that are not finite, and adapters that do not fit.
     """
-    files = _find_tensors(model, folder)
+    files = _file_of_each_tensor(folder)
     rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
     config = model.config
     if config.tie_word_embeddings and "lm_head.weight" in files and config.other is None:
@@ -100,6 +121,11 @@ def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[s
     return {_stored_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
 
 
+def _stored_shapes(config: ModelConfig) -> dict[str, Tensor]:
+    """Return the tensors, on the meta device, that a folder has of such a model."""
+    return stored_tensors(config, dict(on_meta(config).named_parameters()))
+
+
 def _stored_name(name: str, prefix: str) -> str:
     """Return a parameter's name in a folder, whose prefix may differ from "model."."""
     return re.sub(r"^model\.", prefix, name)
@@ -110,7 +136,7 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
     A model with a scalar head or adapters saves none.
     """
-    if config.scalar_head or config.adapters or not config.kept_weights:
+    if config.scalar_head or config.adapters:
         return {}
     files = _file_of_each_tensor(folder)
     return {name: read_tensor(files[name], name) for name in files if _is_kept(config, name)}
@@ -119,37 +145,6 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 def _is_kept(config: ModelConfig, name: str) -> bool:
     """Return whether a folder's tensor of this name is outside of the model, and saved with it."""
     return any(re.search(pattern, name) for pattern in config.kept_weights)
-
-
-def _find_tensors(model: Transformer, folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor in the folder. Raises InputError if they do not fit the model."""
-    files = _file_of_each_tensor(folder)
-    params = {
-        name: torch.empty(param.shape, device="meta")
-        for name, param in model.named_parameters()
-        if not is_adapter(name)
-    }
-    params = stored_tensors(model.config, params)
-    if model.config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
-        del params["score.weight"]
-    missing = sorted(params.keys() - files.keys())
-    unexpected = sorted(files.keys() - params.keys() - _unused_tensors(model, files))
-    refuse(
-        missing or unexpected,
-        f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",
-    )
-    for path in sorted(set(files.values())):
-        with open_tensors(path) as file:
-            for name in sorted(name for name in params if files[name] == path):
-                stored = file.get_slice(name)
-                _check_shape(params[name], stored, f"{path}: {name}")
-                dtype = stored.get_dtype()
-                refuse(
-                    dtype not in _DTYPES,
-                    f"{path}: {name} has dtype {dtype}; expected one of {', '.join(_DTYPES)}; convert "
-                    "quantized weights",
-                )
-    return files
 
 
 def _check_shape(param: Tensor, stored: Any, label: str) -> None:
@@ -191,14 +186,13 @@ def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
             parameter.data = parameter.data[:vocab_size]
 
 
-def _unused_tensors(model: Transformer, files: Mapping[str, Path]) -> set[str]:
+def _unused_tensors(config: ModelConfig, files: Mapping[str, Path]) -> set[str]:
     """Return the names of tensors that a folder may hold although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
-    unused = {name for name in files if name.endswith("rotary_emb.inv_freq") or _is_kept(model.config, name)}
-    if model.config.scalar_head:
-        language_model = on_meta(replace(model.config, scalar_head=False))
-        unused |= stored_tensors(language_model.config, dict(language_model.named_parameters())).keys()
-    if model.config.tie_word_embeddings:
+    unused = {name for name in files if name.endswith("rotary_emb.inv_freq") or _is_kept(config, name)}
+    if config.scalar_head:
+        unused |= _stored_shapes(replace(config, scalar_head=False)).keys()
+    if config.tie_word_embeddings:
         unused.add("lm_head.weight")
     return unused
 
