@@ -8,7 +8,7 @@ the base with the adapters merged.
 import math
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import open_tensors
-from minirl.model.config import Adapters, is_adapter
+from minirl.model.config import ModelConfig, is_adapter
 from minirl.model.folders import ADAPTERS_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -97,39 +97,34 @@ def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Te
     return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
 
 
-def peft_config(adapters: Adapters, names: Collection[str], base: str) -> dict[str, Any]:
-    """The adapter_config.json of a model's adapters, before `peft_targets`.
+def peft_config(
+    config: ModelConfig, raw: Mapping[str, Any], names: Collection[str], base: str
+) -> dict[str, Any]:
+    """The adapter_config.json of a model's adapters.
 
-    names: those of the trained parameters. base: the folder or hub id of the model under the adapters.
+    raw: the content of its config.json. names: those of the trained parameters. base: the folder or hub id of the model
+    under the adapters.
     """
+    assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
+    # PEFT takes some names for experts, which transformers stacks.
+    of_experts = _OF_EXPERTS if config.other is not None and "expert" in str(raw) else ()
+    modules = [name for name in targets if name not in of_experts]
+    # The layers of a vision model's other part may have the same names.
+    in_language_model = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if has_score else "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
+        "r": config.adapters.rank,
+        "lora_alpha": config.adapters.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(targets),
+        "target_modules": in_language_model if config.weight_prefix != "model." else modules,
+        "target_parameters": [f"{name}.weight" for name in targets if name in of_experts] or None,
         "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
-    }
-
-
-def peft_targets(targets: Collection[str], *, in_vision_model: bool, in_experts: bool) -> dict[str, Any]:
-    """The entries of adapter_config.json that name the modules with adapters, as PEFT finds them.
-
-    in_vision_model: the layers of the vision part may have the same names. in_experts: PEFT takes some names for
-    experts, which transformers stacks.
-    """
-    of_experts = _OF_EXPERTS if in_experts else ()
-    modules = [name for name in targets if name not in of_experts]
-    in_language_model = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
-    return {
-        "target_modules": in_language_model if in_vision_model else modules,
-        "target_parameters": [f"{name}.weight" for name in targets if name in of_experts] or None,
     }
 
 

@@ -22,7 +22,7 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, peft_targets, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
@@ -136,7 +136,7 @@ def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
 
     A model with a scalar head or adapters saves none.
     """
-    if config.scalar_head or config.adapters:
+    if config.scalar_head or config.adapters or not config.kept_weights:
         return {}
     files = _file_of_each_tensor(folder)
     return {name: read_tensor(files[name], name) for name in files if _is_kept(config, name)}
@@ -298,18 +298,13 @@ def write_folder(
         weights_name = WEIGHTS_FILE
         # transformers opens a vision model as a whole, or its language model alone.
         is_vision = shape.weight_prefix != "model."
-        targets = peft_targets(
-            peft_config["target_modules"],
-            in_vision_model=is_vision,
-            in_experts=shape.other is not None and "expert" in str(config),
-        )
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {
             peft_name(_stored_name(name, prefix)): tensor.clone()  # a file's tensors share no memory
             for prefix in prefixes
             for name, tensor in tensors.items()
         }
-        contents[ADAPTERS_FILE] = (json.dumps({**peft_config, **targets}, indent=2) + "\n").encode()
+        contents[ADAPTERS_FILE] = (json.dumps(peft_config, indent=2) + "\n").encode()
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with durable.new_file(folder / name) as file:

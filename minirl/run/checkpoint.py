@@ -63,13 +63,13 @@ class Checkpoints:
         self._contents: dict[str, dict[str, Any]] = {}
         for name, (model, _) in models.items():
             shape = model.module.config
+            config = read_json_object(file_of(model.folder, "config.json"))
             peft = None
             if shape.adapters:
-                peft = peft_config(shape.adapters, model.masters, given_name(model.folder))
+                peft = peft_config(shape, config, model.masters, given_name(model.folder))
                 self._adapters[name] = {**peft, "base_weights": fingerprint(model.folder)}
             if rank() != 0:
                 continue
-            config = read_json_object(file_of(model.folder, "config.json"))
             self._contents[name] = {
                 "config": scalar_config(config) if shape.scalar_head else config,
                 "tokenizer_files": read_tokenizer_files(model.folder),

@@ -228,8 +228,9 @@ def check_peft(folder: Path, saved: Path, auto_class: Any) -> None:
     peft = pytest.importorskip("peft")
     model = adapted(folder, Adapters(2), seed=0)
     adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    config = peft_config(Adapters(2), adapters, str(folder))
-    write_folder(saved, adapters, config=read_json_object(folder / "config.json"), peft_config=config)
+    raw = read_json_object(folder / "config.json")
+    config = peft_config(model.config, raw, adapters, str(folder))
+    write_folder(saved, adapters, config=raw, peft_config=config)
     oracle = peft.PeftModel.from_pretrained(auto_class.from_pretrained(folder, dtype=torch.float32), saved)
     oracle.save_pretrained(saved / "again")
     for same in (model, *(load_replica(path, dtype=torch.float32) for path in (saved, saved / "again"))):
