@@ -13,7 +13,7 @@ import pytest
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.run.embedded_model import write_shape
+from minirl.run.embedded_model import save_tokenizer
 from minirl.run.planning import Machine
 from support.models import QWEN_05B, QWEN_7B, QWEN_32B
 from support.scripts import read_config, reward_of, run_in_pool, write_rows
@@ -27,8 +27,7 @@ def flags(tmp_path):
     """Of a model's config: a folder without weights, data with a prompt of 300 tokens, a reward."""
 
     def of_model(raw):
-        (tmp_path / "model").mkdir()
-        write_shape(tmp_path / "model")
+        save_tokenizer(tmp_path / "model")
         (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
         data = write_rows(tmp_path / "data.jsonl", [{"prompt": "1" * 300}, {"prompt": "2" * 20}])
         reward = reward_of(tmp_path, "float(len(c))")

@@ -26,7 +26,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import kept_tensors, load_replica, write_folder
 from minirl.run.budget import num_parameters
-from minirl.run.embedded_model import write_shape
+from minirl.run.embedded_model import save_tokenizer
 from minirl.training.batch import pack
 from support.engines import make_engine, make_request, scores_of
 from support.families import PUBLISHED_KEYS, check_peft, flags_to_train, logit_error
@@ -172,10 +172,10 @@ def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change(
 def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
     """Qwen3-30B-A3B by its published config.json; on a card of 60 GB it does not fit."""
     raw = PUBLISHED_KEYS["mixtures"]["Qwen3-30B-A3B"]
-    folder = write_shape(tmp_path)
-    (folder / "config.json").write_text(json.dumps(raw))
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     data = f"--data {write_rows(tmp_path / 'data.jsonl', [{'prompt': '1'}])} {reward_of(tmp_path, 'float(len(c))')}"
-    flags = f"--model {folder} {data} --lora-rank 16 --dry-run --gpus"
+    flags = f"--model {tmp_path} {data} --lora-rank 16 --dry-run --gpus"
     with pytest.raises(SystemExit):
         train_grpo.main(read_config(train_grpo, [f"{flags} 8x80"]))
     assert "model    30,5" in capsys.readouterr().out

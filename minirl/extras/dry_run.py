@@ -1,5 +1,6 @@
 """`--dry-run`: print what a run would read and need, without weights, run folder or process group."""
 
+import json
 import re
 import tempfile
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import own_device, print0
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig
-from minirl.run.embedded_model import write_shape
+from minirl.run.embedded_model import CONFIG, save_tokenizer
 from minirl.run.inputs import LoadedPrompts
 from minirl.run.planning import Machine, lines, plan, this_machine, workload
 
@@ -25,7 +26,9 @@ def print_plan(config: RunConfig, load: Callable[[Path], LoadedPrompts]) -> None
     """
     with tempfile.TemporaryDirectory() as temporary:
         if config.model is None:
-            folder = write_shape(Path(temporary))
+            folder = Path(temporary)
+            save_tokenizer(folder)
+            (folder / "config.json").write_text(json.dumps(CONFIG))
         else:
             folder = resolve_folder(config.model, with_weights=False)
         policy, prompts, held_out = load(folder)

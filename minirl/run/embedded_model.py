@@ -6,7 +6,6 @@ hash of this file and the task's name. A rename gives it this name when it is co
 
 import hashlib
 import itertools
-import json
 import random
 import re
 import tempfile
@@ -69,13 +68,6 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
         )
         _make_folder(folder, EMBEDDED_TASKS[task]())
     barrier()
-    return folder
-
-
-def write_shape(folder: Path) -> Path:
-    """Write the embedded model's config and tokenizer, without weights, and return the folder. Not collective."""
-    save_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
 
