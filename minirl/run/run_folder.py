@@ -49,17 +49,15 @@ def starting_run(name: str) -> Iterator[RunFolder]:
         f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go",
     )
     folder = runs_root() / name
-    lock = None
-    args: dict[str, Any] = {}
-    checkpoint: Path | None = None
+    lock = found = None
     if rank() == 0:
         lock = _take_lock(folder)
         for left_over in (folder / "checkpoints").glob(".*"):
             shutil.rmtree(left_over, ignore_errors=True)
-        if (folder / "args.json").is_file():
-            args = read_json_object(folder / "args.json")
-        checkpoint = next(reversed(checkpoints_in(folder)), None)
-    args, checkpoint = broadcast_object((args, checkpoint))
+        saved = folder / "args.json"
+        args = read_json_object(saved) if saved.is_file() else {}
+        found = args, next(reversed(checkpoints_in(folder)), None)
+    args, checkpoint = broadcast_object(found)
     try:
         path = folder / "lock"
         # Each start adds to this file, so a folder of the same name on another node differs.
