@@ -92,7 +92,12 @@ def load_weights(model: Transformer, folder: Path) -> None:
     rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
     config = model.config
     if config.tie_word_embeddings and "lm_head.weight" in files and config.other is None:
-        _check_tied_head(files, _stored_name("model.embed_tokens.weight", config.weight_prefix))
+        head, embedding = "lm_head.weight", _stored_name("model.embed_tokens.weight", config.weight_prefix)
+        refuse(
+            not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
+            f"{files[head]}: {head} differs from {embedding} although config.json has tie_word_embeddings=true; set it "
+            "to false, or remove the tensor",
+        )
     for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
         stored, *more = stored_tensors(config, {name: torch.empty(param.shape, device="meta")})
@@ -154,15 +159,6 @@ def _check_shape(param: Tensor, stored: Any, label: str) -> None:
         list(shape) != list(param.shape),
         f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
     )
-
-
-def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
-    """Raise InputError if the stored head differs from the embedding that the config ties it to."""
-    if not torch.equal(*(read_tensor(files[name], name) for name in ("lm_head.weight", embedding))):
-        raise InputError(
-            f"{files['lm_head.weight']}: lm_head.weight differs from {embedding} although config.json "
-            "has tie_word_embeddings=true; set it to false, or remove the tensor"
-        )
 
 
 def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None = False) -> Transformer:
