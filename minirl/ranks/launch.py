@@ -71,7 +71,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             dist.barrier()
     except (Exception, SystemExit) as error:
         exit_code = _report(error)
-    leave_now(exit_code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # In the interpreter's normal exit gloo's threads now and then abort a finished run ("terminate called without an
+    # active exception", torch 2.13), and torchrun would report it as failed.
+    os._exit(exit_code)
 
 
 def announce_phase(phase: str) -> None:
@@ -98,21 +103,9 @@ def rendezvous() -> Any:
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
-def leave_now(exit_code: int) -> NoReturn:
-    """Flush the output and end the process with this exit code. Not collective.
-
-    In the interpreter's normal exit gloo's threads now and then abort a finished run ("terminate called without an
-    active exception", torch 2.13), and torchrun would report it as failed.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(exit_code)
-
-
 def _prepare_process() -> None:
     """Make the process die with torchrun, handle signals, and print any character in any locale."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     this_process.pid = os.getpid()

@@ -144,8 +144,7 @@ def workload(
     frozen = {}
     if config.has_reference and not config.adapters:  # with adapters it is the policy without them
         frozen["reference"] = policy
-    teacher = named_folder(config, "teacher")
-    if teacher is not None:
+    if teacher := named_folder(config, "teacher"):
         frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
         folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
