@@ -39,9 +39,6 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }
