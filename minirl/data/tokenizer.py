@@ -219,7 +219,7 @@ class Tokenizer:
             raise InputError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
         continues = is_prompt and messages[-1]["role"] == "assistant"
         try:
-            text: str = self.backend.apply_chat_template(
+            return self.backend.apply_chat_template(
                 # The result of a tool may be a list.
                 [{**message, "content": str(message["content"])} for message in messages],
                 tools=self.tools or None,
@@ -235,7 +235,6 @@ class Tokenizer:
                 f"{place}: the chat template of {self.folder} refuses the messages: {reason}; change the one or the "
                 "other"
             ) from None
-        return text
 
     def after_answer(self, messages: Messages, place: str) -> str:
         """Return what the chat template writes after an answer: these messages, and the beginning of the next answer.
@@ -348,10 +347,9 @@ class Tokenizer:
         return "".join(parts)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        text: str = self.backend.decode(
+        return self.backend.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        return text
 
 
 def marked_messages(messages: Messages) -> tuple[Messages, dict[str, str]]:

@@ -22,21 +22,19 @@ def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 def tool_name(schema: dict[str, Any]) -> str:
     """The name by which the model calls a tool."""
-    name: str = schema["function"]["name"]
-    return name
+    return schema["function"]["name"]
 
 
 def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     try:
-        schema: dict[str, Any] = get_json_schema(function)
+        return get_json_schema(function)
     except Exception as error:
         # transformers reads signature and docstring, which may hold anything.
         raise InputError(
             f"tools: {getattr(function, '__name__', function)!r}: no JSON schema can be made of it: {str(error)[:300]}"
         ) from None
-    return schema
 
 
 def _checked(tool: Any) -> dict[str, Any]:

@@ -102,8 +102,7 @@ def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tens
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
     else:  # all tokens together, so that each pass reads the head's weight once
         chunks = (max(1, len(states)), chunk_width(len(states), len(head)))
-    logprobs, entropies = ChunkedLogprobs.apply(states, head, targets, divisor, *chunks)
-    return logprobs, entropies
+    return ChunkedLogprobs.apply(states, head, targets, divisor, *chunks)
 
 
 def refuse_gradient(
