@@ -141,8 +141,8 @@ class PromptStream:
         after: After,
         place: str,
         *,
-        end_id: int | None = None,
-        tools: list[dict[str, Any]] | None = None,
+        end_id: int | None,
+        tools: list[dict[str, Any]] | None,
     ) -> list[int]:
         """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
 
@@ -168,7 +168,7 @@ class PromptStream:
         prompt: str | Messages | list[int],
         place: str,
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None,
     ) -> tuple[int, ...]:
         """Return the ids of the prompt of an episode's further branch: text, messages or the ids themselves.
 

@@ -269,7 +269,6 @@ class Episode(Branch):
         """Remove the turns that reached nobody."""
         for branch in self.branches:
             if branch.drops_last:
-                branch.drops_last = False
                 self.all_turns.remove(branch.turns.pop())
 
     def sum_of_rewards(self, returned: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -174,8 +174,8 @@ class EpisodeRunner:
         event_loop().run_slice(0.0 if self._replies else wait_s)
         if self._call_timeout is not None and self._working:
             # After the slice: what came in time is a reply by then.
-            slowest = next(iter(self._working))
-            if slowest.worked_s > self._call_timeout:
+            slowest, began = next(iter(self._working.items()))
+            if time.monotonic() - began > self._call_timeout:
                 slowest.cancel()
                 late = InputError(f"took more than {self._call_timeout:g} s; see --call-timeout")
                 self._replies.append((slowest, late))
@@ -220,7 +220,7 @@ class EpisodeRunner:
             return
         if turn is not None:
             driver.turn = turn
-            self._count_results(asked)
+            self._count_results(turn)
             limit = "max_turns" if len(driver.episode.all_turns) >= self._max_turns else ""
         if limit:
             driver.cancel()
@@ -235,9 +235,9 @@ class EpisodeRunner:
         else:
             self._start([driver])
 
-    def _count_results(self, asked: Generate) -> None:
+    def _count_results(self, turn: Turn) -> None:
         """Count the results of tools that are appended before a turn."""
-        for message in asked.after if is_messages(asked.after) else ():
+        for message in turn.inserted:
             if message["role"] == "tool":
                 self.counts["tool_results"] += 1
                 self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
@@ -341,7 +341,7 @@ def _make_turn(prompts: PromptStream, driver: Driver, asked: Generate) -> tuple[
     turn = Turn(
         start,
         branch=branch.number,
-        inserted=list(asked.after) if is_messages(asked.after) else [],
+        inserted=asked.after if is_messages(asked.after) else [],
         appended=new_ids,
         tokenizer=prompts.tokenizer.with_tools(branch.tools),
         tokens=branch.engine_tokens,
@@ -363,16 +363,16 @@ def _begin_branch(prompts: PromptStream, branch: Branch, episode: Episode, place
 
 def _appended_ids(prompts: PromptStream, branch: Branch, asked: Generate, place: str) -> list[int]:
     """Return the token ids that a function appends to a branch. Raises InputError naming function and row."""
-    if not is_messages(asked.after):
-        return prompts.appended_ids(asked.after, place)
-    refuse(
-        not branch.turns,
-        f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
-    )
-    is_chat = prompts.tokenizer.is_chat(branch.prompt)
-    refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
-    last = branch.turns[-1]
-    end_id = last.ids[-1] if last.finish_reason == "stop" else None
+    end_id = None
+    if is_messages(asked.after):
+        refuse(
+            not branch.turns,
+            f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+        )
+        is_chat = prompts.tokenizer.is_chat(branch.prompt)
+        refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
+        last = branch.turns[-1]
+        end_id = last.ids[-1] if last.finish_reason == "stop" else None
     return prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)
 
 
