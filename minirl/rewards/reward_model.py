@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from minirl.data.task import Messages
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import RewardError, refuse
+from minirl.files.json_files import read_json_object
 from minirl.model.folders import file_of
 from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
@@ -47,7 +47,7 @@ def load_reward_model(
         f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat",
     )
     max_length = min(model.config.max_position_embeddings, max_tokens)
-    ignored_id = json.loads(file_of(folder, "config.json").read_text()).get("pad_token_id")
+    ignored_id = read_json_object(file_of(folder, "config.json")).get("pad_token_id")
 
     scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device)
 

@@ -95,7 +95,7 @@ class RewardQueue:
             if not isinstance(function, RewardWorkers | RewardModel):
                 num_threads = MAX_TOGETHER if inspect.iscoroutinefunction(function) else 1
                 self._threads[name] = ThreadPoolExecutor(num_threads), ThreadPoolExecutor(num_threads)
-        self._under_way: list[Future[Rewards]] = []
+        self._under_way: set[Future[Rewards]] = set()
         self.groups: dict[int, _Group] = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
@@ -114,7 +114,7 @@ class RewardQueue:
             elif name in self._threads:
                 call = functools.partial(scored_here, name, function, arguments, row.place, texts)
                 calls[name] = self._threads[name][0].submit(self._limited, name, row.place, call)
-        self._under_way += calls.values()
+        self._under_way.update(calls.values())
         self.groups[ordinal] = _Group(group, texts, given["completions"], calls)
 
     def _limited(self, name: str, place: str, call: Callable[[], Rewards]) -> Rewards:
@@ -141,13 +141,10 @@ class RewardQueue:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Raise the error of a call that failed, see `finish`. While calls are under way, wait for one's end."""
-        if timeout_s > 0:
-            with spent_on("wait_rewards"):
-                wait(self._under_way, timeout_s, FIRST_COMPLETED)
-        ended = [call for call in self._under_way if call.done()]
+        with spent_on("wait_rewards"):
+            ended, self._under_way = wait(self._under_way, timeout_s, FIRST_COMPLETED)
         for call in ended:
             call.result()
-        self._under_way = [call for call in self._under_way if call not in ended]
 
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.

@@ -80,7 +80,8 @@ class RewardWorkers:
 
     def stop(self) -> None:
         """Kill the processes and all that their code started."""
-        self._run_in_loop(self._end())
+        for process in self._processes:
+            self._run_in_loop(process.end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -117,10 +118,6 @@ class RewardWorkers:
         finally:
             self._free.put_nowait(process)
         return checked_rewards(self.__name__, place, answer["answer"])
-
-    async def _end(self) -> None:
-        for process in self._processes:
-            await process.end()
 
 
 class _WorkerError(RuntimeError):
