@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minirl.errors import InputError
+from minirl.errors import refuse
 
 
 class PromptPrefix(NamedTuple):
@@ -122,8 +122,10 @@ def plan_microbatches(
     Raises InputError if a sequence is longer than `max_tokens`.
     """
     longest = max((lengths[row] for row in rows), default=0)
-    if longest > max_tokens:
-        raise InputError(f"a rollout has {longest} tokens; raise --max-tokens-per-microbatch {max_tokens}")
+    refuse(
+        longest > max_tokens,
+        f"a rollout has {longest} tokens; raise --max-tokens-per-microbatch {max_tokens}",
+    )
     if not prefixes:
         prefixes = [PromptPrefix(i, 0) for i in range(len(lengths))]
 

@@ -59,7 +59,7 @@ class FrozenModel:
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._is_parked = self.model is model
         self._outputs = outputs
-        self._names = tuple(names)
+        self._names = names
         self._device = device
 
     @torch.no_grad()

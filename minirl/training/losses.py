@@ -110,11 +110,9 @@ def importance_weights(
         raise ValueError(f"correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
     level, kind = correction.split("_")
     log_rho = old_logprobs - sample_logprobs
-    if level == "token":
-        rho = log_rho.exp()
-    else:
-        sequence_rho = sequence_sums(log_rho, lengths).exp()
-        rho = over_tokens(sequence_rho, lengths)
+    if level == "sequence":
+        log_rho = over_tokens(sequence_sums(log_rho, lengths), lengths)
+    rho = log_rho.exp()
     clamped = rho.clamp(low, high)
     return clamped if kind == "truncate" else rho.where(rho == clamped, 0.0)
 

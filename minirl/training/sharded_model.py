@@ -266,7 +266,7 @@ class ShardedModel:
             where = _first_nonfinite({name: master.grad for name, master in self.masters.items()})
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             return norm
         if max_grad_norm and norm > max_grad_norm:
             # One kernel for all local shards, not one each.
@@ -275,7 +275,7 @@ class ShardedModel:
             own_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = lr * (own_lr / optimizer.defaults["lr"])
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         weight_norm = _total_norm(self.masters.values())
         if not math.isfinite(weight_norm):
             where = _first_nonfinite(self.masters)
