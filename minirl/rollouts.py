@@ -1,6 +1,5 @@
 """Data types of generation: requests, sampled tokens and rollouts. Token ids in numpy arrays, on the host."""
 
-import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -203,7 +202,7 @@ class Rollout:
     @property
     def completion(self) -> list[int]:
         """The token ids after the prompt, including the stop token; those of several branches end to end."""
-        return list(itertools.chain(*(branch.after_prompt["id"].tolist() for branch in self.branches)))
+        return [token for branch in self.branches for token in branch.after_prompt["id"].tolist()]
 
     @property
     def after_prompt(self) -> Stream:
@@ -213,7 +212,7 @@ class Rollout:
 
 def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
     """The branches of these rollouts, end to end."""
-    return list(itertools.chain.from_iterable(rollout.branches for rollout in rollouts))
+    return [branch for rollout in rollouts for branch in rollout.branches]
 
 
 def rollout_of(

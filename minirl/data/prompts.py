@@ -124,13 +124,7 @@ class PromptStream:
 
     def key(self, rollout_id: RolloutId) -> int:
         """Return the key of a rollout's randomness, as in `sampling.request_key`."""
-        return request_key(
-            self.seed,
-            purpose=self.purpose,
-            prompt_ordinal=rollout_id.prompt_ordinal,
-            sample=rollout_id.sample,
-            branch=rollout_id.branch,
-        )
+        return request_key(self.seed, purpose=self.purpose, **rollout_id._asdict())
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt."""
