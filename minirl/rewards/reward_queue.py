@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import Messages, RewardFunction
+from minirl.data.task import RewardFunction
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import (
     arguments_of,
@@ -55,14 +56,14 @@ class RewardedRollouts:
 
 @dataclass(frozen=True)
 class _Group:
-    """The rollouts of a prompt, in order of their samples, with their texts and completions.
+    """The rollouts of a prompt, in order of their samples, with their texts.
 
-    calls: by function, except those that `finish` calls.
+    arguments: of all functions, by name. calls: by function, except those that `finish` calls.
     """
 
     rollouts: list[Rollout]
     texts: list[str]
-    completions: list[str | Messages]
+    arguments: Mapping[str, list[Any]]
     calls: Mapping[str, Future[Rewards]]
 
 
@@ -115,7 +116,7 @@ class RewardQueue:
                 call = functools.partial(scored_here, name, function, arguments, row.place, texts)
                 calls[name] = self._threads[name][0].submit(self._limited, name, row.place, call)
         self._under_way.update(calls.values())
-        self.groups[ordinal] = _Group(group, texts, given["completions"], calls)
+        self.groups[ordinal] = _Group(group, texts, given, calls)
 
     def _limited(self, name: str, place: str, call: Callable[[], Rewards]) -> Rewards:
         """Return the result of a call, or raise RewardError when it takes too long. Its thread cannot be ended."""
@@ -139,22 +140,22 @@ class RewardQueue:
             if all(call.done() for call in group.calls.values())
         }
 
+    @spent_on("wait_rewards")
     def poll(self, timeout_s: float = 0.0) -> None:
         """Raise the error of a call that failed, see `finish`. While calls are under way, wait for one's end."""
-        with spent_on("wait_rewards"):
-            ended, self._under_way = wait(self._under_way, timeout_s, FIRST_COMPLETED)
+        ended, self._under_way = wait(self._under_way, timeout_s, FIRST_COMPLETED)
         for call in ended:
             call.result()
 
+    @spent_on("wait_rewards")
     def finish(self, ordinals: Iterable[int]) -> RewardedRollouts:
         """Take out the N rollouts of these prompts, in order, with their rewards [N, K], for which it waits.
 
         Raises RewardError naming function and row.
         """
         groups = [self.groups.pop(ordinal) for ordinal in ordinals]
-        with spent_on("wait_rewards"):
-            calls = [call for group in groups for call in group.calls.values()]
-            ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        calls = [call for group in groups for call in group.calls.values()]
+        ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
         for call in ended:
             call.result()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -165,12 +166,12 @@ class RewardQueue:
             if not isinstance(function, RewardModel):
                 rewards = [reward for group in groups for reward in group.calls[name].result()]
             elif rollouts:
-                rows = [rollout.episode.row for rollout in rollouts]
-                completions = [completion for group in groups for completion in group.completions]
-                asked = {"prompts": [row.prompt for row in rows], "completions": completions}
-                place = f"{rows[0].place} and those that follow"
-                with spent_on("wait_rewards"):
-                    rewards = scored_here(name, function, asked, place, texts)
+                asked = {
+                    argument: [value for group in groups for value in group.arguments[argument]]
+                    for argument in ("prompts", "completions")
+                }
+                place = f"{rollouts[0].episode.row.place} and those that follow"
+                rewards = scored_here(name, function, asked, place, texts)
             columns.append([math.nan if reward is None else reward for reward in rewards])
         return RewardedRollouts(
             rollouts=rollouts,
