@@ -118,7 +118,7 @@ def gae(
     running = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
     next_value = bootstrap.clone()  # [N], the value of the state after this token
     ends = lengths.cumsum(0)
-    longest = int(lengths.max()) if len(lengths) else 0
+    longest = max(lengths.tolist(), default=0)
     # From the last token of every sequence to its first, all sequences at the same time.
     for steps_back in range(1, longest + 1):
         alive = lengths >= steps_back

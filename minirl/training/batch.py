@@ -191,7 +191,7 @@ class Batch:
     def spread(self, values: Tensor) -> Tensor:
         """A stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
         repeated = over_tokens(values.to(self.tokens.device), self.lengths)
-        return torch.where(self.loss_mask, repeated, torch.zeros_like(repeated))
+        return repeated.masked_fill(~self.loss_mask, 0)
 
     def spread_rollouts(self, values: Tensor) -> Tensor:
         """A stream [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
