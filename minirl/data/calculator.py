@@ -31,9 +31,10 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < num_train + num_eval:
         pairs[generator.randint(100, 999), generator.randint(100, 999)] = None
-    rows = []
-    for i, (first, second) in enumerate(pairs):
-        rows.append(Row(f"{first}*{second}=", {"answer": str(first * second)}, f"calculator:{i}"))
+    rows = [
+        Row(f"{first}*{second}=", {"answer": str(first * second)}, f"calculator:{i}")
+        for i, (first, second) in enumerate(pairs)
+    ]
     return Task(
         name="calculator",
         train_rows=rows[num_eval:],

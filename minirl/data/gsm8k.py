@@ -15,7 +15,7 @@ from typing import Any
 
 from minirl.data.jsonl import rows_of
 from minirl.data.task import Row, Task, exact_score
-from minirl.errors import InputError
+from minirl.errors import refuse
 
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
 # The characters of a number from its first digit on; those that are a number, as 1,234.50 or 1.5e3 or 3/4, and are
@@ -73,9 +73,10 @@ def read_gsm8k(path: str) -> list[Row]:
 def _to_row(fields: dict[str, Any], place: str) -> Row:
     for name in ("question", "answer"):
         value = fields.get(name)
-        if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{place}: field {name!r} is {value!r}; expected text")
+        refuse(
+            not isinstance(value, str) or not value.strip(),
+            f"{place}: field {name!r} is {value!r}; expected text",
+        )
     answer = strict_answer(fields["answer"])
-    if answer is None:
-        raise InputError(f"{place}: field 'answer' has no number after '####'")
+    refuse(answer is None, f"{place}: field 'answer' has no number after '####'")
     return Row(fields["question"] + INSTRUCTION, {"answer": answer}, place)

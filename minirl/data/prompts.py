@@ -95,7 +95,7 @@ class PromptStream:
         for prompt_ordinal in ordinals:
             if prompt_ordinal % world_size() != rank():
                 continue
-            row = self._rows[self.index(prompt_ordinal)]
+            row = self.row(prompt_ordinal)
             prompt_ids = tuple(self.tokenizer.encode(row))
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
@@ -128,7 +128,7 @@ class PromptStream:
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt."""
-        return tuple(self.tokenizer.encode(self._rows[self.index(prompt_ordinal)]))
+        return tuple(self.tokenizer.encode(self.row(prompt_ordinal)))
 
     def appended_ids(
         self,

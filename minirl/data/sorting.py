@@ -20,10 +20,10 @@ def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:
         length = generator.randint(MIN_DIGITS, MAX_DIGITS)
         digits = [generator.choice("0123456789") for _ in range(length)]
         strings["".join(digits)] = None
-    rows = []
-    for i, string in enumerate(strings):
-        answer = "".join(sorted(string))
-        rows.append(Row(f"{string}=", {"answer": answer}, f"sorting:{i}"))
+    rows = [
+        Row(f"{string}=", {"answer": "".join(sorted(string))}, f"sorting:{i}")
+        for i, string in enumerate(strings)
+    ]
     return Task(
         name="sorting",
         train_rows=rows[num_eval:],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.data.task import Messages, Row, add_answer, as_messages
+from minirl.data.task import Messages, Row, add_answer, as_messages, is_token_ids
 from minirl.data.tools import Tool, tool_name, tool_schemas
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
@@ -169,7 +169,7 @@ class Tokenizer:
             if eos_id is not None and not has_eos:
                 ids.append(eos_id)
             return ids
-        first, others = (completion, []) if isinstance(completion, str) else (completion[0], completion[1:])
+        first, *others = [completion] if isinstance(completion, str) else completion
         messages = list(as_messages(prompt))
         add_answer(messages, first)
         messages += others
@@ -378,13 +378,16 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
 
     Raises InputError naming the file that cannot be read.
     """
-    stop_ids = {eos_id}
+    stop_ids = set() if eos_id is None else {eos_id}
     for name in ("config.json", "generation_config.json"):
         path = file_of(folder, name)
         # One id, a list of ids, or null.
         listed = read_json_object(path).get("eos_token_id") if path.is_file() else None
-        ids = listed if isinstance(listed, list) else [listed]
-        is_right = all(i is None or (type(i) is int and i >= 0) for i in ids)
-        refuse(not is_right, f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them")
+        each = listed if isinstance(listed, list) else [listed]
+        ids = [i for i in each if i is not None]
+        refuse(
+            ids and not is_token_ids(ids),
+            f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them",
+        )
         stop_ids.update(ids)
-    return frozenset(stop_id for stop_id in stop_ids if stop_id is not None)
+    return frozenset(stop_ids)

@@ -66,7 +66,7 @@ def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     tokenizer = tokenizer.with_tools(rollout.episode.tools)
     turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
 
-    def answer(start: int, turn: TurnFacts) -> str | dict[str, Any]:
+    def answer(turn: TurnFacts, start: int) -> str | dict[str, Any]:
         ids = rollout.after_prompt["id"][start : turn.end].tolist()
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:
@@ -85,12 +85,12 @@ def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
 def conversation(
     prompt: str | Messages,
     turns: Sequence[Turn],
-    answer: Callable[[int, Turn], str | dict[str, Any]],
+    answer: Callable[[Turn, int], str | dict[str, Any]],
 ) -> Messages:
     """Return the messages of a branch: those of its prompt, the appended ones, and the answers.
 
-    answer: returns the text or message of an answer, which begins among the branch's tokens after its prompt, and ends
-    with a turn: all turns up to the next messages.
+    answer: returns the text or message of an answer, which ends with a turn, and begins among the branch's tokens after
+    its prompt: all turns up to the next messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
     start = 0
@@ -100,7 +100,7 @@ def conversation(
             start = turn.start
         # Otherwise the answer goes on in the next turn.
         if i + 1 == len(turns) or turns[i + 1].inserted:
-            add_answer(messages, answer(start, turn))
+            add_answer(messages, answer(turn, start))
     return messages
 
 

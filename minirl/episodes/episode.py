@@ -194,9 +194,7 @@ class Branch:
             is_token_ids(self.prompt),
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
-        return conversation(
-            cast(str | Messages, self.prompt), self.turns, lambda start, turn: turn.text_from(start)
-        )
+        return conversation(cast(str | Messages, self.prompt), self.turns, Turn.text_from)
 
     async def generate(
         self,
@@ -292,8 +290,7 @@ class Episode(Branch):
             prompt = read_prompt(prompt, "branch(...): the prompt")
         # The caller may go on to change its lists; the branch keeps the present ones.
         own, own_tools = copy.deepcopy((prompt, tools))
-        number = 1 + len(self._further)
-        branch = Branch(own, self.max_tokens, number=number, tools=own_tools)
+        branch = Branch(own, self.max_tokens, number=len(self.branches), tools=own_tools)
         branch.ask = self.ask
         self._further.append(branch)
         return branch
