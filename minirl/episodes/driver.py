@@ -94,6 +94,11 @@ class Driver:
         """How messages name it."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
+    @property
+    def worked_s(self) -> float:
+        """How many seconds its function, which is at work, has worked on its next reply."""
+        return time.monotonic() - self._working[self]
+
     def tokens_before(self) -> Stream:
         """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
         rollout = self.turn.tokens.rollout

@@ -174,8 +174,8 @@ class EpisodeRunner:
         event_loop().run_slice(0.0 if self._replies else wait_s)
         if self._call_timeout is not None and self._working:
             # After the slice: what came in time is a reply by then.
-            slowest, began = next(iter(self._working.items()))
-            if time.monotonic() - began > self._call_timeout:
+            slowest = next(iter(self._working))
+            if slowest.worked_s > self._call_timeout:
                 slowest.cancel()
                 late = InputError(f"took more than {self._call_timeout:g} s; see --call-timeout")
                 self._replies.append((slowest, late))
@@ -398,7 +398,7 @@ def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -
     listed = ", ".join(map(repr, sorted(given))) or "none"
     flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given))
     refuse(
-        bool(given) and not wanted,
+        given and not wanted,
         f"{place}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
     )
     for name in wanted:
