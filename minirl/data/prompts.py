@@ -75,11 +75,12 @@ class PromptStream:
         notes = list(self.row_notes)
         if self.num_prompts < per_step:
             notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
-        stop_ids = self.tokenizer.stop_ids_of(self._rows[0].prompt) if per_step else ()
-        if per_step and all(stop_id >= self.vocab_size for stop_id in stop_ids):
-            notes.append(
-                "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
-            )
+        if per_step:
+            stop_ids = self.tokenizer.stop_ids_of(self._rows[0].prompt)
+            if all(stop_id >= self.vocab_size for stop_id in stop_ids):
+                notes.append(
+                    "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
+                )
         return [f"{self.purpose}: {note}" for note in notes]
 
     def requests(

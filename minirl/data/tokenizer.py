@@ -143,7 +143,7 @@ class Tokenizer:
     def _prompt_text(self, row: Row) -> str:
         """Return the text of a row's prompt. Raises InputError naming the row, also if row and run have tools."""
         refuse(
-            bool(row.tools and self.tools and row.tools != self.tools),
+            row.tools and self.tools and row.tools != self.tools,
             f"{row.place}: has tools of its own, and so has the run; leave out one of them",
         )
         try:
@@ -151,7 +151,7 @@ class Tokenizer:
         except InputError as error:
             raise InputError(f"{row.place}: {error}") from None
         if not self.is_chat(row.prompt):
-            refuse(bool(shown.tools), f"{row.place}: a text prompt cannot show tools; see --chat")
+            refuse(shown.tools, f"{row.place}: a text prompt cannot show tools; see --chat")
             return str(row.prompt)
         return shown.shown_text(as_messages(row.prompt), row.place, is_prompt=True)
 
@@ -169,10 +169,10 @@ class Tokenizer:
             if eos_id is not None and not has_eos:
                 ids.append(eos_id)
             return ids
-        first, *others = [completion] if isinstance(completion, str) else completion
+        answers: list[Any] = [completion] if isinstance(completion, str) else completion
         messages = list(as_messages(prompt))
-        add_answer(messages, first)
-        messages += others
+        add_answer(messages, answers[0])
+        messages += answers[1:]
         return self.encode_text(self.shown_text(messages, place, is_prompt=False), place)
 
     def shown_text(self, messages: Messages, place: str, *, is_prompt: bool) -> str:

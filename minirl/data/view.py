@@ -73,7 +73,7 @@ def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
             return text
         before = rollout.tokens[: rollout.num_prompt_tokens + start]
         try:
-            message = dict(answers.parsed_answer(tokenizer, ids, before))
+            message = answers.parsed_answer(tokenizer, ids, before)
         except InputError:  # nothing says how the model writes calls
             return text
         # The text shows what could not be read.

@@ -308,7 +308,7 @@ class Episode(Branch):
         reason: one of `END_REASONS`; raises InputError for another. Without it an episode ends like its last turn.
         """
         refuse(
-            not isinstance(reason, str) or reason not in END_REASONS,
+            reason not in END_REASONS,
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         self.end_reason = reason

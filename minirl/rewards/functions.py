@@ -74,8 +74,8 @@ def functions_and_weights(
     if len(reward_weights) != len(functions):
         given = " ".join(map(str, weights))
         raise InputError(f"--reward-weights {given}: the rewards are {', '.join(functions)}")
-    all_weights = reward_weights + [0.0] * len(logged)
-    return {**functions, **logged}, torch.tensor(all_weights, dtype=torch.float64)
+    reward_weights += [0.0] * len(logged)
+    return {**functions, **logged}, torch.tensor(reward_weights, dtype=torch.float64)
 
 
 def check_columns(

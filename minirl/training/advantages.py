@@ -21,9 +21,8 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     A NaN reward does not apply to its completion and is left out of the sum. The sum is NaN where no reward applies.
     Rewards of weight 0 are only logged and never count.
     """
-    applies = ~rewards.isnan()
     scores = rewards.nan_to_num(0.0) @ weights
-    has_score = (applies & (weights != 0)).any(-1)
+    has_score = (~rewards.isnan() & (weights != 0)).any(-1)
     return scores.masked_fill(~has_score, torch.nan)
 
 

@@ -235,7 +235,7 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host, without their rollouts. Not collective."""
-    prefixes = [_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches]
+    prefixes = tuple(_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches)
     lengths = tuple(len(branch.stream) for branch in branches)
     temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
@@ -246,7 +246,7 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
         lengths=lengths,
         temperature=over_tokens(temperatures, lengths),
         is_truncated=over_tokens(is_truncated, lengths),
-        prefixes=tuple(prefixes),
+        prefixes=prefixes,
         **streams,
     )
 

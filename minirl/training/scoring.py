@@ -119,7 +119,7 @@ def refuse_gradient(
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     is_moved = torch.stack([gradient.abs() > 0 for gradient in gradients]).any(0)
     refuse(
-        bool((is_moved & micro.spread(of_micro)).any()),
+        (is_moved & micro.spread(of_micro)).any(),
         "can_skip: skips rollouts which token_loss or token_advantages of this script teach something. Make their "
         "advantages in `advantages`, or let can_skip return False for them: "
         "torch.zeros_like(weights, dtype=torch.bool) for all",
