@@ -38,15 +38,14 @@ def _to_row(fields: dict[str, Any], place: str) -> Row:
         "prompt" not in fields,
         f"{place}: no field 'prompt', only {sorted(fields)}; rename the prompt's field",
     )
-    columns = dict(fields)
-    prompt = read_prompt(columns.pop("prompt"), f"{place}: field 'prompt'")
-    tools = columns.pop("tools", None)
+    prompt = read_prompt(fields.pop("prompt"), f"{place}: field 'prompt'")
+    tools = fields.pop("tools", None)
     for name in (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS):
         refuse(
-            name in columns,
+            name in fields,
             f"{place}: field {name!r} has the name of an argument of reward functions; rename the field",
         )
-    return Row(prompt, columns, place, None if tools == [] else tools)
+    return Row(prompt, fields, place, None if tools == [] else tools)
 
 
 def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:

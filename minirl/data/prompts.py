@@ -100,8 +100,7 @@ class PromptStream:
             prompt_ids = tuple(self.tokenizer.encode(row))
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
-                is_greedy = sample >= group_size
-                sampled_at = 0.0 if is_greedy else temperature
+                sampled_at = temperature if sample < group_size else 0.0
                 requests.append(self.request(rollout_id, row.prompt, prompt_ids, sampled_at))
         return requests
 

@@ -165,8 +165,7 @@ class Tokenizer:
         if not self.is_chat(prompt):
             ids = self._begun(prompt, self.encode_text(f"{prompt}{completion}", place))
             eos_id = self.backend.eos_token_id
-            has_eos = ids[-1:] == [eos_id]
-            if eos_id is not None and not has_eos:
+            if eos_id is not None and ids[-1:] != [eos_id]:
                 ids.append(eos_id)
             return ids
         answers: list[Any] = [completion] if isinstance(completion, str) else completion

@@ -152,8 +152,7 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float
 def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance (ddof 1) of all ranks' values [M_r] together, fp64 on the host (collective)."""
     values = values.double().cpu()
-    count = torch.tensor(len(values)).double()
-    total_count, total = all_reduce_sum(torch.stack([count, values.sum()]))
+    total_count, total = all_reduce_sum(values.new_tensor([len(values), float(values.sum())]))
     mean = total / total_count
     squares = all_reduce_sum((values - mean).square().sum())
     variance = squares / (total_count - 1).clamp(min=1)

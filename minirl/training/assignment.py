@@ -57,10 +57,9 @@ class UpdatePlan:
         """
         rows = [row for row, owner in enumerate(self.rank_of) if owner == rank]
         index_of = {row: i for i, row in enumerate(rows)}
-        translated = []
-        for by_rank in self.microbatches:
-            translated.append([[index_of[row] for row in micro] for micro in by_rank[rank]])
-        return translated
+        return [
+            [[index_of[row] for row in micro] for micro in by_rank[rank]] for by_rank in self.microbatches
+        ]
 
 
 def plan_updates(
