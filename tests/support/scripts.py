@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from unittest import mock
 from minirl.run import setup
 from minirl.run.config import RunConfig
 from minirl.run.flags import parse
-from support.jobs import ROOT, Job, start
+from support.jobs import ROOT
 from support.rank_pool import RankPool
 
 SCRIPTS = ("train_grpo.py", "train_ppo.py")
@@ -73,32 +72,9 @@ def patched_fork(folder: Path, patch: Path, *, name: str) -> str:
     return str(fork)
 
 
-def start_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> Job:
-    """Start a script on ranks that are forked (`support.forked`).
-
-    flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
-    """
-    commands = [[str(script), *words(flags)]] * ranks
-    return start(Path(tempfile.mkdtemp()), commands, MINIRL_RUNS=str(runs))
-
-
 def words(flags: Iterable[str]) -> list[str]:
     """The command line of several texts."""
     return " ".join(flags).split()
-
-
-def run_script(script: Path, *flags: str, runs: Path, ranks: int = 2) -> str:
-    """Run a script on forked ranks to its end; what rank 0 printed."""
-    return _finish(start_script(script, *flags, runs=runs, ranks=ranks))
-
-
-def _finish(job: Job) -> str:
-    try:
-        codes = job.codes()
-    finally:
-        job.kill()
-    assert not any(codes), "\n".join(path.read_text()[-4000:] for path in job.files)
-    return job.output(0)
 
 
 def run_in_pool(
@@ -111,6 +87,7 @@ def run_in_pool(
     """Run a script's main on every rank of a pool; what rank 0 printed.
 
     script: the name of one of the original ones, or the path of a fork, under a name that no other fork has.
+    flags: of the command line; here and below a text may have several, such as "--lr 1 --seed 2".
     under: makes a context to run it in.
     """
     return pool.run(_run_main, script, str(runs), flags, under)[0]
