@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from minirl.generation.engine import Engine
-from minirl.model import portable_attention
 from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import Gate
 from minirl.training.scoring import outputs_of_head
-from support.caches import decode_layout, make_cache, paged_read, poison
+from support.caches import decoded_both_ways
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
 
@@ -63,16 +62,8 @@ def test_cuda_attention_equals_the_portable_kernel(window, shares):
 def test_the_compiled_paged_kernel_equals_the_portable_one(window, groups, dim, dtype, tolerance):
     """As under the interpreter, by the device: pools, tables and what must not be touched are the same."""
     pytest.importorskip("triton")
-    from minirl.extras.kernels import paged_attention
-
-    cache, rows = make_cache(window, groups, dim, dtype)
-    read = decode_layout(cache, rows).read[window]
-    keys, values = cache.pool.layers[0]
-    q = 2 * torch.randn(len(rows), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable_attention.decode(q, keys.float(), values.float(), *read)
-    poison(cache, rows)
-    inputs = (x.cuda() for x in (q.to(dtype), keys, values, *paged_read(cache, rows)))
-    assert_near([paged_attention.decode(*inputs, window=window)], [expected], tolerance)
+    got, expected = decoded_both_ways(CUDA, window, groups, dim, dtype, range(25))
+    assert_near([got], [expected], tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

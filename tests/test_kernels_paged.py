@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from minirl.extras.kernels import paged_attention
-from minirl.model import portable_attention
-from support.caches import decode_layout, make_cache, paged_read, poison
+from support.caches import decoded_both_ways
 from support.interpreter import mend_interpreter, needs_interpreter, run_with_compiler
 from support.marks import slow
 from support.scripts import ROOT
@@ -26,18 +24,8 @@ def test_the_paged_kernel_equals_the_portable_one(window, groups, dim, dtype):
     """Forks, block borders, windows, shared key heads; unseen keys are not touched, nor void
     columns of a table's row."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    cache, rows = make_cache(window, groups, dim, dtype)
-    some = [rows[i] for i in (0, 2, 3, 4, 6, 9)]
-    read, expected_read = paged_read(cache, some), decode_layout(cache, some).read[window]
-    keys, values = cache.pool.layers[0]
-    q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    expected = portable_attention.decode(q, keys.float(), values.float(), *expected_read)
-    poison(cache, rows)
-    num_columns = read.blocks.shape[1]
-    wide = torch.full((len(some), num_columns + 4), 10**6, dtype=torch.int32)
-    table = wide[:, :num_columns]
-    table.copy_(read.blocks)
-    got = paged_attention.decode(q.to(dtype), keys, values, table, read.lengths, window=window)
+    some = (0, 2, 3, 4, 6, 9)
+    got, expected = decoded_both_ways(torch.device("cpu"), window, groups, dim, dtype, some)
     assert got.dtype == dtype
     assert (got.float() - expected).norm() <= tolerance * expected.norm()
     assert (got.float() - expected).abs().max() <= 5 * tolerance

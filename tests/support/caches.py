@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minirl.generation.kv_cache import DecodeInputs, KVCache
+from minirl.model import portable_attention
 from minirl.model.attention import DecodeLayout, PagedRead
 from minirl.model.portable_attention import BLOCK
 
@@ -52,10 +54,32 @@ def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
 
 
 def paged_read(cache: KVCache, rows: list[int]) -> PagedRead:
-    """What the paged kernel reads in a step of these rows."""
+    """What the paged kernel reads in a step of these rows; the rest of a table's row is void."""
     lengths = torch.from_numpy(cache.blocks.lengths[rows]).int()
     num_columns = (int(lengths.max()) - 1) // BLOCK + 1
-    return PagedRead(torch.from_numpy(cache.blocks.tables[rows, :num_columns]), lengths)
+    wide = torch.full((len(rows), num_columns + 4), 10**6, dtype=torch.int32)
+    wide[:, :num_columns] = torch.from_numpy(cache.blocks.tables[rows, :num_columns])
+    return PagedRead(wide[:, :num_columns], lengths)
+
+
+def decoded_both_ways(
+    device: torch.device, window: int | None, groups: int, dim: int, dtype: torch.dtype, chosen: Iterable[int]
+) -> tuple[Tensor, Tensor]:
+    """The results of the paged kernel on a device, and of the portable one in fp32, for these rows of `make_cache`.
+
+    The paged kernel's pool has NaN where it must not read.
+    """
+    from minirl.extras.kernels import paged_attention
+
+    cache, rows = make_cache(window, groups, dim, dtype)
+    some = [rows[i] for i in chosen]
+    keys, values = cache.pool.layers[0]
+    q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
+    read = decode_layout(cache, some).read[window]
+    expected = portable_attention.decode(q, keys.float(), values.float(), *read)
+    poison(cache, rows)
+    inputs = (x.to(device) for x in (q.to(dtype), keys, values, *paged_read(cache, some)))
+    return paged_attention.decode(*inputs, window=window), expected
 
 
 def decode_layout(cache: KVCache, rows: list[int]) -> DecodeLayout:
