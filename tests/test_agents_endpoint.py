@@ -29,8 +29,9 @@ from support.engines import make_request
 from support.jobs import LIMIT_S
 from support.marks import slow
 from support.processes import is_alive
+from support.texts import assistant, user
 
-HI = {"role": "user", "content": "hi"}
+HI = user("hi")
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -131,7 +132,7 @@ async def in_turns(episode):
     turn = await episode.generate(max_tokens=5, stop="e")
     for number in (1, 2):
         said = turn.text.partition("e")[0]
-        reply = {"role": "user", "content": said[:3] + " go on"}
+        reply = user(said[:3] + " go on")
         turn = await episode.generate(after=reply, max_tokens=5 + number, stop="e")
 
 
@@ -210,7 +211,7 @@ def sampled_turn(branch, text="yes", **said):
         appended=[],
         ids=ids,
         text=text,
-        message={"role": "assistant", "content": text, **said},
+        message=assistant(text, **said),
     )
 
 

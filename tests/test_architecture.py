@@ -8,15 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import train_grpo
 import train_ppo
 from minirl.run.flags import flag_of, parse
+from support.jobs import ROOT
 
-ROOT = Path(__file__).parent.parent
 # From the ground up: a folder (or a file beside the folders) imports only what stands before it.
 ORDER = (
     "errors rollouts files ranks model generation training data rewards report episodes run extras"

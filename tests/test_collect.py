@@ -25,7 +25,7 @@ from support.collecting import (
 )
 from support.engines import cached_model, make_engine, scores_of
 from support.marks import slow
-from support.texts import TOKENS
+from support.texts import TOKENS, assistant, user
 
 
 def test_one_turn_is_what_the_engine_samples_with_its_rewards():
@@ -94,7 +94,7 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
         assert episode.room == room - len(expected)
         assert episode.turns == [first, second, third, fourth]
         assert len(second.logprobs) == len(second.ids)
-        answer = {"role": "assistant", "content": f"{second.text} yes, {third.text}ba{fourth.text}"}
+        answer = assistant(f"{second.text} yes, {third.text}ba{fourth.text}")
         assert episode.messages[2:] == [*results, answer]
         endings.add((first.finish_reason, len(end)))
 
@@ -128,10 +128,10 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
     """Its caller may go on with the list that it gave."""
 
     async def going_on(episode):
-        messages = [{"role": "user", "content": "abc"}]
+        messages = [user("abc")]
         await episode.branch(messages).generate(max_tokens=20)
         branch = episode.branch(messages)
-        messages.append({"role": "assistant", "content": "not said"})
+        messages.append(assistant("not said"))
         await branch.generate(max_tokens=20)
         messages[0]["content"] = "xyz"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").is_file())
+from support.jobs import ROOT
+
 NUMBERS = r" (\d+(?:(?:, | and )\d+)*)"
 NAMED = {
     "tests/faults.md": [r"(?i)\bfaults?" + NUMBERS, r"(?<![a-z])rows?[-_](\d\d(?:_and_\d\d)?)(?!\d)"],

@@ -18,13 +18,14 @@ from support.collecting import (
     letter_tokenizer,
     make_collector,
 )
+from support.texts import assistant, user
 
 
 async def out_of_order(episode):
     first, second = episode.branch("one"), episode.branch("two")
     await second.generate(max_tokens=2)
     await first.generate(max_tokens=3)
-    await second.generate(after={"role": "user", "content": "q"}, max_tokens=4)
+    await second.generate(after=user("q"), max_tokens=4)
     await episode.generate(after="q", max_tokens=5)
 
 
@@ -144,7 +145,7 @@ def test_metrics_tell_sampled_tokens_from_those_of_the_environment():
 def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(monkeypatch):
     def parsed(tokenizer, ids, before):
         error = {"parse_error": "has an a"} if "a" in tokenizer.decode(ids) else {}
-        return {"role": "assistant", "content": "", **error}
+        return assistant("", **error)
 
     async def asks(episode):
         turn = await episode.generate(max_tokens=9)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,9 +29,9 @@ from support.families import (
 )
 from support.marks import slow
 from support.resuming import resume
-from support.scripts import read_metrics, trained
+from support.scripts import ROOT, read_metrics, trained
 
-DOCS = Path(__file__).parent.parent / "docs" / "families.md"
+DOCS = ROOT / "docs" / "families.md"
 # One case of each family: the last, which has most features.
 OF_FAMILY = {CASES[name][0]: name for name in CASES}
 TINY = "--num-steps 2 --group-size 3 --num-minibatches 1 --save-every 1"

@@ -33,10 +33,10 @@ from support.families import PUBLISHED_KEYS, check_peft, flags_to_train, logit_e
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import resume
-from support.scripts import read_config, read_metrics, reward_of, trained, write_rows
+from support.scripts import ROOT, read_config, read_metrics, reward_of, trained, write_rows
 
 CPU = torch.device("cpu")
-DOCS = Path(__file__).parent.parent / "docs" / "families.md"
+DOCS = ROOT / "docs" / "families.md"
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,

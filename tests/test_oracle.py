@@ -6,7 +6,6 @@ those of the run. Of minirl the computation uses the numbers and texts of that f
 
 import contextlib
 import io
-import json
 from collections import defaultdict
 from unittest import mock
 
@@ -17,7 +16,7 @@ import train_grpo
 import train_ppo
 from minirl.run.flags import parse
 from minirl.training.sharded_model import ShardedModel
-from support.scripts import read_metrics
+from support.scripts import read_metrics, read_rollouts, write_rows
 from support.texts import TOKENS, save_tokenizer
 
 TOLERANCE = 1e-5
@@ -190,8 +189,8 @@ def folders(tmp_path):
     LlamaForSequenceClassification(classifier).save_pretrained(tmp_path / "value")
     for name in ("policy", "value"):
         save_tokenizer(tmp_path / name, None)
-    rows = [json.dumps({"prompt": text}) for text in ("a stone", "the sea, the", "no", "why not.")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    rows = [{"prompt": text} for text in ("a stone", "the sea, the", "no", "why not.")]
+    write_rows(tmp_path / "rows.jsonl", rows)
     return tmp_path
 
 
@@ -203,9 +202,9 @@ def step_of(two_ranks, folders):
     def step(script):
         flags = f"{FLAGS} {SCRIPTS[script][1]}".format(folder=folders)
         gradients, _ = two_ranks.run(gradients_of_a_step, script, flags.split(), folders / "runs")
-        lines = (folders / "runs" / "oracle" / "rollouts" / "000001.jsonl").read_text().splitlines()
+        lines = read_rollouts(folders / "runs" / "oracle", 1)
         tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
-        branches = [Branch(json.loads(line), number, tokenizer) for line in lines for number in (0, 1)]
+        branches = [Branch(line, number, tokenizer) for line in lines for number in (0, 1)]
         assert len(branches) == 4 * 3 * 2
         for kinds in ("is_cut_off", "has_score"):
             assert {getattr(branch, kinds) for branch in branches} == {True, False}

@@ -1,12 +1,12 @@
 """The picture of runs: its input, its messages when there is nothing to draw, and the drawing."""
 
-import json
 import sys
 
 import pytest
 
 from minirl.errors import InputError
 from minirl.extras.plot import draw, main, read_run
+from support.scripts import write_rows
 
 CAUSES = ("decode", "host", "prefill", "update")
 
@@ -25,8 +25,8 @@ def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(
     lines = [{"step": step, "policy/logp_gap_max": 0.0, "eval/reward": 0.5} for step in (1, 2)]
     lines += [{"step": 3, "eval/reward": None}, {"step": 4}]
     lines[0] |= {"reward/mean": 0.4, "eval/before": 0.25, **{f"time/{cause}": 1.0 for cause in CAUSES}}
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 5, "rew')
+    with write_rows(folder / "metrics.jsonl", lines).open("a") as file:
+        file.write('{"step": 5, "rew')
     assert read_run(str(folder)) == read_run("mine") == ("mine", lines)
     figure = draw([("mine", lines), ("short", lines[3:])])
     assert [*map(list, figure.axes[0].lines[2].get_data())] == [[0, 1, 2], [0.25, 0.5, 0.5]]

@@ -23,6 +23,7 @@ from support.scripts import (
     read_metrics,
     trained,
     untimed,
+    write_rows,
 )
 
 
@@ -176,7 +177,7 @@ TIMED = ("perf/",)  # of groups there are fewer engines, with larger batches
 def untimed_digests(folder):
     """`digests` without each rank's shards and records, which others hold, and without the engines' rates."""
     found = {name: digest for name, digest in digests(folder).items() if "/resume/" not in name}
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in read_metrics(folder):
         kept = {name: value for name, value in untimed(line).items() if not name.startswith(TIMED)}
         found[f"metrics {line['step']}"] = json.dumps(kept, sort_keys=True)
     return found
@@ -197,9 +198,8 @@ def values(tmp_path_factory, embedded_model):
     """What flags of `RUNS` name."""
     folder = tmp_path_factory.mktemp("values")
     (folder / "functions.py").write_text(FUNCTIONS)
-    rows = [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"rows": folder / "rows.jsonl", "functions": folder / "functions.py", "teacher": embedded_model}
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": f"{n} 4 2 1", "answer": "1"} for n in range(8)])
+    return {"rows": rows, "functions": folder / "functions.py", "teacher": embedded_model}
 
 
 @pytest.mark.parametrize("case", [case if case == "kl" else slow(case) for case in RUNS])

@@ -1,6 +1,5 @@
 """Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ from minirl.data.task import Row
 from minirl.run.config import RunConfig
 from minirl.run.inputs import load_task
 from support.rollouts import rewards_of_call
-from support.scripts import ROOT, read_metrics, trained, write_rows
+from support.scripts import ROOT, read_metrics, read_rows, trained, write_rows
+from support.texts import user
 
 CALCULATOR = ROOT / "docs" / "examples" / "calculator.py"
 
@@ -77,7 +77,7 @@ def test_answers_are_extracted_by_the_table(text):
 def test_scores_are_of_the_completion_alone(is_chat):
     """Also where the prompt holds the answer in the right format. Chats have completions too. Pitfall 19."""
     prompt = "Is it\n#### 5"
-    row = Row([{"role": "user", "content": prompt}] if is_chat else prompt, {"answer": 5.0}, "f:1")
+    row = Row([user(prompt)] if is_chat else prompt, {"answer": 5.0}, "f:1")
     texts = ["I do not know", "#### 5", "so 5", "#### 6"]
     assert rewards_of_call(strict_score, row, texts) == [0, 1, 0, 0]
     assert rewards_of_call(flexible_score, row, texts) == [0, 1, 1, 0]
@@ -103,7 +103,7 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
     task = load_gsm8k(train, [test])
     assert (task.rewards, task.extra_scores) == ({"strict": strict_score}, {"flexible": flexible_score})
     for path, rows, count in ((train, task.train_rows, 7473), (test, task.eval_sets[test], 1319)):
-        examples = list(map(json.loads, Path(path).read_text().splitlines()))
+        examples = read_rows(Path(path))
         assert [row.prompt for row in rows] == [example["question"] + INSTRUCTION for example in examples]
         solutions = [example["answer"] for example in examples]
         answers = [row.columns["answer"] for row in rows]

@@ -18,7 +18,7 @@ from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.rollouts import Rollout
 from support.engines import VOCAB, cached_model, make_engine
-from support.texts import TOKENS, save_tokenizer
+from support.texts import TOKENS, save_tokenizer, user
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_NEW_TOKENS = 60
@@ -127,7 +127,7 @@ async def branching(episode: Episode):
         await episode.generate(after="q", max_tokens=3)
     await other.generate(after=f"{turn.text[:1]}p", max_tokens=4)
     unused = episode.branch("abc")
-    last = episode.branch([*other.messages, {"role": "user", "content": "more"}])
+    last = episode.branch([*other.messages, user("more")])
     await last.generate(max_tokens=unused.number + 1)
     await other.generate(after="z", max_tokens=2)
 
