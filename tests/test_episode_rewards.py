@@ -20,6 +20,7 @@ from support.collecting import (
     make_collector,
 )
 from support.scripts import ROOT, load_script, patched_fork
+from support.texts import user
 
 OF_EPISODE = {"total": EpisodeReward("total"), "early": EpisodeReward("early")}
 
@@ -45,21 +46,6 @@ async def rewriting(episode):
     episode.reward(0.5)
     await other.generate(after="de")
     return episode.seed % 5
-
-
-def by_hand(rollout):
-    """The rewards of `giving` from the tokens."""
-    first, _, last = rollout.episode.turns
-    total = sum(rollout.completion[last.start : last.end])
-    return [float(total), 0.5 + (first.end - first.start) + 10 + 100 + 1000]
-
-
-def test_what_is_returned_and_given_are_columns_of_the_rewards():
-    collector = make_collector(functions=OF_EPISODE, rollout=giving)
-    groups = collector.collect(4)
-    expected = [by_hand(rollout) for rollout in groups.rewarded.rollouts]
-    assert groups.rewards.view(-1, 2).tolist() == expected
-    assert len({total for total, _ in expected}) > 3
 
 
 def test_an_episode_that_ends_at_a_limit_has_what_it_gave_and_nothing_can_be_given_behind_it():
@@ -144,16 +130,21 @@ def size(episodes):
 
 def total(episodes):
     return [float(sum(one["tokens"][-one["turns"][-1]["num_tokens"] :])) for one in episodes]
+
+def early(episodes):
+    return [0.5 + one["turns"][0]["num_tokens"] + 10 + 100 + 1000 for one in episodes]
 """
 
 
-def test_a_function_of_episodes_gets_all_of_a_prompt_at_once_in_a_worker(load_reward):
-    """The greedy one is scored with the others."""
-    functions = {"size": load_reward("size"), "last": load_reward("total"), **OF_EPISODE}
+def test_a_function_of_episodes_gets_all_of_a_prompt_and_what_is_returned_and_given_are_columns(load_reward):
+    """In a worker, at once; the greedy one is scored with the others. Here functions compute what `giving` gives."""
+    by_hand = {f"{name} by hand": load_reward(name) for name in OF_EPISODE}
+    functions = {"size": load_reward("size"), **by_hand, **OF_EPISODE}
     groups = make_collector(functions=functions, rollout=giving, num_greedy=1).collect(5)
     for rewards in (groups.rewards, groups.greedy_rewards):
         assert rewards[..., 0].unique().tolist() == [4.0]
-        assert torch.equal(rewards[..., 1], rewards[..., 2])
+        assert torch.equal(rewards[..., 1:3], rewards[..., 3:])
+        assert len(rewards[..., 1].unique()) > 3
 
 
 # The arguments of functions.
@@ -184,7 +175,7 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
     prompts = chat_prompts(200)
     for i, row in enumerate(prompts._rows):
         columns = {**row.columns, "environments": "of the file"}
-        asked = [{"role": "user", "content": row.prompt}]
+        asked = [user(row.prompt)]
         prompts._rows[i] = replace(row, prompt=asked, columns=columns)
     functions = {"mine": mine, "early": EpisodeReward("early")}
     make_collector(prompts, functions=functions, rollout=chatting).collect(6)
