@@ -21,7 +21,6 @@ from minirl.training.batch import Batch
 from minirl.training.losses import loss_weights
 from support.worked import (
     DR_GRPO,
-    GRPO,
     LENGTHS,
     REWARDS,
     RLOO,
@@ -41,7 +40,6 @@ REMAX = {"baseline": double([1.0, -1.0]), "norm": "none"}
 @pytest.mark.parametrize(
     ("options", "rewards", "expected"),
     [
-        pytest.param(GRPO, REWARDS, [[0.783348, -1.305580, -0.261116, 0.783348]], id="grpo"),
         pytest.param(TRL, REWARDS, [[0.783186, -1.305310, -0.261062, 0.783186]], id="grpo_trl"),
         pytest.param(DR_GRPO, REWARDS, [[0.375, -0.625, -0.125, 0.375]], id="dr_grpo"),
         pytest.param(RLOO, REWARDS, [[0.500000, -0.833333, -0.166667, 0.500000]], id="rloo"),

@@ -202,18 +202,15 @@ def raises_beside_a_hang(completions):
 def made_groups(*groups):
     """The prompts of a row for each group, and the groups' rollouts, whose completions are these texts."""
     prompts = letter_prompts("abcdefghijkl"[: len(groups)], tokenizer=letter_tokenizer())
-    groups = [
-        [
-            rollout_of(RolloutId(ordinal, sample), [5], unsampled(ids(f"{text}<eos>")), "stop")
-            for sample, text in enumerate(texts)
-        ]
-        for ordinal, texts in enumerate(groups)
-    ]
-    records = [EpisodeRecord(row=prompts.row(ordinal)) for ordinal in range(len(groups))]
-    return prompts, [
-        [replace(rollout, episode=record) for rollout in group]
-        for group, record in zip(groups, records, strict=True)
-    ]
+    made = []
+    for ordinal, texts in enumerate(groups):
+        made.append([])
+        record = EpisodeRecord(row=prompts.row(ordinal))
+        for sample, text in enumerate(texts):
+            completion = unsampled(ids(f"{text}<eos>"))
+            rollout = rollout_of(RolloutId(ordinal, sample), [5], completion, "stop")
+            made[-1].append(replace(rollout, episode=record))
+    return prompts, made
 
 
 def add_all(functions, prompts, groups):
