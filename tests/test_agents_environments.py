@@ -287,36 +287,13 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, lo
             load_tokenizer(config, tmp_path, own, tools)
 
 
-# Programs of the shape of TRL's examples: Echo, Wordle and grpo_agent, whose queries an alarm ends.
+# Programs of the shape of TRL's examples: Wordle and grpo_agent, whose queries an alarm ends.
 PROGRAMS = """
 import signal
 
 class Client:
     def step(self, message):
         return message * 2
-
-class Echo:
-    def __init__(self):
-        self.env = Client()
-        self.reward = 0.0
-
-    def reset(self, **kwargs) -> str | None:
-        self.reward = 0.0
-        return None
-
-    def echo(self, message: str) -> str:
-        '''
-        Echo the message back from the environment.
-
-        Args:
-            message: The message to echo
-
-        Returns:
-            The echoed message.
-        '''
-        said = self.env.step(message)
-        self.reward = float(len(said))
-        return said
 
 class Wordle:
     def __init__(self):
@@ -332,6 +309,9 @@ class Wordle:
 
         Args:
             guess: The guessed word
+
+        Returns:
+            The answer.
         '''
         if self.done:
             raise ValueError("Game over.")
@@ -390,7 +370,6 @@ GUESSES = [said("", ("guess", {"guess": word})) for word in ("[a]", "[abcde]", "
 @pytest.mark.parametrize(
     ("kind", "name", "reward", "turns", "score"),
     [
-        ("environment", "Echo", "reward_func", [said("", ("echo", {"message": "abc"})), said("done")], 6),
         # The second wins, the third comes too late.
         ("environment", "Wordle", "reward_func", [*GUESSES, said("won")], 1),
         ("tools", "query", "query_reward", [said("", ("query", {"sql_command": "a"})), said("Yes")], 11),
