@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -196,12 +196,6 @@ def test_no_test_file_imports_another():
 
 
 def test_benchmarks_import_only_what_the_library_has():
-    """They run by hand: a name that moved would be noticed late."""
+    """They run by hand: a name that moved would be noticed late. Imports in functions run in test_gpu_check.py."""
     for path in (ROOT / "benchmarks").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minirl"):
-                module = importlib.import_module(node.module)
-                for alias in node.names:
-                    assert hasattr(module, alias.name) or importlib.util.find_spec(
-                        f"{node.module}.{alias.name}"
-                    ), alias.name
+        importlib.import_module(path.stem)
