@@ -18,13 +18,10 @@ from support.caches import decode_layout, length_of, make_cache, poison
 from support.engines import CPU, cached_model
 from support.layouts import FAMILIES, shared_layout
 from support.marks import slow
+from support.tensors import randn
 
 RAGGED = (1, 127, 128, 129, 300, 2, 257)
 WINDOWS = [None, 1, 5, 128, 130]
-
-
-def randn(*shape, seed, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def random_qkv(num_tokens, heads, kv_heads, dim, dtype=torch.float32, seed=0):

@@ -16,13 +16,10 @@ from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.run import embedded_model
 from support.marks import slow
 from support.models import qwen2_config
+from support.tensors import randn
 
 CPU = torch.device("cpu")
 EPS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 63, 64, 65, 200])
