@@ -19,7 +19,7 @@ from support.collecting import chat_prompts, make_collector
 from support.marks import slow
 from support.models import RAW_CONFIG, make_folder
 from support.scripts import ROOT, read_metrics, trained
-from support.texts import TOKENS, save_tokenizer
+from support.texts import TOKENS, assistant, save_tokenizer
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "tests").glob("*.md")), ROOT / "AGENTS.md"]
@@ -186,7 +186,7 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 @pytest.mark.parametrize("source", ROLLOUTS, ids=range(len(ROLLOUTS)))
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
     """In a chat, in which no message can be parsed."""
-    parsed = {"role": "assistant", "content": "", "parse_error": "no end"}
+    parsed = assistant("", parse_error="no end")
     monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda tokenizer, ids, before: parsed)
     names = {
         "Episode": Episode,

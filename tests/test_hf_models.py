@@ -28,14 +28,13 @@ from minirl.model.weights import kept_tensors, load_replica, write_folder
 from minirl.run.budget import num_parameters
 from minirl.run.embedded_model import save_tokenizer
 from minirl.training.batch import pack
-from support.engines import make_engine, make_request, scores_of
+from support.engines import CPU, make_engine, make_request, scores_of
 from support.families import PUBLISHED_KEYS, check_peft, flags_to_train, logit_error
 from support.marks import slow
 from support.rank_pool import RankPool
 from support.resuming import resume
 from support.scripts import ROOT, read_config, read_metrics, reward_of, trained, write_rows
 
-CPU = torch.device("cpu")
 DOCS = ROOT / "docs" / "families.md"
 LONGROPE = {
     "rope_type": "longrope",

@@ -95,7 +95,6 @@ def edit_tensors(folder, edit):
     [
         {"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3},
         {"rope_theta": 500.0, "rope_scaling": {"type": "llama3"} | LLAMA3},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0} | LLAMA3},
         {"rope_parameters": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0},
     ],
     ids=str,
