@@ -40,12 +40,12 @@ from minirl.training.advantages import (
 )
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
+from minirl.training.kl import kl_penalty
 from minirl.training.losses import (
     cispo_loss,
     clipped_policy_loss,
     importance_ratio,
     importance_weights,
-    kl_penalty,
     loss_weights,
     sequence_sums,
 )

@@ -42,11 +42,11 @@ from minirl.run.setup import Setup
 from minirl.training.advantages import explained_variance, gae, token_rewards, whiten
 from minirl.training.assignment import shuffled_minibatches
 from minirl.training.batch import Batch, gather_to_rollouts
+from minirl.training.kl import kl_penalty
 from minirl.training.losses import (
     clipped_policy_loss,
     importance_ratio,
     importance_weights,
-    kl_penalty,
     loss_weights,
     sequence_sums,
     value_loss,

@@ -13,12 +13,12 @@ import torch
 import train_grpo
 from minirl.training.advantages import group_advantages
 from minirl.training.batch import Batch
+from minirl.training.kl import kl_penalty
 from minirl.training.losses import (
     cispo_loss,
     clipped_policy_loss,
     importance_ratio,
     importance_weights,
-    kl_penalty,
     loss_weights,
     value_loss,
 )

@@ -13,7 +13,7 @@ from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch
-from minirl.training.losses import kl_penalty
+from minirl.training.kl import kl_penalty
 
 
 class StepMetrics:

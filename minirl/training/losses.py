@@ -130,27 +130,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return error / 2
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled (Schulman, 2020).
-
-    With d = logprobs - ref_logprobs:
-
-        k1 = d: unbiased. For metrics and rewards, not for a loss: its expected gradient is zero.
-        k2 = d^2 / 2: its gradient is that of KL(policy || reference).
-        k3 = exp(-d) + d - 1: unbiased, with low variance. Its gradient is that of KL(reference || policy).
-            GRPO's published choice. d is raised to -MAX_LOG_RATIO, below which it has no gradient.
-    """
-    d = logprobs - ref_logprobs
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "k3":
-        bounded = d.clamp(min=-MAX_LOG_RATIO)
-        return torch.expm1(-bounded) + bounded
-    raise ValueError(f"KL estimator {estimator!r} is unknown")
-
-
 def minibatch_of(num_rollouts: int, num_minibatches: int) -> Tensor:
     """Return int64 [R]: the minibatch of each rollout of a step, about equally many in each, in their order.
 
