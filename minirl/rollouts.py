@@ -37,12 +37,17 @@ Stream = NDArray[np.void]  # of TOKEN
 def unsampled(ids: Sequence[int]) -> Stream:
     """Return TOKEN [n] with these ids: a prompt, or tokens that were appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
-    # Through an array: ten times as fast as numpy alone on a long tuple.
-    stream["id"] = array("q", ids)
+    stream["id"] = array("q", ids)  # which converts a long tuple ten times as fast as numpy
     return stream
 
 
 NO_TOKENS = unsampled(())
+
+
+def join_streams(*streams: Stream) -> Stream:
+    """Return a copy of these tokens, end to end."""
+    # With its dtype, which numpy would otherwise derive again for each pair.
+    return np.concatenate([NO_TOKENS, *streams], dtype=TOKEN)
 
 
 class Truncation(NamedTuple):
@@ -225,7 +230,7 @@ def rollout_of(
 ) -> Rollout:
     """The rollout of a prompt with this completion, which is copied."""
     return Rollout(
-        stream=np.concatenate([unsampled(prompt_ids), completion], dtype=TOKEN),
+        stream=join_streams(unsampled(prompt_ids), completion),
         num_prompt_tokens=len(prompt_ids),
         rollout_id=rollout_id,
         finish_reason=finish_reason,

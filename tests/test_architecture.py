@@ -196,6 +196,6 @@ def test_no_test_file_imports_another():
 
 
 def test_benchmarks_import_only_what_the_library_has():
-    """They run by hand: a name that moved would be noticed late. Imports in functions run in test_gpu_check.py."""
+    """They are run by hand, so a renamed import would go unnoticed. Imports in functions run in test_gpu_check.py."""
     for path in (ROOT / "benchmarks").glob("*.py"):
         importlib.import_module(path.stem)

@@ -124,7 +124,9 @@ def test_the_cache_takes_what_the_budget_says():
     work, sizes = make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False)
     needed = budget(work, sizes)
     assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
-    of_states = sum(pool.nbytes for layer in config.delta_net.layers for pool in cache.states.layer(layer))
+    of_states = sum(
+        pool.nbytes for layer in config.delta_net.layers for pool in cache.pool.states.layer(layer)
+    )
     assert needed.decoding["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
     eager = budget(work, dataclasses.replace(sizes, shard_weights=True))
     assert eager.decoding["requests"] == of_states + 4 * 16 * config.vocab_size

@@ -82,7 +82,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
         cache = engine._cache
         free = [row for row in cache.blocks._free_rows if row < engine.max_running_requests + 1]
         for layer in model.config.delta_net.layers:
-            for pool in cache.states.layer(layer):
+            for pool in cache.pool.states.layer(layer):
                 pool[free] = torch.nan
         rollouts |= {rollout.rollout_id: rollout for rollout in engine.step()}
     for rollout in expected:

@@ -168,7 +168,7 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
 def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(device, lengths):
     """Before the update all values at once, and those after the last tokens; then the loss of a microbatch.
 
-    The policy's rope table is that of the value model.
+    Policy and value model share one rope table.
     """
     score_at(make_model("mixed", torch.float32), make_batch(), 1.0)
     config = dataclasses.replace(make_model("mixed", torch.float32).config, scalar_head=True)

@@ -8,15 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from minirl.data.task import Row
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import json_text
 from minirl.files.user_code import users_traceback
-from minirl.rollouts import NO_TOKENS, TOKEN, EpisodeRecord, Rollout, Stream, TurnFacts, unsampled
+from minirl.rollouts import (
+    NO_TOKENS,
+    EpisodeRecord,
+    Rollout,
+    Stream,
+    TurnFacts,
+    join_streams,
+    unsampled,
+)
 
 NO_BUDGET = sys.maxsize
 
@@ -104,7 +110,7 @@ class Driver:
         rollout = self.turn.tokens.rollout
         tokens = NO_TOKENS if rollout is None else rollout.after_prompt
         if len(tokens) < self.turn.start:
-            tokens = np.concatenate([tokens, unsampled(self.turn.appended)], dtype=TOKEN)
+            tokens = join_streams(tokens, unsampled(self.turn.appended))
         return tokens
 
     def send(self, turn: Turn | InputError) -> None:

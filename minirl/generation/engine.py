@@ -32,7 +32,7 @@ from minirl.generation.kv_cache import DecodeInputs, KVCache
 from minirl.generation.request_table import Group, RequestTable
 from minirl.generation.sampling import sample_packed
 from minirl.model import padding
-from minirl.model.attention import PAGED_BLOCK, PackedLayout, upload
+from minirl.model.attention import PAGED_BLOCK, PackedLayout, concatenated_ranges, upload
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest
@@ -77,7 +77,6 @@ class Engine:
         self.device = device
         self.max_running_requests = max_running_requests
         self.cache_tokens = cache_tokens
-        self.max_prefill_tokens = max_prefill_tokens
         is_cuda = device.type == "cuda"
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
@@ -296,7 +295,7 @@ class Engine:
         table = self._table
         cache = table.cache
         num_slots = self.max_running_requests - len(table.running)
-        num_tokens = self.max_prefill_tokens
+        num_tokens = table.max_prefill_tokens
         computed: list[int] = []
         parts: list[IntArray] = []
         while table.appended and len(computed) < num_slots and num_tokens > 0:
@@ -310,7 +309,7 @@ class Engine:
         rows = np.array(computed)
         counts = np.array([len(part) for part in parts])
         ends = cache.blocks.lengths[rows]
-        positions = np.concatenate(list(map(np.arange, ends - counts, ends)))
+        positions = concatenated_ranges(ends - counts, counts).numpy()
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(parts), *inputs)

@@ -27,6 +27,7 @@ from minirl.model.attention import (
     PackedLayout,
     PagedRead,
     PortableRead,
+    concatenated_ranges,
     decode_kernel_for,
     upload,
 )
@@ -70,16 +71,16 @@ class KVCache:
         # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
         keys = torch.zeros(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
         values = torch.zeros(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
-        self.states = None
+        states = None
         # A step computes tokens of a sequence up to the next multiple of this.
         self.part_size = self.block_size
         if config.delta_net is not None:
             from minirl.extras.delta_net.states import StateCache
 
-            self.states = StateCache(config.delta_net, max_sequences + 1, dtype=dtype, device=device)
-            self.part_size = min(self.block_size, self.states.chunk_size)
+            states = StateCache(config.delta_net, max_sequences + 1, dtype=dtype, device=device)
+            self.part_size = min(self.block_size, states.chunk_size)
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
-        self.pool = CachePool(keys, values, layers, self.states)
+        self.pool = CachePool(keys, values, layers, states)
         if self.kernel == "portable":
             self._portable = PortableReader(config, self.blocks, dtype)
 
@@ -89,8 +90,8 @@ class KVCache:
         old, *new = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
         if new and new[0] != old:
             self._copy([old] * num_forks, new)
-        if forks and self.states is not None:
-            self.states.fork(parent, forks)
+        if forks and self.pool.states is not None:
+            self.pool.states.fork(parent, forks)
         return forks
 
     def compact(self) -> None:
@@ -106,7 +107,7 @@ class KVCache:
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         lengths = self.blocks.lengths[rows]
-        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions = concatenated_ranges(np.zeros_like(lengths), lengths).numpy()
         blocks = self.blocks.block_at(np.repeat(rows, lengths), positions)
         cached = Cached(
             self.pool,
@@ -124,8 +125,8 @@ class KVCache:
         """
         if positions is None:
             positions = self.blocks.lengths[rows] - 1
-        if self.states is not None:
-            self.states.begin_step(rows, positions)
+        if self.pool.states is not None:
+            self.pool.states.begin_step(rows, positions)
         inputs: list[NDArray[np.integer]] = [positions, self.blocks.block_at(rows, positions), rows]
         if self.kernel == "paged":
             num_columns = int(positions.max()) // self.block_size + 1

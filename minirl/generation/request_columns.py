@@ -41,7 +41,8 @@ class RequestColumns:
         # Memory that is never written takes no pages.
         self._tokens = np.empty((num_rows, 0), TOKEN)
         self._make_stop_test = make_stop_test
-        # The stop tokens of all requests so far, and whether one had stop strings; each request has its own.
+        # The stop ids of all requests so far, and whether any had stop strings: a quick test before each request's
+        # own.
         self._stop_ids: frozenset[int] = frozenset()
         self._has_stop_strings = False
 
@@ -56,7 +57,7 @@ class RequestColumns:
     def sampling(self, rows: IntArray) -> list[NDArray[Any]]:
         """Keys int64 and temperatures fp32 [n] of these rows.
 
-        If one of them may be truncated, then also the fields of `Truncation`: int64 and fp64 [n].
+        Also the fields of `Truncation`, int64 and fp64 [n], if any of these requests may be truncated.
         """
         names = ["key", "temperature"]
         if self["top_k"][rows].any() and self["temperature"][rows].any():

@@ -36,7 +36,7 @@ from minirl.generation.block_pool import IntArray
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache
 from minirl.generation.request_columns import RequestColumns
-from minirl.rollouts import TOKEN, Request, Rollout, RolloutId, StopTest, Stream, unsampled
+from minirl.rollouts import TOKEN, Request, Rollout, RolloutId, StopTest, Stream, join_streams, unsampled
 
 NO_LIMIT = 1 << 62
 
@@ -52,8 +52,7 @@ class Group:
     def __init__(self, *requests: Request):
         self.requests = deque(requests)
         first = requests[0]
-        stream = np.concatenate([unsampled(first.prompt_ids), first.sampled], dtype=TOKEN)
-        self.prefix: IntArray = stream["id"]
+        self.prefix: IntArray = join_streams(unsampled(first.prompt_ids), first.sampled)["id"]
         self.row: int | None = None
         self.hidden: Tensor | None = None
 
@@ -97,7 +96,7 @@ class RequestTable:
         """Free the memory of requests, which are all gone."""
         while self._readbacks:  # the device may still be running a step that uses the cache
             self._readbacks.popleft().read()
-        # A row for each running request, the prefix and the padding; more when requests are parked.
+        # One row per running request, one for the prefix and one for the padding; parked requests add more.
         self.columns = RequestColumns(self.max_running + 2, self._make_stop_test)
 
     @property
@@ -108,7 +107,7 @@ class RequestTable:
     @property
     def num_slots(self) -> int:
         """How many requests can run. Parked ones take slots if the cache holds states of theirs."""
-        return self.max_running - (len(self.parked) if self.cache.states is not None else 0)
+        return self.max_running - (len(self.parked) if self.cache.pool.states is not None else 0)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, and resume the parked ones among them. Requests that have tokens go to the front."""

@@ -173,7 +173,7 @@ class _Piece(NamedTuple):
 
 
 class _Bin:
-    """What a rank, or one of its microbatches, computes: each prompt of its sequences once."""
+    """The sequences that a rank, or one of its microbatches, computes. A prompt that they share counts once."""
 
     def __init__(self) -> None:
         self.members: list[int] = []

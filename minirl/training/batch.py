@@ -23,7 +23,7 @@ from minirl.model import attention
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, NO_TOKENS, TOKEN, Rollout, RolloutId, all_branches
+from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, join_streams
 from minirl.training.assignment import PromptPrefix
 from minirl.training.losses import over_tokens, sequence_sums
 
@@ -239,8 +239,7 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     lengths = tuple(len(branch.stream) for branch in branches)
     temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
     is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
-    # With its dtype, which numpy would otherwise derive again for each pair.
-    packed = np.concatenate([NO_TOKENS, *(branch.stream for branch in branches)], dtype=TOKEN)
+    packed = join_streams(*(branch.stream for branch in branches))
     streams = {name: torch.from_numpy(packed[field].copy()) for name, field in STREAMS_OF_ROLLOUTS.items()}
     return batch_type(
         lengths=lengths,

@@ -147,7 +147,7 @@ CASES = {
 
 
 # Published models, from memory: "models" has config.json without keys of the tokenizer, and billions of parameters;
-# "mixtures" are of types that transformers computes.
+# The types of "mixtures" run by transformers' modules.
 PUBLISHED_KEYS = json.loads(Path(__file__).with_name("published.json").read_text())
 PUBLISHED = PUBLISHED_KEYS["models"]
 

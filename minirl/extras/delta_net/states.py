@@ -69,7 +69,7 @@ class StateCache:
         forks = upload(torch.tensor(rows), self._device)
         for states in self._states.values():
             for pool in states:
-                pool[forks] = pool[[parent]]
+                pool[forks] = pool[parent].clone()
 
     def begin_step(self, rows: Tensor | np.ndarray, positions: Tensor | np.ndarray) -> None:
         """Advance the states of sequences whose next token begins a chunk. Called once before each decode step.
