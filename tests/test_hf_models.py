@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -223,8 +224,11 @@ def passing_types():
 
 @pytest.mark.slow
 def test_the_page_lists_the_types_that_pass():
+    page = " ".join(DOCS.read_text().split())
+    if f"Of transformers {transformers.__version__.rpartition('.')[0]} these pass" not in page:
+        pytest.skip("the page was measured with another version of transformers")
     for kinds in passing_types():
-        assert ", ".join(f"`{kind}`" for kind in kinds) in " ".join(DOCS.read_text().split())
+        assert ", ".join(f"`{kind}`" for kind in kinds) in page
 
 
 def trains(pool, folder, kind):
