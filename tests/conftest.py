@@ -16,7 +16,7 @@ import torch
 import support.interpreter  # noqa: F401  before any test imports triton
 from minirl.episodes import driver
 from minirl.episodes.event_loop import event_loop
-from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rewards.reward_workers import WorkerReward
 from minirl.run.embedded_model import embedded_model_folder
 from support.rank_pool import RankPool, wait_for_replies
 
@@ -74,14 +74,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def load_reward(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., RewardWorkers]]:
+def load_reward(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., WorkerReward]]:
     """`load_reward(name, ...)`: a function of the test file's SOURCE in its processes, which are killed at the end."""
     (tmp_path / "mine.py").write_text(request.module.SOURCE)
     loaded = []
 
-    def load(name: str, *, timeout_s: float = 60.0, num_workers: int = 1) -> RewardWorkers:
+    def load(name: str, *, timeout_s: float = 60.0, num_workers: int = 1) -> WorkerReward:
         spec = f"{tmp_path}/mine.py:{name}"
-        loaded.append(RewardWorkers(spec, timeout_s=timeout_s, num_workers=num_workers))
+        loaded.append(WorkerReward(spec, timeout_s=timeout_s, num_workers=num_workers))
         return loaded[-1]
 
     yield load

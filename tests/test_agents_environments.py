@@ -13,7 +13,7 @@ from minirl.data.view import messages_of
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_rollout, load_task, load_tokenizer
+from minirl.run.inputs import load_rewards, load_rollout, load_task, load_tokenizer
 from support.collecting import (
     CHAT,
     Prompts,
@@ -387,7 +387,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     monkeypatch.setattr("minirl.data.answers.parsed_answer", turn_before)
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
-    loaded, functions = load_rollout(config), load_task(config).rewards
+    loaded, (functions, _) = load_rollout(config), load_rewards(config, load_task(config))
     tokenizer = letter_tokenizer(HERMES + WITH_NAMES, chat=True).with_tools(loaded.tools)
     prompts = Prompts(tokenizer=tokenizer, max_new_tokens=450)
     prompts._rows = [Row([user("a b")], {"answer": "Yes"}, "f:1")]

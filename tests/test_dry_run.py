@@ -115,6 +115,7 @@ def test_the_plan_equals_the_numbers_by_hand(flags, tmp_path, case):
     [
         ("--gpus 1x6", f"6 GB is too small .*weights 0.988.*{FLAGS_THAT_HELP}"),
         ("--gpus 1x24 --cache-tokens 10000000", "--cache-tokens"),
+        ("--reward math:none", "--reward math:none: math has no function none"),
         (
             "--gpus 1x6 --cache-tokens 8192 --max-tokens-per-microbatch 8192 --recompute-layers on",
             "--dry-run: the run does not fit",

@@ -11,7 +11,7 @@ from minirl.errors import InputError
 from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_task
+from minirl.run.inputs import load_rewards, load_task
 from minirl.training.batch import exchange, pack
 from minirl.training.losses import sequence_sums
 from support.collecting import (
@@ -183,6 +183,7 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
 
 
 def test_the_flag_names_episode_rewards():
-    task = load_task(RunConfig(reward=("episode", "episode:format")))
-    names = {name: function.reward_name for name, function in task.rewards.items()}
+    config = RunConfig(reward=("episode", "episode:format"))
+    rewards, _ = load_rewards(config, load_task(config))
+    names = {name: reward.episode_reward for name, reward in rewards.items()}
     assert names == {"episode": "reward", "format": "format"}

@@ -11,10 +11,11 @@ import pytest
 
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
-from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rewards.values import validate_rewards
+from minirl.rewards.calls import validate_rewards
+from minirl.rewards.functions import PromptGroup
+from minirl.rewards.reward_workers import WorkerReward
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_task
+from minirl.run.inputs import load_rewards, load_task
 from support.forked import fork, make_pipe
 from support.jobs import LIMIT_S, wait_for
 from support.processes import is_alive
@@ -97,7 +98,8 @@ def rewards_of(function, completions):
 
 
 def submit(function, number, completion):
-    return function.submit({"completions": [completion]}, f"f.jsonl:{number}", [completion])
+    row = Row("p", {}, f"f.jsonl:{number}")
+    return function.submit("mine", PromptGroup(row, [], [completion], tokenizer=None))
 
 
 def noted_pids(folder):
@@ -110,7 +112,7 @@ def assert_gone(pids):
 
 
 @pytest.mark.parametrize("part", ["data", "eval_data"])
-def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(tmp_path, part):
+def test_row_17_a_field_that_the_reward_needs_is_missed_before_a_model_is_loaded(tmp_path, part):
     """File, line, field, function and the fields that are there; in every row of both files."""
     (tmp_path / "needs.py").write_text("def right(completions, answer, level=None, **kw):\n    return []\n")
     row = {"prompt": "a", "answer": 1}
@@ -118,8 +120,9 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
     bad = write_rows(tmp_path / "bad.jsonl", [row, {"prompt": "b", "solution": 1}])
     flags = {"data": good, part: bad if part == "data" else (str(bad),)}
     said = r"bad\.jsonl:2: no field 'answer', .* reward right .*only \['solution'\]"
+    config = RunConfig(**flags, reward=(f"{tmp_path}/needs.py:right",))
     with pytest.raises(InputError, match=said):
-        load_task(RunConfig(**flags, reward=(f"{tmp_path}/needs.py:right",)))
+        load_rewards(config, load_task(config))
 
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
@@ -127,7 +130,7 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_anything_starts(t
 def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(load_reward, name, action):
     """With the user's lines of the traceback and none of ours; also what would end the process. Pitfall 21."""
     function = load_reward(name)
-    said = rf"^reward {name} for the row at f\.jsonl:1: {RAISED[action]}"
+    said = rf"^reward mine for the row at f\.jsonl:1: {RAISED[action]}"
     with pytest.raises(RewardError, match=said) as error:
         rewards_of(function, [action])
     assert error.value.exit_code == 4
@@ -146,7 +149,7 @@ def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(
     function = load_reward(name, timeout_s=1.0 if "killed" in LOST[action] else 60.0)
     calls = [submit(function, number, action) for number in range(2)]
     error = calls[0].exception()
-    assert re.match(rf"reward {name} for the row at f\.jsonl:0.*: {LOST[action]}", str(error))
+    assert re.match(rf"reward mine for the row at f\.jsonl:0.*: {LOST[action]}", str(error))
     assert calls[1].exception() is error
     assert_gone(noted_pids(tmp_path))
     assert submit(function, 2, "fine").exception() is error
@@ -194,7 +197,7 @@ def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
         return [float("nan")]
 
     hostile = "\x1b[2J\u202e<script>" + "x" * 10_000
-    with pytest.raises(RewardError, match=r"^reward returns_nan .* f\.jsonl:1: completion .*nan") as caught:
+    with pytest.raises(RewardError, match=r"^reward mine .* f\.jsonl:1: completion .*nan") as caught:
         rewards_of(returns_nan, [hostile])
     assert str(caught.value).isprintable()
     assert "<script>" in str(caught.value)
@@ -221,12 +224,12 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
     """Before any model is loaded, with the flag."""
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--reward .*mine\.py:reward: (.|\n)*{UNUSABLE[source]}"):
-        RewardWorkers(f"{tmp_path}/mine.py:reward")
+        WorkerReward(f"{tmp_path}/mine.py:reward")
 
 
 def hang_in_workers(pipe, folder, waits):
     """Start processes in one worker, say so, and call one that holds the interpreter's lock."""
-    idle, hanging = (RewardWorkers(f"{folder}/mine.py:acts") for _ in range(2))
+    idle, hanging = (WorkerReward(f"{folder}/mine.py:acts") for _ in range(2))
     assert rewards_of(idle, ["starts"]) == [1.0]
     pipe.send(True)
     call = submit(hanging, 1, "hangs_in_c")

@@ -11,10 +11,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from minirl.data.task import Row
 from minirl.data.view import answers_of
 from minirl.errors import InputError, RewardError
-from minirl.rewards.functions import arguments_of, functions_and_weights, overlong_penalty
-from minirl.rewards.reward_model import RewardModel, load_reward_model
+from minirl.rewards.calls import signature_of
+from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_weights
+from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
-from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rewards.reward_workers import WorkerReward
 from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, rollout_of, unsampled
 from support.collecting import letter_tokenizer
 from support.jobs import LIMIT_S, wait_for
@@ -51,7 +52,7 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]
     assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
     # What episodes give must be named.
-    assert arguments_of(everything, {"episodes": [3], "answer": [1]}) == {"answer": [1]}
+    assert not signature_of(everything).takes("episodes")
 
 
 def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
@@ -61,7 +62,7 @@ def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
     (folder / "found_here.py").write_text("def score(completions):\n    return [2, 3]\n")
     monkeypatch.chdir(folder)
     for spec in (f"{folder}/found_here.py:score", "found_here:score"):
-        assert rewards_of(RewardWorkers(spec)) == [2.0, 3.0]
+        assert rewards_of(WorkerReward(spec)) == [2.0, 3.0]
 
 
 @pytest.fixture(scope="module", params=[None, "<eos>"], ids=["no_pad", "pad_is_eos"])
@@ -90,7 +91,7 @@ def reward_folder(request, tmp_path_factory):
 
 def load(folder, *, chat=False, max_tokens=1000, **options):
     options |= {"chat": chat, "max_tokens": max_tokens}
-    return load_reward_model(folder, dtype=torch.float32, device=CPU, **options)
+    return load_reward_model(folder, dtype=torch.float32, device=CPU, **options).function
 
 
 CHAT = [user("hello")]
@@ -154,12 +155,12 @@ def test_overlong_penalty_is_the_reference_row():
 def test_rewards_come_before_what_is_only_logged_and_have_their_weights():
     """In their own order, 1 each unless weighted; logged-only ones weigh exactly 0 and take no weight."""
     rewards, logged = {"b": min, "a": max}, {"seen": sum}
-    functions, weights = functions_and_weights(rewards, (), logged=logged)
+    functions, weights = rewards_and_weights(rewards, (), logged=logged)
     assert list(functions) == ["b", "a", "seen"]
     assert weights.tolist() == [1, 1, 0]
-    assert functions_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
+    assert rewards_and_weights(rewards, (0.5, 0.0), logged=logged)[1].tolist() == [0.5, 0, 0]
     with pytest.raises(InputError, match=r"--reward-weights 1.0: the rewards are b, a$"):
-        functions_and_weights(rewards, (1.0,), logged=logged)
+        rewards_and_weights(rewards, (1.0,), logged=logged)
 
 
 # Calls side by side.
@@ -329,7 +330,7 @@ def test_a_reward_model_is_called_once_with_all_in_the_order_asked_for():
         calls.append(completions)
         return [len(text) for text in completions]
 
-    functions = {"length": RewardModel(length), "f": lambda completions: [None, 1.0]}
+    functions = {"length": StepReward(length), "f": lambda completions: [None, 1.0]}
     queue = add_all(functions, prompts, groups[::-1])
     assert queue.finish([]).rewards.shape == (0, 2)
     assert calls == []

@@ -18,7 +18,7 @@ from minirl.data.gsm8k import (
 from minirl.data.sorting import load_sorting, score
 from minirl.data.task import Row
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_task
+from minirl.run.inputs import load_rewards, load_task
 from support.rollouts import rewards_of_call
 from support.scripts import ROOT, read_metrics, read_rows, trained, write_rows
 from support.texts import user
@@ -168,9 +168,9 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
         ({"data": data, "eval_data": (data,), "reward_model": ("dir",)}, [], {}),
         ({"reward_model": ("dir",)}, [], {"exact": score}),
     ):
-        task = load_task(RunConfig(**flags))
-        assert [function.__name__ for function in task.rewards.values()] == [*task.rewards] == rewards
-        assert task.extra_scores == logged
+        config = RunConfig(**flags)
+        found = load_rewards(config, load_task(config))
+        assert ([*found[0]], found[1]) == (rewards, logged)
 
 
 @pytest.mark.parametrize(
@@ -197,4 +197,4 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
     with pytest.raises(ValueError, match=said):
-        load_task(RunConfig(**arguments))
+        load_rewards(RunConfig(**arguments), load_task(RunConfig(**arguments)))

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction
 from minirl.episodes.driver import NO_BUDGET
 from minirl.episodes.episode import RolloutFunction, one_turn
 from minirl.episodes.runner import EpisodeRunner
@@ -28,7 +27,7 @@ from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.process_group import gather_objects
 from minirl.report.progress_bar import show_progress
-from minirl.rewards.functions import EpisodeReward
+from minirl.rewards.functions import RewardLike
 from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request
 
@@ -50,7 +49,7 @@ class Collector:
         self,
         engine: Engine,
         prompts: PromptStream,
-        functions: Mapping[str, RewardFunction],
+        functions: Mapping[str, RewardLike],
         *,
         rollout: RolloutFunction = one_turn,
         max_turns: int = 0,
@@ -62,7 +61,7 @@ class Collector:
         max_staleness: int = 0,
         call_timeout: float | None = None,
     ):
-        """functions: the K reward functions by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
+        """functions: the K rewards by name. rollout: see `episode`. call_timeout: see `EpisodeRunner`.
 
         max_turns: of each episode; 0: MAX_TURNS.
         group_size: rollouts of each prompt, besides `num_greedy` greedy ones.
@@ -88,9 +87,6 @@ class Collector:
             least, most = ROUND_LIMITS
             share = round(ROUND_FRAC * prompts.max_new_tokens)
             self._round_tokens = min(max(least, share), most)
-        reward_names = [
-            function.reward_name for function in functions.values() if isinstance(function, EpisodeReward)
-        ]
         self.evaluator = functools.partial(
             Collector,
             engine,
@@ -99,15 +95,15 @@ class Collector:
             max_turns=max_turns,
             call_timeout=call_timeout,
         )
+        self._queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
         self._runner = EpisodeRunner(
             engine,
             rollout,
             prompts,
             max_turns=max_turns,
-            reward_names=reward_names,
+            reward_names=self._queue.episode_rewards,
             call_timeout=call_timeout,
         )
-        self._queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
         # In flight on this rank, besides the runner's episodes: the queue has whole groups until a step asks for their
         # rewards.
         self._rewarded = self._queue.finish([])

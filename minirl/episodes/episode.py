@@ -31,7 +31,7 @@ from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import conversation
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import shown
-from minirl.rewards.values import MAX_REWARD, validate_number
+from minirl.rewards.calls import MAX_REWARD, validate_number
 from minirl.rollouts import Request, Rollout, Stream, TurnFacts
 
 # Finish reasons for `Episode.end`.

@@ -1,4 +1,4 @@
-"""Call reward functions on rollouts and check their results.
+"""Reward functions: what they get and return, when and where they are called.
 
 The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
 `completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
@@ -8,30 +8,227 @@ Text prompts come with text completions, chat prompts with the messages after th
 `[{"role": "assistant", "content": text}]`.
 
 A function that names them gets further lists, one entry per completion: `episodes`, dicts with the conversation, turns
-and more (`episode_facts`). One that runs in this process also gets `environments`, the objects of --environment, and
-`rollouts`, each a `Rollout`. It may change what it gets, which is a copy.
+and more (`PromptGroup.episodes`). One that runs in this process also gets `environments`, the objects of
+--environment, and `rollouts`, each a `Rollout`. It may change what it gets, which is a copy.
 
-A reward model is such a function too: it reads the texts with its own tokenizer and chat template
-(`reward_model`).
+A `Reward` calls a function:
+
+    WorkerReward     once per prompt, in a process        --reward (`reward_workers`)
+    FunctionReward   once per prompt, in a thread         the task's functions, those that a script gives `Setup` or
+                                                          `Collector`, and those of --reward that name `environments`
+                                                          or `rollouts`
+    EpisodeReward    as a FunctionReward                  --reward episode, which reads what the rollouts gave
+    StepReward       once per step, on the main thread    --reward-model (`reward_model`)
 """
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
+from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Messages, RewardFunction, Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.data.view import answers_of, messages_of
 from minirl.errors import InputError, RewardError, escaped
-from minirl.files.user_code import users_traceback
-from minirl.rewards.values import Answer, validate_rewards
-from minirl.rewards.worker import call_reward, parameters_of
+from minirl.rewards.calls import (
+    Answer,
+    Rewards,
+    Signature,
+    answer_call,
+    signature_of,
+    validate_rewards,
+)
 from minirl.rollouts import Rollout
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
+# Arguments whose entries are objects of this process: they are neither sent to workers nor copied.
+OBJECTS = ("environments", "rollouts")
+MAX_TOGETHER = 256  # calls of an `async def` at a time, in this process or a worker
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """The rollouts of one prompt, in order of their samples, and what reward functions get of them.
+
+    Its attributes named in STANDARD_ARGUMENTS and EPISODE_ARGUMENTS are arguments, with one entry per rollout.
+    texts: the completions without special tokens. seed: of the random generators for a `def` in a worker.
+    """
+
+    row: Row
+    rollouts: Sequence[Rollout]
+    texts: Sequence[str]
+    tokenizer: Tokenizer
+    seed: int = 0
+
+    @property
+    def prompts(self) -> list[str | Messages]:
+        """The row's prompt."""
+        return [self.row.prompt] * len(self.rollouts)
+
+    @cached_property
+    def completions(self) -> Sequence[str | Messages]:
+        """Texts, or for a chat the messages after the prompt."""
+        if isinstance(self.row.prompt, str):
+            return self.texts
+        return [answers_of(rollout, self.tokenizer) for rollout in self.rollouts]
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """The token ids after the prompt."""
+        return [rollout.completion for rollout in self.rollouts]
+
+    @property
+    def environments(self) -> list[Any]:
+        """The objects of --environment."""
+        return [rollout.episode.environment for rollout in self.rollouts]
+
+    @cached_property
+    def episodes(self) -> list[dict[str, Any]]:
+        """Facts as JSON values.
+
+        row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
+        finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
+        rewards: by name, all that the episode gave, None for one that does not apply.
+        """
+        row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "place": self.row.place}
+        return [
+            {
+                "row": row,
+                "messages": messages_of(rollout, self.tokenizer),
+                "text": text,
+                "tokens": rollout.completion,
+                "finish_reason": rollout.finish_reason,
+                "turns": self._turns_of(rollout),
+                "rewards": dict(rollout.episode.rewards),
+            }
+            for rollout, text in zip(self.rollouts, self.texts, strict=True)
+        ]
+
+    def _turns_of(self, rollout: Rollout) -> list[dict[str, Any]]:
+        branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
+        turns = []
+        for turn in rollout.episode.turns:
+            ids = branches[turn.branch].after_prompt["id"][turn.start : turn.end]
+            text = self.tokenizer.decode(ids)
+            turns.append({"text": text, "num_tokens": turn.num_tokens, "finish_reason": turn.finish_reason})
+        return turns
+
+    def arguments_of(self, signature: Signature) -> dict[str, Sequence[Any]]:
+        """Return the arguments that a function takes, by name."""
+        names = (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS)
+        columns = self.row.columns.items()
+        return {
+            **{name: getattr(self, name) for name in names if signature.takes(name)},
+            **{name: [value] * len(self.rollouts) for name, value in columns if signature.takes(name)},
+        }
+
+    def rewards_of(self, name: str, answer: Answer, *, where: str = "") -> Rewards:
+        """Return the rewards that a call answered. Raises RewardError, naming reward and row, for an error."""
+        if isinstance(answer, str):
+            raise RewardError(escaped(f"reward {name} for the row at {self.row.place}{where}: {answer}"))
+        return answer
+
+
+class Reward(ABC):
+    """A reward of the run, and how its function is called.
+
+    signature: the function's. episode_reward: which of an episode's own rewards this is, if it is one.
+    """
+
+    signature: Signature
+    episode_reward: str | None = None
+
+    @abstractmethod
+    def submit(self, name: str, group: PromptGroup) -> Future[Any]:
+        """Begin to reward a group, and return at once. The future has the rewards, or what `finish` needs.
+
+        name: the reward's, for RewardErrors.
+        """
+
+    def finish(self, results: Sequence[Any]) -> Rewards:
+        """Return the rewards of groups, end to end. results: those of their futures."""
+        return list(chain(*results))
+
+
+class FunctionReward(Reward):
+    """A function called in threads of this process: an `async def` for all prompts together, others one by one."""
+
+    def __init__(self, function: RewardFunction, call_timeout: float | None = None):
+        """call_timeout: the limit (s) of one call, whose thread cannot be ended; None: no limit."""
+        self.signature = signature_of(function)
+        self._function = function
+        self._call_timeout = call_timeout
+        num_threads = MAX_TOGETHER if self.signature.is_async else 1
+        self._callers = ThreadPoolExecutor(num_threads)
+        self._waiters = ThreadPoolExecutor(num_threads)
+
+    def submit(self, name: str, group: PromptGroup) -> Future[Any]:
+        """Begin to reward a group, once the calls before it have ended."""
+        return self._waiters.submit(self._wait, name, group, group.arguments_of(self.signature))
+
+    def _wait(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
+        answer: Answer
+        try:
+            answer = self._callers.submit(self._call, arguments, group.texts).result(self._call_timeout)
+        except TimeoutError:
+            answer = f"took more than {self._call_timeout:g} s; see --call-timeout"
+        return group.rewards_of(name, answer)
+
+    def _call(self, arguments: Mapping[str, Sequence[Any]], texts: Sequence[str]) -> Answer:
+        copies = {
+            name: list(values) if name in OBJECTS else list(map(copy.deepcopy, values))
+            for name, values in arguments.items()
+        }
+        return answer_call(self._function, copies, texts)
+
+
+class StepReward(Reward):
+    """A function called once per step, on the main thread: it gets those of all groups, and must not change them."""
+
+    def __init__(self, function: RewardFunction):
+        self.signature = signature_of(function)
+        self.function = function
+
+    def submit(self, name: str, group: PromptGroup) -> Future[Any]:
+        """Return a future that is done: the group waits for `finish`."""
+        future: Future[Any] = Future()
+        future.set_result((name, group))
+        return future
+
+    def finish(self, results: Sequence[tuple[str, PromptGroup]]) -> Rewards:
+        """Call the function, whose errors pass through. Raises RewardError for what it returns."""
+        if not results:
+            return []
+        name, first = results[0]
+        calls = [group.arguments_of(self.signature) for _, group in results]
+        arguments = {argument: list(chain(*(call[argument] for call in calls))) for argument in calls[0]}
+        texts = list(chain(*(group.texts for _, group in results)))
+        answer = validate_rewards(self.function(**arguments), texts)
+        return first.rewards_of(name, answer, where=" and those that follow")
+
+
+class EpisodeReward(FunctionReward):
+    """One of an episode's own rewards, None where it does not apply."""
+
+    def __init__(self, episode_reward: str = "reward"):
+        """episode_reward: the name in `episode.reward(value, name)`; a returned number is named "reward"."""
+
+        def given(rollouts: Sequence[Rollout]) -> list[float | None]:
+            return [rollout.episode.rewards.get(episode_reward) for rollout in rollouts]
+
+        super().__init__(given)
+        self.episode_reward = episode_reward
+
+
+# A function stands for its `FunctionReward`.
+RewardLike = Reward | RewardFunction
 
 
 def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
@@ -51,147 +248,33 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     return overlong
 
 
-class EpisodeReward:
-    """The reward function that returns one of an episode's own rewards, or None where it does not apply."""
+def rewards_and_weights(
+    rewards: Mapping[str, RewardLike], weights: Sequence[float], *, logged: Mapping[str, RewardLike]
+) -> tuple[dict[str, RewardLike], Tensor]:
+    """Return all K rewards, those to train on before those only `logged`, and their weights fp64 [K].
 
-    def __init__(self, reward_name: str = "reward"):
-        """reward_name: as in `episode.reward(value, reward_name)`; a returned number is named "reward"."""
-        self.reward_name = reward_name
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[float | None]:
-        return [rollout.episode.rewards.get(self.reward_name) for rollout in rollouts]
-
-
-def functions_and_weights(
-    functions: Mapping[str, RewardFunction], weights: Sequence[float], *, logged: Mapping[str, RewardFunction]
-) -> tuple[dict[str, RewardFunction], Tensor]:
-    """Return all K functions, rewards before those only `logged`, and their weights fp64 [K].
-
-    Without `weights` each reward weighs 1; the functions that are only logged weigh 0. Raises InputError if
-    there are not as many weights as rewards.
+    Without `weights` each reward to train on weighs 1; those that are only logged weigh 0. Raises InputError if there
+    are not as many weights as rewards to train on.
     """
-    reward_weights = list(weights) or [1.0] * len(functions)
-    if len(reward_weights) != len(functions):
+    reward_weights = list(weights) or [1.0] * len(rewards)
+    if len(reward_weights) != len(rewards):
         given = " ".join(map(str, weights))
-        raise InputError(f"--reward-weights {given}: the rewards are {', '.join(functions)}")
+        raise InputError(f"--reward-weights {given}: the rewards are {', '.join(rewards)}")
     reward_weights += [0.0] * len(logged)
-    return {**functions, **logged}, torch.tensor(reward_weights, dtype=torch.float64)
+    return {**rewards, **logged}, torch.tensor(reward_weights, dtype=torch.float64)
 
 
-def check_columns(
-    functions: Mapping[str, RewardFunction], rows: Iterable[Row], *, has_environment: bool
-) -> None:
+def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_environment: bool) -> None:
     """Raise InputError, naming row, field and function, if a row lacks a column that a function requires.
 
     has_environment: whether the run has --environment.
     """
     given = {*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS} - (set() if has_environment else {"environments"})
-    required = {name: {*parameters_of(function).required} - given for name, function in functions.items()}
     for row in rows:
-        for name, columns in required.items():
-            for missing in sorted(columns - row.columns.keys()):
+        for name, reward in rewards.items():
+            missing = {*reward.signature.required} - given - row.columns.keys()
+            if missing:
                 raise InputError(
-                    f"{row.place}: no field {missing!r}, which the reward {name} asks for; only {sorted(row.columns)}, "
-                    "prompts, completions, completion_ids and, with --environment, environments"
+                    f"{row.place}: no field {min(missing)!r}, which the reward {name} asks for; only "
+                    f"{sorted(row.columns)}, prompts, completions, completion_ids and, with --environment, environments"
                 )
-
-
-def asked_of_episodes(functions: Iterable[RewardFunction]) -> set[str]:
-    """Return those of EPISODE_ARGUMENTS that one of these functions names."""
-    named = {name for function in functions for name in parameters_of(function).names}
-    return named.intersection(EPISODE_ARGUMENTS)
-
-
-def group_arguments(
-    tokenizer: Tokenizer, row: Row, rollouts: Sequence[Rollout], texts: Sequence[str], asked: Collection[str]
-) -> dict[str, list[Any]]:
-    """Return all arguments for the rollouts of one prompt, by name; `episodes` only if they are `asked` for.
-
-    row: the prompt's. texts: the completions.
-    """
-    seen = zip(rollouts, texts, strict=True) if "episodes" in asked else ()
-    is_text = isinstance(row.prompt, str)
-    return {
-        "rollouts": list(rollouts),
-        "environments": [rollout.episode.environment for rollout in rollouts],
-        "episodes": [episode_facts(tokenizer, rollout, text) for rollout, text in seen],
-        **{name: [value] * len(rollouts) for name, value in row.columns.items()},
-        "prompts": [row.prompt] * len(rollouts),
-        "completions": list(texts) if is_text else [answers_of(rollout, tokenizer) for rollout in rollouts],
-        "completion_ids": [rollout.completion for rollout in rollouts],
-    }
-
-
-def arguments_of(function: RewardFunction, given: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return those of the arguments that a function takes, by name: all but EPISODE_ARGUMENTS with `**kwargs`."""
-    parameters = parameters_of(function)
-    taken = set(parameters.names)
-    if parameters.takes_all:
-        taken |= given.keys() - set(EPISODE_ARGUMENTS)
-    return {name: values for name, values in given.items() if name in taken}
-
-
-def episode_facts(tokenizer: Tokenizer, rollout: Rollout, text: str) -> dict[str, Any]:
-    """Return a rollout's entry of `episodes`, as JSON.
-
-    row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
-    finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
-    rewards: by name, all that the episode gave, None for one that does not apply.
-    """
-    row = rollout.episode.row
-    turns = []
-    branches = {branch.rollout_id.branch: branch for branch in rollout.branches}
-    for turn in rollout.episode.turns:
-        sampled = branches[turn.branch].after_prompt[turn.start : turn.end]
-        turns.append(
-            {
-                "text": tokenizer.decode(sampled["id"]),
-                "num_tokens": turn.num_tokens,
-                "finish_reason": turn.finish_reason,
-            }
-        )
-    return {
-        "row": {"prompt": row.prompt, "columns": dict(row.columns), "place": row.place},
-        "messages": messages_of(rollout, tokenizer),
-        "text": text,
-        "tokens": rollout.completion,
-        "finish_reason": rollout.finish_reason,
-        "turns": turns,
-        "rewards": dict(rollout.episode.rewards),
-    }
-
-
-def scored_here(
-    name: str,
-    function: RewardFunction,
-    arguments: Mapping[str, list[Any]],
-    place: str,
-    texts: Sequence[str],
-) -> list[float | None]:
-    """Call a function in this process, for the completions of the row at `place`; see `checked_rewards`.
-
-    It gets copies, and may change all but environments and rollouts. Raises RewardError, with the traceback, also for
-    what the function raises.
-    """
-    own = {}
-    for argument, values in arguments.items():
-        is_shared = argument in ("environments", "rollouts")
-        own[argument] = list(values) if is_shared else list(map(copy.deepcopy, values))
-    answer: Answer
-    try:
-        answer = validate_rewards(call_reward(function, own), texts)
-    except (InputError, RewardError):
-        raise
-    except (Exception, SystemExit) as error:
-        answer = f"raised\n{users_traceback(error)}"
-    return checked_rewards(name, place, answer)
-
-
-def checked_rewards(name: str, place: str, answer: Answer) -> list[float | None]:
-    """Return the rewards of a call, None where the function says that it does not apply.
-
-    Raises RewardError naming function, row and value for an answer that is an error.
-    """
-    if isinstance(answer, str):
-        raise RewardError(escaped(f"reward {name} for the row at {place}: {answer}"))
-    return answer

@@ -1,6 +1,5 @@
 """Use a reward model as a reward function."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,11 @@ from minirl.files.json_files import read_json_object
 from minirl.model.folders import file_of
 from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
+from minirl.rewards.functions import StepReward
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import value_batch
-
-
-class RewardModel(functools.partial[list[float]]):
-    """A reward function of prompts and completions that judges all prompts of a step together."""
 
 
 def load_reward_model(
@@ -33,7 +29,7 @@ def load_reward_model(
     chat: bool,
     template_arguments: Mapping[str, Any] | None = None,
     max_tokens: int,
-) -> RewardModel:
+) -> StepReward:
     """Load a sequence classifier whose score at the last token of prompt and completion is the reward.
 
     Not collective. Each rank holds a whole replica and runs it on packed microbatches of at most `max_tokens`
@@ -75,4 +71,4 @@ def load_reward_model(
             batch = scorer.add_to(batch, microbatches)
         return batch.end_values[batch.last_index].float().tolist()
 
-    return RewardModel(reward_model)
+    return StepReward(reward_model)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,26 +16,23 @@ from minirl.errors import InputError, RewardError, escaped
 from minirl.files.json_files import json_text
 from minirl.files.user_code import MAX_REPR, source_and_name
 from minirl.ranks.process_group import rank
-from minirl.rewards.functions import checked_rewards
-from minirl.rewards.worker import LOADING
+from minirl.rewards.calls import LOADING, Rewards, Signature
+from minirl.rewards.functions import MAX_TOGETHER, PromptGroup, Reward
 
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from minirl.rewards.worker import main; main()"
 LOAD_TIMEOUT_S = 60.0  # for the imports of the user's file, besides the time of a call
-MAX_TOGETHER = 256  # calls of an `async def` in one process
 MAX_ANSWER = 1 << 26  # bytes
 NO_ANSWER = (
     "its process sent something other than an answer; does its code write to files that it did not open?"
 )
 
 
-class RewardWorkers:
+class WorkerReward(Reward):
     """A reward function whose calls run in processes; its file is not loaded in this one.
 
     A process takes one call at a time, or up to MAX_TOGETHER of an `async def`. One thread here waits for all of them.
     What rank 0's calls print goes to its stderr.
     After a process was lost, all later calls fail with the same error. Nothing here is collective.
-
-    reward_parameters: of the function, as `worker.Parameters` has them.
     """
 
     def __init__(self, spec: str, *, timeout_s: float = 60.0, num_workers: int = 1):
@@ -43,7 +40,7 @@ class RewardWorkers:
 
         timeout_s: limit of one call. Raises InputError if the function is missing or its file cannot be loaded.
         """
-        source, self.__name__ = source_and_name("--reward", spec)
+        source, name = source_and_name("--reward", spec)
         self._timeout_s = timeout_s
         self._lost: RewardError | None = None
         self._processes: list[_Process] = []
@@ -53,56 +50,41 @@ class RewardWorkers:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {spec}", daemon=True)
         self._thread.start()
         try:
-            is_async = self._run_in_loop(self._start(source, num_workers))
+            self._in_loop(self._start(source, name, num_workers)).result()
         except (_WorkerError, OSError) as error:
             self.stop()
             raise InputError(f"--reward {spec}: {escaped(str(error))}") from None
-        for _ in range(MAX_TOGETHER if is_async else 1):
-            for process in self._processes:
-                self._free.put_nowait(process)
 
-    def __call__(self, **arguments: list[Any]) -> list[float | None]:
-        """Return the rewards of one call; errors do not name its row."""
-        count = max(map(len, arguments.values()))
-        return self.submit(arguments, "?", ["?"] * count).result()
-
-    def submit(
-        self, arguments: Mapping[str, Any], place: str, texts: Sequence[str], *, seed: int = 0
-    ) -> "Future[list[float | None]]":
-        """Begin a call for the completions of the row at `place`; for its result and errors see `checked_rewards`.
-
-        arguments: those of the function, by name. texts: the completions. seed: of the random generators, unless it is
-        an `async def`.
-        """
-        beginnings = [text[:MAX_REPR] for text in texts]
-        request = {"arguments": arguments, "texts": beginnings, "seed": seed}
-        return asyncio.run_coroutine_threadsafe(self._judge(request, place), self._loop)
+    def submit(self, name: str, group: PromptGroup) -> Future[Any]:
+        """Begin to reward a group, once a process is free."""
+        beginnings = [text[:MAX_REPR] for text in group.texts]
+        request = group.arguments_of(self.signature), beginnings, group.seed
+        return self._in_loop(self._call(name, group, request))
 
     def stop(self) -> None:
         """Kill the processes and all that their code started."""
         for process in self._processes:
-            self._run_in_loop(process.end())
+            self._in_loop(process.end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _run_in_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _in_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def _start(self, source: str, num_workers: int) -> bool:
-        """Start all processes and learn the signature; returns whether the function is an `async def`."""
+    async def _start(self, source: str, name: str, num_workers: int) -> None:
+        """Start all processes, and learn the function's signature. Raises _WorkerError and OSError."""
         for _ in range(num_workers):
-            self._processes.append(await _Process.start(source, self.__name__))
+            self._processes.append(_Process(await _start_process(source, name)))
         limit_s = LOAD_TIMEOUT_S + self._timeout_s
-        descriptions = await asyncio.gather(
-            *(process.answer(LOADING, limit_s) for process in self._processes)
-        )
-        for description in descriptions:
-            if "error" in description:
-                raise _WorkerError(description["error"])
-        self.reward_parameters = descriptions[0]["parameters"]
-        return descriptions[0]["is_async"]
+        answers = await asyncio.gather(*(process.answer(LOADING, limit_s) for process in self._processes))
+        for answer in answers:
+            if isinstance(answer, str):
+                raise _WorkerError(answer)
+        self.signature = Signature(*answers[0])
+        for process in self._processes * (MAX_TOGETHER if self.signature.is_async else 1):
+            self._free.put_nowait(process)
 
-    async def _judge(self, request: Mapping[str, Any], place: str) -> list[float | None]:
+    async def _call(self, name: str, group: PromptGroup, request: Sequence[Any]) -> Rewards:
         process = await self._free.get()
         try:
             if self._lost:
@@ -112,12 +94,12 @@ class RewardWorkers:
             # Other calls in this process fail now, too: the first error names the cause.
             if self._lost is None:
                 others = f", beside {len(process.calls)} other calls in its process" if process.calls else ""
-                text = f"reward {self.__name__} for the row at {place}{others}: {error}"
+                text = f"reward {name} for the row at {group.row.place}{others}: {error}"
                 self._lost = RewardError(escaped(text))
             raise self._lost from None
         finally:
             self._free.put_nowait(process)
-        return checked_rewards(self.__name__, place, answer["answer"])
+        return group.rewards_of(name, answer)
 
 
 class _WorkerError(RuntimeError):
@@ -132,37 +114,21 @@ class _Process:
 
     def __init__(self, process: asyncio.subprocess.Process):
         assert process.stdin is not None
+        assert process.stdout is not None
         self._process = process
-        self._requests = process.stdin
+        self._requests, self._answers = process.stdin, process.stdout
         self._numbers = itertools.count(LOADING + 1)
         self.calls = {LOADING: asyncio.get_running_loop().create_future()}
         self._listening = asyncio.create_task(self._listen())
 
-    @classmethod
-    async def start(cls, source: str, name: str) -> "_Process":
-        """Start the process, in its own session, which is killed as a whole. Raises OSError."""
-        process = await asyncio.create_subprocess_exec(
-            # -P: modules of the working directory must not hide those that the program imports.
-            *(sys.executable, "-P", "-c", PROGRAM, source, name, json.dumps([*sys.path, os.getcwd()])),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # What the other ranks' calls print is nearly the same.
-            stderr=None if rank() == 0 else asyncio.subprocess.DEVNULL,
-            limit=MAX_ANSWER,
-            start_new_session=True,
-            # With a fixed hash seed, sets keep their order after a resume.
-            env={"PYTHONHASHSEED": "0", **os.environ},
-        )
-        return cls(process)
-
-    async def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request; returns its answer. Raises _WorkerError."""
+    async def call(self, request: Sequence[Any], timeout_s: float) -> Any:
+        """Send a request (arguments, texts, seed); returns its answer. Raises _WorkerError."""
         number = next(self._numbers)
         self.calls[number] = asyncio.get_running_loop().create_future()
-        self._requests.write(json_text({**request, "number": number}).encode() + b"\n")
+        self._requests.write(json_text([number, *request]).encode() + b"\n")
         return await self.answer(number, timeout_s)
 
-    async def answer(self, number: int, timeout_s: float) -> dict[str, Any]:
+    async def answer(self, number: int, timeout_s: float) -> Any:
         """Return the answer to a request; kill the process if it takes too long. Raises _WorkerError."""
         ends = (self.calls[number], self._listening)
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -182,12 +148,11 @@ class _Process:
 
     async def _listen(self) -> str:
         """Give each answer to its call, until the process ends or user code writes into the pipe; returns which."""
-        assert self._process.stdout is not None
         why = NO_ANSWER
         with contextlib.suppress(ValueError, LookupError, TypeError, asyncio.InvalidStateError):
-            while line := await self._process.stdout.readline():
-                answer = json.loads(line)
-                self.calls[answer["number"]].set_result(answer)
+            while line := await self._answers.readline():
+                number, answer = json.loads(line)
+                self.calls[number].set_result(answer)
             # One that has only closed its pipes is killed; it does not change how another one ended.
             self._kill()
             why = _ended_with(await self._process.wait())
@@ -202,3 +167,19 @@ class _Process:
 def _ended_with(code: int) -> str:
     how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
     return f"ended its process, {how}"
+
+
+async def _start_process(source: str, name: str) -> asyncio.subprocess.Process:
+    """Start a process, in its own session, which is killed as a whole. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        # -P: modules of the working directory must not hide those that the program imports.
+        *(sys.executable, "-P", "-c", PROGRAM, source, name, json.dumps([*sys.path, os.getcwd()])),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        # What the other ranks' calls print is nearly the same.
+        stderr=None if rank() == 0 else asyncio.subprocess.DEVNULL,
+        limit=MAX_ANSWER,
+        start_new_session=True,
+        # With a fixed hash seed, sets keep their order after a resume.
+        env={"PYTHONHASHSEED": "0", **os.environ},
+    )

@@ -1,50 +1,28 @@
 """The program of a process that calls a reward function. Arguments: FILE_OR_MODULE NAME.
 
-One JSON object a line. The first answer describes the function, {"parameters", "is_async"}, or tells why it cannot be
-used, {"error"}. A request is {"number", "arguments", "texts", "seed"}, its answer {"number", "answer"}: the result of
-`validate_rewards`, or a text that says what the function raised. What user code prints goes to stderr.
+One JSON list per line. A request is [number, arguments, texts, seed], its answer [number, result of `answer_call`]. The
+first answer has no request: it is [LOADING, the function's `Signature`], or [LOADING, why it cannot be used]. What user
+code prints goes to stderr.
 
 Standard library only, so that the process starts quickly.
 """
 
 import asyncio
-import inspect
 import os
 import random
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from json import dumps, loads
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from minirl.errors import InputError
-from minirl.files.user_code import find_functions, users_traceback
-from minirl.rewards.values import Answer, validate_rewards
+from minirl.files.user_code import find_functions
+from minirl.rewards.calls import LOADING, answer_call, raised, signature_of, validate_rewards
 
-LOADING = 0  # the number of the first answer
-
-Send = Callable[[dict[str, Any]], None]
-
-
-class Parameters(NamedTuple):
-    """The names of a function's parameters, of those without a default, and whether it takes `**kwargs`."""
-
-    names: list[str]
-    required: list[str]
-    takes_all: bool
-
-
-def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Return the parameters of a reward function; `RewardWorkers` have those of theirs."""
-    if hasattr(function, "reward_parameters"):
-        return Parameters(*function.reward_parameters)
-    parameters = inspect.signature(function).parameters.values()
-    variadic = [one.kind for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    required = [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]
-    names = [one.name for one in parameters]
-    return Parameters(names, required, inspect.Parameter.VAR_KEYWORD in variadic)
+Send = Callable[[int, Any], None]
 
 
 def main() -> None:
@@ -55,52 +33,35 @@ def main() -> None:
     _seed(0)
     try:
         (function,) = find_functions(source, name)
-        parameters = parameters_of(function)
+        signature = signature_of(function)
     except BaseException as error:
-        reason = str(error) if isinstance(error, InputError) else _raised(error)
-        send({"number": LOADING, "error": reason})
+        send(LOADING, str(error) if isinstance(error, InputError) else raised(error))
         return
-    is_async = inspect.iscoroutinefunction(function)
-    send({"number": LOADING, "parameters": parameters, "is_async": is_async})
-    if is_async:
+    send(LOADING, signature)
+    if signature.is_async:
         asyncio.run(_answer_together(function, requests, send))
     for line in requests:
-        request = loads(line)
-        _seed(request["seed"])
-        send({"number": request["number"], "answer": _answer(function, request)})
-
-
-def _answer(function: Callable[..., Any], request: Mapping[str, Any]) -> Answer:
-    """Call a function that does not wait. It may run its own event loop, or use `signal.alarm`."""
-    try:
-        return validate_rewards(call_reward(function, request["arguments"]), request["texts"])
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt
-        return _raised(error)
+        number, arguments, texts, seed = loads(line)
+        _seed(seed)
+        send(number, answer_call(function, arguments, texts))
 
 
 async def _answer_together(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
     """Answer the calls of an `async def`; each begins as soon as it is requested."""
 
-    async def answer_one(request: Mapping[str, Any]) -> None:
+    async def answer_one(number: int, arguments: Mapping[str, Any], texts: Sequence[str], _: int) -> None:
         try:
-            values = await function(**request["arguments"])
-            answer = validate_rewards(values, request["texts"])
+            answer = validate_rewards(await function(**arguments), texts)
         except BaseException as error:
-            answer = _raised(error)
-        send({"number": request["number"], "answer": answer})
+            answer = raised(error)
+        send(number, answer)
 
     loop = asyncio.get_running_loop()
     # The reader has its own thread: user code may use up those of the loop.
     with ThreadPoolExecutor(1) as reader:
         async with asyncio.TaskGroup() as calls:
             while line := await loop.run_in_executor(reader, requests.readline):
-                calls.create_task(answer_one(loads(line)))
-
-
-def call_reward(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a reward function and wait for its result if it is an `async def`."""
-    values = function(**arguments)
-    return asyncio.run(values) if inspect.iscoroutine(values) else values
+                calls.create_task(answer_one(*loads(line)))
 
 
 def _end_with_trainer() -> None:
@@ -130,8 +91,8 @@ def _take_pipes() -> tuple[BinaryIO, Send]:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
 
-    def send(answer: dict[str, Any]) -> None:
-        answers.write(dumps(answer).encode() + b"\n")
+    def send(number: int, answer: Any) -> None:
+        answers.write(dumps([number, answer]).encode() + b"\n")
         answers.flush()
 
     return requests, send
@@ -144,7 +105,3 @@ def _seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
-
-
-def _raised(error: BaseException) -> str:
-    return f"raised\n{users_traceback(error)}"

@@ -18,8 +18,16 @@ from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights
-from minirl.rewards.functions import EPISODE, EpisodeReward, asked_of_episodes, check_columns
-from minirl.rewards.reward_workers import RewardWorkers
+from minirl.rewards.functions import (
+    EPISODE,
+    OBJECTS,
+    EpisodeReward,
+    FunctionReward,
+    Reward,
+    RewardLike,
+    check_columns,
+)
+from minirl.rewards.reward_workers import WorkerReward
 from minirl.run.config import ROLLOUT_CODE, RunConfig, named_folder, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.planning import enough_tokens
@@ -28,6 +36,8 @@ from minirl.run.planning import enough_tokens
 RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
 # The policy's config, the training prompts and the held-out ones.
 LoadedPrompts = tuple[ModelConfig, PromptStream, PromptStream]
+# By name: those to train on, and those that are only logged.
+LoadedRewards = tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
@@ -60,12 +70,10 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     return loaded
 
 
-def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = None) -> Task:
-    """Load the task that the flags name, with its reward functions. Not collective.
+def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
+    """Load the task that the flags name, and check all rows of its files. Not collective.
 
-    rewards: the script's, which replace the task's own and those of --reward. With --reward or --reward-model (which
-    the caller adds) the task's own rewards are only logged, not trained on. It checks all rows of the files, also for
-    the fields that the rewards ask for. Raises InputError naming file, line, field or flag.
+    has_rewards: whether the script has rewards of its own. Raises InputError naming file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
     refuse(
@@ -77,52 +85,62 @@ def load_task(config: RunConfig, rewards: Mapping[str, RewardFunction] | None = 
         name = "jsonl" if data else "sorting"
     if name in EMBEDDED_TASKS:
         refuse(data or eval_data, f"--task {name} makes its own prompts; leave out --data and --eval-data")
-        task = EMBEDDED_TASKS[name]()
-    elif data is None:
+        return EMBEDDED_TASKS[name]()
+    if data is None:
         raise InputError(f"--task {name} needs --data FILE.jsonl")
-    elif name == "gsm8k":
-        task = load_gsm8k(data, eval_data)
-    elif config.is_rewarded and not config.reward and not config.reward_model and rewards is None:
+    if name == "gsm8k":
+        return load_gsm8k(data, eval_data)
+    if config.is_rewarded and not config.reward and not config.reward_model and not has_rewards:
         raise InputError(
             "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
             "--reward-model DIR or --task gsm8k"
         )
-    else:
-        task = load_jsonl_task(data, eval_data)
-    if config.reward or config.reward_model:
-        only_logged = {**task.rewards, **task.extra_scores}
-        functions = _load_functions(config, {*RESERVED, *config.reward_models, *only_logged})
-        task = dataclasses.replace(task, rewards=functions, extra_scores=only_logged)
-    rows = itertools.chain(task.train_rows, *task.eval_sets.values())
-    check_columns({**task.rewards, **task.extra_scores}, rows, has_environment=bool(config.environment))
-    return task if rewards is None else dataclasses.replace(task, rewards=rewards)
+    return load_jsonl_task(data, eval_data)
 
 
-def _load_functions(config: RunConfig, taken: set[str]) -> dict[str, RewardFunction]:
-    """The functions of --reward by name: in processes, or in this one if they ask for objects that are here.
+def load_rewards(
+    config: RunConfig, task: Task, own: Mapping[str, RewardFunction] | None = None
+) -> LoadedRewards:
+    """The rewards that the task, the flags and the script name. Not collective.
 
-    Raises InputError if one has a name that is taken, or the name of another.
+    own: the script's, which replace the task's and those of --reward. With --reward or --reward-model (which the
+    caller adds) the task's own rewards are only logged, not trained on.
+
+    It starts the processes of --reward, whose functions say which arguments they take: call it once flags and data have
+    been checked and the run's folder is locked. Raises InputError naming flag and function, and the file, line and
+    field of a row that lacks an argument.
     """
-    functions: dict[str, RewardFunction] = {}
+    if not config.reward and not config.reward_model:
+        return task.rewards if own is None else own, task.extra_scores
+    logged = {**task.rewards, **task.extra_scores}
+    specs: dict[str, str] = {}
     for spec in config.reward:
-        source, _, name = spec.rpartition(":")
+        name = spec.rpartition(":")[2]
         refuse(
-            name in taken or name in functions,
+            name in {*RESERVED, *config.reward_models, *logged, *specs},
             f"--reward {spec}: the name {name!r} is that of another reward or metric; rename the function",
         )
-        if spec == EPISODE:
-            functions[name] = EpisodeReward()
-        elif source == EPISODE:
-            functions[name] = EpisodeReward(name)
-        else:
-            functions[name] = workers = RewardWorkers(
-                spec, timeout_s=config.call_timeout, num_workers=config.workers
-            )
-            if asked_of_episodes([workers]) & {"environments", "rollouts"}:
-                workers.stop()
-                with loading(f"--reward {spec}"):
-                    (functions[name],) = find_functions(source, name)
-    return functions
+        specs[name] = spec
+    loaded = {name: _load_reward(config, spec) for name, spec in specs.items()}
+    rows = itertools.chain(task.train_rows, *task.eval_sets.values())
+    check_columns(loaded, rows, has_environment=bool(config.environment))
+    return loaded if own is None else own, logged
+
+
+def _load_reward(config: RunConfig, spec: str) -> Reward:
+    """A reward of --reward: in processes, or in this one if it asks for OBJECTS, which are here. Raises InputError."""
+    source, _, name = spec.rpartition(":")
+    if spec == EPISODE:
+        return EpisodeReward()
+    if source == EPISODE:
+        return EpisodeReward(name)
+    reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
+    if not any(map(reward.signature.takes, OBJECTS)):
+        return reward
+    reward.stop()
+    with loading(f"--reward {spec}"):
+        (function,) = find_functions(source, name)
+    return FunctionReward(function, config.call_timeout)
 
 
 def load_prompts(

@@ -37,12 +37,12 @@ from minirl.ranks.process_group import (
     world_size,
 )
 from minirl.report.records import rollout_records
-from minirl.rewards.functions import functions_and_weights, overlong_penalty
+from minirl.rewards.functions import overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
-from minirl.run.inputs import load_prompts, load_rollout, load_task
+from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
 from minirl.run.planning import lines, memory_plan, plan, this_machine, workload
 from minirl.run.run_folder import runs_root, starting_run
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
@@ -74,7 +74,7 @@ class Setup:
         Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
         self.config = config
-        self.task = load_task(config, rewards)
+        self.task = load_task(config, has_rewards=rewards is not None)
         self._user_rollout = load_rollout(config)
         load = functools.partial(
             load_prompts,
@@ -87,6 +87,7 @@ class Setup:
         if config.dry_run:
             from minirl.extras.dry_run import print_plan
 
+            load_rewards(config, self.task, rewards)
             print_plan(config, load)
             sys.exit(0)
         self.device = process_group.start(
@@ -97,6 +98,7 @@ class Setup:
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
+            trained, logged = load_rewards(config, self.task, rewards)
             # A checkpoint of adapters has no models: they belong to those that the run began with.
             self._saved = None if config.adapters else self.folder.checkpoint
             self.model_folder = self._saved or self._original_model()
@@ -113,9 +115,9 @@ class Setup:
             self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
             launch.this_process.memory_plan = functools.partial(memory_plan, self.sizes, self._budget)
             # The first weights: the budget counts them against the memory that was free before.
-            rewards = dict(self.task.rewards)
+            trained = dict(trained)
             for reward, model in config.reward_models.items():
-                rewards[reward] = load_reward_model(
+                trained[reward] = load_reward_model(
                     resolve_folder(model, flag="--reward-model"),
                     dtype=self.dtype,
                     device=self.device,
@@ -125,9 +127,9 @@ class Setup:
                 )
             if config.overlong_buffer:
                 limit = self.prompts.max_new_tokens
-                rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
-            self.reward_functions, self.reward_weights = functions_and_weights(
-                rewards, config.reward_weights, logged=self.task.extra_scores
+                trained["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
+            self.reward_functions, self.reward_weights = rewards_and_weights(
+                trained, config.reward_weights, logged=logged
             )
             is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
             self.score_weights = self.reward_weights * is_score

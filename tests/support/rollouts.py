@@ -1,25 +1,19 @@
 """Rewards of single calls, sampled tokens, and rollouts in two branches."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
-from minirl.rewards.functions import arguments_of, scored_here
-from minirl.rewards.reward_workers import RewardWorkers
-from minirl.rollouts import rollout_of, unsampled
+from minirl.rewards.functions import FunctionReward, PromptGroup, Reward
+from minirl.rollouts import RolloutId, rollout_of, unsampled
 
 
 def rewards_of_call(function, row, completions):
     """The rewards that a function gives to completions of a row in one call."""
-    is_text = isinstance(row.prompt, str)
-    count = len(completions)
-    same = {**row.columns, "prompts": row.prompt, "completion_ids": [7]}
-    given = {name: [value] * count for name, value in same.items()}
-    given["completions"] = [
-        text if is_text else [{"role": "assistant", "content": text}] for text in completions
-    ]
-    arguments = arguments_of(function, given)
-    if isinstance(function, RewardWorkers):
-        return function.submit(arguments, row.place, completions).result()
-    return scored_here(getattr(function, "__name__", "f"), function, arguments, row.place, completions)
+    rollouts = [rollout_of(RolloutId(0, i), [5], unsampled([7]), "stop") for i in range(len(completions))]
+    texts = iter(completions)
+    tokenizer = SimpleNamespace(decode=lambda ids: next(texts))
+    reward = function if isinstance(function, Reward) else FunctionReward(function)
+    return reward.submit("mine", PromptGroup(row, rollouts, completions, tokenizer)).result()
 
 
 def sampled(ids, *, logprobs=0.0, versions=0):
