@@ -171,22 +171,21 @@ class FunctionReward(Reward):
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
         """Begin to reward a group, once the calls before it have ended."""
-        return self._waiters.submit(self._wait, name, group, group.arguments_of(self.signature))
+        return self._waiters.submit(self._rewards_of, name, group, group.arguments_of(self.signature))
 
-    def _wait(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
+    def _rewards_of(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
+        """Call the function, with arguments that it may change, and return the rewards. Raises RewardError."""
+        copies = {
+            argument: list(values) if argument in OBJECTS else list(map(copy.deepcopy, values))
+            for argument, values in arguments.items()
+        }
+        call = self._callers.submit(answer_call, self._function, copies, group.texts)
         answer: Answer
         try:
-            answer = self._callers.submit(self._call, arguments, group.texts).result(self._call_timeout)
+            answer = call.result(self._call_timeout)
         except TimeoutError:
             answer = f"took more than {self._call_timeout:g} s; see --call-timeout"
         return group.rewards_of(name, answer)
-
-    def _call(self, arguments: Mapping[str, Sequence[Any]], texts: Sequence[str]) -> Answer:
-        copies = {
-            name: list(values) if name in OBJECTS else list(map(copy.deepcopy, values))
-            for name, values in arguments.items()
-        }
-        return answer_call(self._function, copies, texts)
 
 
 class StepReward(Reward):

@@ -36,8 +36,6 @@ from minirl.run.planning import enough_tokens
 RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
 # The policy's config, the training prompts and the held-out ones.
 LoadedPrompts = tuple[ModelConfig, PromptStream, PromptStream]
-# By name: those to train on, and those that are only logged.
-LoadedRewards = tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
@@ -100,8 +98,8 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
 
 def load_rewards(
     config: RunConfig, task: Task, own: Mapping[str, RewardFunction] | None = None
-) -> LoadedRewards:
-    """The rewards that the task, the flags and the script name. Not collective.
+) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
+    """The rewards to train on, and those that are only logged, by name. Not collective.
 
     own: the script's, which replace the task's and those of --reward. With --reward or --reward-model (which the
     caller adds) the task's own rewards are only logged, not trained on.
