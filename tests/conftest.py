@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,9 +80,8 @@ def load_reward(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Call
     (tmp_path / "mine.py").write_text(request.module.SOURCE)
     loaded = []
 
-    def load(name: str, *, timeout_s: float = 60.0, num_workers: int = 1) -> WorkerReward:
-        spec = f"{tmp_path}/mine.py:{name}"
-        loaded.append(WorkerReward(spec, timeout_s=timeout_s, num_workers=num_workers))
+    def load(name: str, **options: Any) -> WorkerReward:
+        loaded.append(WorkerReward(f"{tmp_path}/mine.py:{name}", **options))
         return loaded[-1]
 
     yield load

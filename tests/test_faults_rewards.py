@@ -20,7 +20,7 @@ from support.forked import fork, make_pipe
 from support.jobs import LIMIT_S, wait_for
 from support.processes import is_alive
 from support.rollouts import rewards_of_call
-from support.scripts import write_rows
+from support.scripts import run_in_pool, write_rows
 
 SOURCE = """
 import asyncio, os, re, subprocess, sys, time
@@ -225,6 +225,15 @@ def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, s
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--reward .*mine\.py:reward: (.|\n)*{UNUSABLE[source]}"):
         WorkerReward(f"{tmp_path}/mine.py:reward")
+
+
+def test_no_process_starts_before_the_runs_folder_is_locked(one_rank, tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    with pytest.raises(AssertionError, match="plain name"):
+        run_in_pool(
+            one_rank, "train_grpo.py", f"--reward {tmp_path}/mine.py:acts --run-name ..", runs=tmp_path
+        )
+    assert not list(tmp_path.glob("*.pids"))
 
 
 def hang_in_workers(pipe, folder, waits):

@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from minirl.data.task import Row
 from minirl.data.view import answers_of
 from minirl.errors import InputError, RewardError
-from minirl.rewards.calls import signature_of
 from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
@@ -34,7 +33,7 @@ def rewards_of(function, row=ROW, completions=("1", "2")):
 
 
 def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column():
-    """TRL's shape: lists by keyword; chat in, chat out."""
+    """TRL's shape: lists by keyword; chat in, chat out. What episodes give must be named."""
     seen = {}
 
     def everything(prompts, completions, **kwargs):
@@ -51,8 +50,6 @@ def test_a_function_gets_the_arguments_that_it_names_or_with_kwargs_every_column
     }
     assert rewards_of(lambda prompts, completions: [float(len(prompts[0][0])), 0], CHAT_ROW) == [2.0, 0.0]
     assert rewards_of(lambda completions: [float(c[0]["content"]) for c in completions], CHAT_ROW) == [1, 2]
-    # What episodes give must be named.
-    assert not signature_of(everything).takes("episodes")
 
 
 def test_a_reward_may_be_in_any_file_or_module(tmp_path, monkeypatch):
@@ -206,11 +203,9 @@ def made_groups(*groups):
     made = []
     for ordinal, texts in enumerate(groups):
         made.append([])
-        record = EpisodeRecord(row=prompts.row(ordinal))
         for sample, text in enumerate(texts):
             completion = unsampled(ids(f"{text}<eos>"))
-            rollout = rollout_of(RolloutId(ordinal, sample), [5], completion, "stop")
-            made[-1].append(replace(rollout, episode=record))
+            made[-1].append(rollout_of(RolloutId(ordinal, sample), [5], completion, "stop"))
     return prompts, made
 
 

@@ -196,5 +196,6 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
 )
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
     """The error names the flag to add, to leave out or to correct."""
+    config = RunConfig(**arguments)
     with pytest.raises(ValueError, match=said):
-        load_rewards(RunConfig(**arguments), load_task(RunConfig(**arguments)))
+        load_rewards(config, load_task(config))

@@ -9,7 +9,7 @@ from minirl.rollouts import RolloutId, rollout_of, unsampled
 
 def rewards_of_call(function, row, completions):
     """The rewards that a function gives to completions of a row in one call."""
-    rollouts = [rollout_of(RolloutId(0, i), [5], unsampled([7]), "stop") for i in range(len(completions))]
+    rollouts = [rollout_of(RolloutId(0, 0), [5], unsampled([7]), "stop")] * len(completions)
     texts = iter(completions)
     tokenizer = SimpleNamespace(decode=lambda ids: next(texts))
     reward = function if isinstance(function, Reward) else FunctionReward(function)
