@@ -1,24 +1,25 @@
-"""Reward functions: what they get and return, when and where they are called.
+"""Reward functions: what they get and return, and the kinds of rewards that call them.
 
-The interface is TRL's. A reward function is called with keyword arguments: `prompts`, `completions`,
-`completion_ids` and every other column of the data, each a list with one entry per completion. It gets the
-arguments that it names, or all of them if it takes `**kwargs`, and returns one number per completion, of at most
-1e12, or None where it does not apply. It may be an `async def`.
-Text prompts come with text completions, chat prompts with the messages after the prompt, as
-`[{"role": "assistant", "content": text}]`.
+A new reward is a function. The interface is TRL's: a reward function is called with keyword arguments, `prompts`,
+`completions`, `completion_ids` and every other column of the data, each a list with one entry per completion. It gets
+the arguments that it names, or all of them if it takes `**kwargs`, and returns one number per completion, of at most
+1e12, or None where it does not apply. It may be an `async def`. Text prompts come with text completions, chat prompts
+with the messages after the prompt, as `[{"role": "assistant", "content": text}]`.
 
 A function that names them gets further lists, one entry per completion: `episodes`, dicts with the conversation, turns
 and more (`PromptGroup.episodes`). One that runs in this process also gets `environments`, the objects of
 --environment, and `rollouts`, each a `Rollout`. It may change what it gets, which is a copy.
 
-A `Reward` calls a function:
+Its `Reward` says when and where it is called:
 
     WorkerReward     once per prompt, in a process        --reward (`reward_workers`)
     FunctionReward   once per prompt, in a thread         the task's functions, those that a script gives `Setup` or
                                                           `Collector`, and those of --reward that name `environments`
                                                           or `rollouts`
-    EpisodeReward    as a FunctionReward                  --reward episode, which reads what the rollouts gave
+    EpisodeReward    as a FunctionReward                  --reward episode, which reads the rewards that episodes gave
     StepReward       once per step, on the main thread    --reward-model (`reward_model`)
+
+A new kind is a subclass of `Reward`.
 """
 
 import copy
@@ -130,16 +131,19 @@ class PromptGroup:
         }
 
     def rewards_of(self, name: str, answer: Answer, *, where: str = "") -> Rewards:
-        """Return the rewards that a call answered. Raises RewardError, naming reward and row, for an error."""
+        """Return the rewards of an answer; raise an error as RewardError, naming the reward and its row.
+
+        where: further rows that the call was for.
+        """
         if isinstance(answer, str):
             raise RewardError(escaped(f"reward {name} for the row at {self.row.place}{where}: {answer}"))
         return answer
 
 
 class Reward(ABC):
-    """A reward of the run, and how its function is called.
+    """A reward of the run: decides when and where its function is called.
 
-    signature: the function's. episode_reward: which of an episode's own rewards this is, if it is one.
+    signature: the function's. episode_reward: the name of the episode's own reward that it reads, if it does.
     """
 
     signature: Signature
@@ -147,13 +151,13 @@ class Reward(ABC):
 
     @abstractmethod
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Begin to reward a group, and return at once. The future has the rewards, or what `finish` needs.
+        """Begin to reward a group, and return at once. The future gets the rewards, or what `finish` needs.
 
-        name: the reward's, for RewardErrors.
+        name: the reward's, for the RewardError of a call that fails.
         """
 
     def finish(self, results: Sequence[Any]) -> Rewards:
-        """Return the rewards of groups, end to end. results: those of their futures."""
+        """Return the rewards of several groups, end to end. results: the results of their futures."""
         return list(chain(*results))
 
 
@@ -170,10 +174,10 @@ class FunctionReward(Reward):
         self._waiters = ThreadPoolExecutor(num_threads)
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Begin to reward a group, once the calls before it have ended."""
-        return self._waiters.submit(self._rewards_of, name, group, group.arguments_of(self.signature))
+        """Begin to reward a group, in its turn."""
+        return self._waiters.submit(self._call, name, group, group.arguments_of(self.signature))
 
-    def _rewards_of(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
+    def _call(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
         """Call the function, with arguments that it may change, and return the rewards. Raises RewardError."""
         copies = {
             argument: list(values) if argument in OBJECTS else list(map(copy.deepcopy, values))
@@ -189,20 +193,20 @@ class FunctionReward(Reward):
 
 
 class StepReward(Reward):
-    """A function called once per step, on the main thread: it gets those of all groups, and must not change them."""
+    """A function called once per step, on the main thread, for all groups. It must not change its arguments."""
 
     def __init__(self, function: RewardFunction):
         self.signature = signature_of(function)
         self.function = function
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
-        """Return a future that is done: the group waits for `finish`."""
+        """Return a finished future: the group waits for `finish`."""
         future: Future[Any] = Future()
         future.set_result((name, group))
         return future
 
     def finish(self, results: Sequence[tuple[str, PromptGroup]]) -> Rewards:
-        """Call the function, whose errors pass through. Raises RewardError for what it returns."""
+        """Call the function, whose exceptions pass through. Raises RewardError for wrong values."""
         if not results:
             return []
         name, first = results[0]
@@ -226,7 +230,7 @@ class EpisodeReward(FunctionReward):
         self.episode_reward = episode_reward
 
 
-# A function stands for its `FunctionReward`.
+# A bare function is called as a `FunctionReward`.
 RewardLike = Reward | RewardFunction
 
 

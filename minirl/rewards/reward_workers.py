@@ -85,6 +85,7 @@ class WorkerReward(Reward):
             self._free.put_nowait(process)
 
     async def _call(self, name: str, group: PromptGroup, request: Sequence[Any]) -> Rewards:
+        """Return the rewards of a group. Raises RewardError."""
         process = await self._free.get()
         try:
             if self._lost:
@@ -109,7 +110,7 @@ class _WorkerError(RuntimeError):
 class _Process:
     """A process (`worker`). Its methods run in the thread of the loop.
 
-    calls: those under way in it, by number.
+    calls: its in-flight calls, by number.
     """
 
     def __init__(self, process: asyncio.subprocess.Process):
