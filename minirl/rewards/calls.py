@@ -98,8 +98,9 @@ def validate_number(value: Any) -> float | str | None:
     if value is None:
         return None
     number = nan
-    # `float` also reads texts, and arrays of one number.
-    if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:
+    is_text = isinstance(value, str | bytes | bytearray | memoryview)
+    is_array = getattr(value, "ndim", 0) != 0
+    if not is_text and not is_array:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
     if not isfinite(number):
