@@ -89,9 +89,8 @@ def is_messages(after: After) -> TypeGuard[Messages]:
 
 def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
     """Return whether a prompt is token ids rather than text or messages."""
-    return (
-        isinstance(prompt, list | tuple) and bool(prompt) and all(type(i) is int and i >= 0 for i in prompt)
-    )
+    is_list = isinstance(prompt, list | tuple) and bool(prompt)
+    return is_list and all(type(i) is int and i >= 0 for i in prompt)
 
 
 def is_stop_string(value: Any) -> bool:
