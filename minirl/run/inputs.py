@@ -135,6 +135,7 @@ def _load_reward(config: RunConfig, spec: str) -> Reward:
     reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
     if not any(map(reward.signature.takes, OBJECTS)):
         return reward
+    # Its calls cannot leave this process, which only the loaded function could tell.
     reward.stop()
     with loading(f"--reward {spec}"):
         (function,) = find_functions(source, name)
