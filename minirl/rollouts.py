@@ -66,7 +66,7 @@ NO_TRUNCATION = Truncation()
 
 
 class StopTest(Protocol):
-    """Finds the turns that end with their last sampled token; `data.stop_strings` does so for texts."""
+    """Finds the turns that end with their last sampled token; `data.tokenizer.StopStrings` does so for texts."""
 
     @property
     def max_tokens(self) -> int:

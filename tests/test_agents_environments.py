@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from minirl.data.answers import parsed_answer
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.conversation import messages_of
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import messages_of
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
 from minirl.run.config import RunConfig
@@ -155,7 +155,7 @@ def load(tmp_path):
 @pytest.fixture
 def tokenizer(tmp_path):
     save_chat_tokenizer(tmp_path, HERMES + WITH_TOOLS, "<|im_end|>")
-    return Tokenizer(tmp_path, chat=True)
+    return ChatTokenizer(tmp_path, chat=True)
 
 
 def converse(rollout, tokenizer, texts, columns=None):

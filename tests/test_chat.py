@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from minirl.data.answers import check_readable, parsed_answer
+from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.jsonl import read_rows
-from minirl.data.task import Row, Task, read_message, read_prompt
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.messages import read_message, read_prompt
+from minirl.data.task import Row, Task
 from minirl.errors import InputError
 from minirl.run.config import RunConfig
 from minirl.run.inputs import load_prompts
@@ -46,7 +47,7 @@ def make(tmp_path):
 
     def make(template, end="<|im_end|>", special=(), **options):
         save_chat_tokenizer(tmp_path, template, end, special)
-        return Tokenizer(tmp_path, chat=True, **options)
+        return ChatTokenizer(tmp_path, chat=True, **options)
 
     return make
 
@@ -57,7 +58,7 @@ def conversation(*new, answer=ANSWER):
 
 def written_behind(tokenizer, *new):
     """The ids of the template's text after an answer, in the real conversation."""
-    text = tokenizer.apply_template(conversation(*new), "f:1", is_prompt=True)
+    text = tokenizer.render(conversation(*new), "f:1", is_prompt=True)
     return tokenizer.encode_text(text.partition(ANSWER)[2], "f:1")
 
 
@@ -152,11 +153,11 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_ch
     """Where the model's files name none that the template writes; not those of texts. Pitfall 14."""
     template, end = CHAT_TEMPLATES[name]
     save_chat_tokenizer(tmp_path, template, end)
-    assert Tokenizer(tmp_path).chat_stop_ids == Tokenizer(tmp_path).stop_ids
+    assert ChatTokenizer(tmp_path).chat_stop_ids == ChatTokenizer(tmp_path).stop_ids
     save_chat_tokenizer(tmp_path, template, "</s>")
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
     (eos_id,) = tokenizer.stop_ids
-    text = tokenizer.apply_template(conversation(user("")), "f:1", is_prompt=False)
+    text = tokenizer.render(conversation(user("")), "f:1", is_prompt=False)
     ends = tokenizer.encode_text(text.partition(ANSWER)[2].strip(), "f:1")[:1]
     assert tokenizer.stop_ids_of(conversation()) == {*ends, eos_id}
     assert tokenizer.stop_ids_of("text") == {eos_id}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from minirl.data.conversation import messages_of
 from minirl.data.task import Row
-from minirl.data.view import messages_of
 from minirl.rollouts import Rollout
 from support.collecting import (
     CHAT,

@@ -13,10 +13,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.jsonl import read_rows
-from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.tokenizer import StopStrings
 from minirl.errors import InputError
 from minirl.rollouts import RolloutId
 from support.texts import TEMPLATE, assistant, ids, letter_prompts, save_tokenizer, user
@@ -102,7 +102,7 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     backend = json.loads((spoilt_folder / "tokenizer.json").read_text())
     backend["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     (spoilt_folder / "tokenizer.json").write_text(json.dumps(backend))
-    tokenizer, peer = Tokenizer(spoilt_folder), AutoTokenizer.from_pretrained(spoilt_folder)
+    tokenizer, peer = ChatTokenizer(spoilt_folder), AutoTokenizer.from_pretrained(spoilt_folder)
 
     def encoded(prompt):
         return tokenizer.encode(Row(prompt, {}, "f:1"))
@@ -112,8 +112,6 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     goes_on = peer.apply_chat_template(CONTINUED, continue_final_message=True, return_dict=False)
     assert encoded(CONTINUED) == goes_on == ids("<bos><turn>user:hello<turn>assistant:one, t")
     assert encoded([*CONTINUED, {"role": "tool", "content": "a"}])[-11:] == ids("<turn>assistant:")
-    rows = [Row(prompt, {}, "f:1") for prompt in ("a", CHAT, CONTINUED, "b" * 90, "", "<eos>.")]
-    assert tokenizer.encode_all(rows) == [tokenizer.encode(row) for row in rows]
     tokenizer.chat = True
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
@@ -125,7 +123,7 @@ def test_text_prompts_have_one_bos_and_no_eos_and_answered_ones_one_end_token(tm
     """
     for single in ("<bos> $A", "<bos> $A <eos>"):
         save_tokenizer(tmp_path, TEMPLATE, single=single)
-        tokenizer = Tokenizer(tmp_path)
+        tokenizer = ChatTokenizer(tmp_path)
         for text in ("hello.", "<bos>hello."):
             assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
             assert tokenizer.encode_answered(text, " cd") == ids("<bos>hello. cd<eos>")
@@ -179,7 +177,7 @@ def unigram():
 def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp_path, backend):
     """No first space is added or lost. The text of all is that of the prompt and these."""
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
     prompt = tokenizer.encode_text("there was", "f:1")
     several = ("    there", "  ", "\nthere", "\n\n a")  # which unigram() makes one
     is_one = tokenizer.backend.decode(tokenizer.encode_text("a  a", "f:1")) == "a a"
@@ -201,11 +199,11 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"the reward model: the chat template of .* does not show a tool call"
     ):
-        Tokenizer(tmp_path, chat=True).encode_answered("hello", completion)
+        ChatTokenizer(tmp_path, chat=True).encode_answered("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     of_texts = TEMPLATE.replace("m['content']", "m['content'].strip()")
     save_tokenizer(tmp_path, of_texts.replace("{% endfor %}", f"{names}{{% endfor %}}"))
-    encoded = Tokenizer(tmp_path).encode_answered([user("hello")], completion)
+    encoded = ChatTokenizer(tmp_path).encode_answered([user("hello")], completion)
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
 
 
@@ -225,7 +223,7 @@ def test_a_chat_template_that_fails_or_is_missing_is_refused_with_the_row(tmp_pa
     """It is a program of the model's folder: whatever it raises, the row and the folder are named. Fault 22."""
     save_tokenizer(tmp_path, template)
     with pytest.raises(InputError, match=f"^f:1: {message}"):
-        Tokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
+        ChatTokenizer(tmp_path).encode(Row(CONTINUED, {}, "f:1"))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +237,7 @@ def test_a_damaged_file_of_a_tokenizer_is_refused(spoilt_folder, name, content, 
     """By its folder, or its file and value. Faults 33 and 36."""
     (spoilt_folder / f"{name}.json").write_text(content)
     with pytest.raises(InputError, match=said.replace("FOLDER", str(spoilt_folder))):
-        Tokenizer(spoilt_folder)
+        ChatTokenizer(spoilt_folder)
 
 
 def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_special_tokens(spoilt_folder):
@@ -251,7 +249,7 @@ def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_specia
     backend = json.loads(path.read_text())
     backend["model"]["vocab"]["z"] = 50
     path.write_text(json.dumps(backend))
-    tokenizer = Tokenizer(spoilt_folder)
+    tokenizer = ChatTokenizer(spoilt_folder)
     hole, a = ids("za")
     assert tokenizer.decode([*ids("a , b ."), EOS]) == "a , b ."
     assert tokenizer.decode([]) == ""
@@ -262,12 +260,12 @@ def test_a_text_is_that_of_its_known_parts_around_each_unknown_id_without_specia
 
 
 def test_stop_ids_are_all_that_the_folder_lists(spoilt_folder):
-    """Tokenizer, config.json and generation_config.json may each list one id, several or none. Pitfall 14."""
-    assert Tokenizer(spoilt_folder).stop_ids == {EOS}
+    """ChatTokenizer, config.json and generation_config.json may each list one id, several or none. Pitfall 14."""
+    assert ChatTokenizer(spoilt_folder).stop_ids == {EOS}
     (spoilt_folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": [5, 6]}')
-    assert Tokenizer(spoilt_folder).stop_ids == {EOS, 5, 6}
+    assert ChatTokenizer(spoilt_folder).stop_ids == {EOS, 5, 6}
     (spoilt_folder / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert Tokenizer(spoilt_folder).stop_ids == {EOS, 5, 6, 7}
+    assert ChatTokenizer(spoilt_folder).stop_ids == {EOS, 5, 6, 7}
 
 
 def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path):
@@ -281,7 +279,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
-    tokenizer, rng = Tokenizer(tmp_path), random.Random(0)
+    tokenizer, rng = ChatTokenizer(tmp_path), random.Random(0)
     # Each byte of the first string is a token here, and its first space would be stripped.
     stop = StopStrings(tokenizer, [" \né\n\né\n", "ab a</s>", "é\né"])
     singles = (*b"\n", *range(256, max(tokenizer.known_ids) + 2))
@@ -410,7 +408,7 @@ def test_row_19_a_text_that_cannot_be_tokenized_is_named(tmp_path):
     save_tokenizer(tmp_path, TEMPLATE)
     for text in ("a\ud800", [user("a\ud800")]):
         with pytest.raises(InputError, match=r"^f:2: the text cannot be tokenized: .*ud800"):
-            letter_prompts(["ab", text], tokenizer=Tokenizer(tmp_path))
+            letter_prompts(["ab", text], tokenizer=ChatTokenizer(tmp_path))
 
 
 LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
@@ -435,7 +433,7 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
     canary = tmp_path / "canary"
     (tmp_path / "mine.py").write_text(f"open({str(canary)!r}, 'w')\nclass Mine: pass\n")
     with pytest.raises(InputError, match=r"its tokenizer cannot be loaded: .*custom code"):
-        Tokenizer(tmp_path)
+        ChatTokenizer(tmp_path)
     assert not canary.exists()
 
 

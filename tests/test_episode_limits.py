@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.data.view import view_of
+from minirl.data.conversation import view_of
 from minirl.episodes.episode import one_turn
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import CUT_OFF, all_branches

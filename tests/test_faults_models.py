@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.errors import InputError
 from minirl.files import durable
 from minirl.model.families import read_config
@@ -145,7 +145,7 @@ def test_row_35_code_that_comes_with_a_model_is_not_run(folder, tmp_path):
 def test_row_36_a_folder_without_a_tokenizer_is_named(folder):
     """The weights alone cannot be prompted."""
     with pytest.raises(InputError, match=str(folder)):
-        Tokenizer(folder)
+        ChatTokenizer(folder)
 
 
 @pytest.fixture

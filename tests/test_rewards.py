@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from minirl.data.conversation import answers_of
 from minirl.data.task import Row
-from minirl.data.view import answers_of
 from minirl.errors import InputError, RewardError
 from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model

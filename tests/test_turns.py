@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minirl.data.stop_strings import StopStrings
+from minirl.data.tokenizer import StopStrings
 from minirl.generation.block_pool import ceil_div
 from minirl.generation.engine import Engine, Request
 from minirl.model.portable_attention import BLOCK

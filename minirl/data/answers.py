@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.data.task import check_text
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.messages import check_text
 from minirl.errors import refuse
 
 # Reasoning may begin before a turn, in its own message: that is the text after the last special token.
@@ -24,7 +24,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
-def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
+def parsed_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
     """Return the message of a turn's ids: "role", "content", and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
@@ -45,13 +45,13 @@ def parsed_answer(tokenizer: Tokenizer, ids: Sequence[int], before: NDArray[np.i
     return _by_response_template(tokenizer, text, prefix)
 
 
-def _without_special(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+def _without_special(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[int]:
     """Return the ids of text, and those of the tags, which are special tokens in some vocabularies."""
     special = tokenizer.special_tokens
     return [i for i in ids if i not in special or special[i] in _HERMES_TAGS]
 
 
-def check_readable(tokenizer: Tokenizer) -> None:
+def check_readable(tokenizer: ChatTokenizer) -> None:
     """Raise InputError if answers cannot be read: no usable response template, and no template of Hermes' calls."""
     if not writes_hermes(tokenizer):
         why = _by_response_template(tokenizer, "", "").get("parse_error")
@@ -61,13 +61,13 @@ def check_readable(tokenizer: Tokenizer) -> None:
         )
 
 
-def writes_hermes(tokenizer: Tokenizer) -> bool:
+def writes_hermes(tokenizer: ChatTokenizer) -> bool:
     """Return whether the model writes calls as Hermes does: its chat template shows one, and it has no other format."""
     is_shown = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
     return is_shown and getattr(tokenizer.backend, "response_template", None) is None
 
 
-def _by_response_template(tokenizer: Tokenizer, text: str, prefix: str) -> dict[str, Any]:
+def _by_response_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
     backend = tokenizer.backend
     refuse(
         getattr(backend, "response_template", None) is None,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task, read_prompt
+from minirl.data.messages import read_prompt
+from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError, refuse
 
 # Blanks, and the byte order mark with which a file may begin.

@@ -17,18 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from minirl.data import answers
-from minirl.data.task import (
-    After,
-    Messages,
-    Row,
-    is_messages,
-    is_stop_string,
-    is_token_ids,
-    read_message,
-    read_prompt,
-)
-from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import conversation
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.conversation import conversation
+from minirl.data.messages import After, Messages, is_messages, is_token_ids, read_message, read_prompt
+from minirl.data.task import Row
+from minirl.data.tokenizer import is_stop_string
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import shown
 from minirl.rewards.calls import MAX_REWARD, validate_number
@@ -98,7 +91,7 @@ class Turn(TurnFacts):
     """
 
     appended: list[int]
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     tokens: BranchTokens
 
     @property

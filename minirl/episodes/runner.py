@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from minirl.data.messages import is_messages
 from minirl.data.prompts import PromptStream
-from minirl.data.task import is_messages
 from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_form, function_name
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn
 from minirl.episodes.event_loop import event_loop
@@ -325,7 +325,7 @@ def _make_turn(prompts: PromptStream, driver: Driver, asked: Generate) -> tuple[
     branch = episode.branches[asked.branch]
     if not branch.prompt_ids and not _begin_branch(prompts, branch, episode, place):
         return None, None
-    new_ids = _appended_ids(prompts, branch, asked, place)
+    new_ids = _appended_ids(prompts, branch, asked, place) if asked.after else []
     start = branch.num_tokens + len(new_ids)
     room = branch.max_tokens - start
     if room < 1:
@@ -351,13 +351,12 @@ def _make_turn(prompts: PromptStream, driver: Driver, asked: Generate) -> tuple[
 
 def _begin_branch(prompts: PromptStream, branch: Branch, episode: Episode, place: str) -> bool:
     """Make a new branch's request; return False if its prompt leaves no room for a turn."""
-    prompt_ids = prompts.branch_ids(branch.prompt, place, tools=branch.tools)
-    branch_id = episode.request.rollout_id._replace(branch=branch.number)
-    request = prompts.request(branch_id, branch.prompt, prompt_ids, episode.temperature)
+    request = prompts.branch_request(episode.request, branch.number, branch.prompt, place, tools=branch.tools)
     if request.max_new_tokens < 1:
         refuse(not episode.all_turns, f"{place}: the prompt of its first turn leaves no room for it")
         return False
-    branch.request, branch.prompt_ids, branch.max_tokens = request, list(prompt_ids), request.max_new_tokens
+    branch.request, branch.prompt_ids = request, list(request.prompt_ids)
+    branch.max_tokens = request.max_new_tokens
     return True
 
 
@@ -373,7 +372,7 @@ def _appended_ids(prompts: PromptStream, branch: Branch, asked: Generate, place:
         refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
         last = branch.turns[-1]
         end_id = last.ids[-1] if last.finish_reason == "stop" else None
-    return prompts.appended_ids(asked.after, place, end_id=end_id, tools=branch.tools)
+    return prompts.tokenizer.with_tools(branch.tools).encode_after(asked.after, place, end_id=end_id)
 
 
 def _branch_ends(episode: Episode) -> dict[int, str]:

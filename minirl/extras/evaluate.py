@@ -177,9 +177,9 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
     return low, high
 
 
-def result_of(setup: Setup, records: Iterable[Record]) -> dict[str, Any]:
-    """The JSON of an evaluation. records: those of all prompts."""
-    config, truncation = setup.config, setup.held_out.truncation
+def result_of(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
+    """The JSON of an evaluation. records: those of all prompts. truncation: that they were sampled with."""
+    config = setup.config
     weights = dict(zip(setup.reward_functions, setup.score_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
     for name, of_prompts in values_by_prompt(records, setup.task, weights).items():
@@ -199,17 +199,18 @@ def result_of(setup: Setup, records: Iterable[Record]) -> dict[str, Any]:
 def evaluate(config: Config) -> dict[str, Any]:
     """Evaluate all held-out prompts; returns the JSON on rank 0, else {} (collective)."""
     setup = Setup(config, name="eval")
-    setup.held_out.truncation = Truncation(config.top_k, config.top_p)
     setup.print_start()
     folder = setup.folder.path
     logger = Logger(folder, setup.args(), wandb_mode="off")
     policy = load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device)
-    own = setup.evaluate(setup.make_collector(policy, one_turn).evaluator(setup.held_out))
+    evaluator = setup.make_collector(policy, one_turn).evaluator(setup.held_out)
+    truncation = Truncation(config.top_k, config.top_p)
+    own = setup.evaluate(evaluator, truncation=truncation)
     logger.log_rollouts(0, own)
     records = itertools.chain(*gather_objects(own))
     if rank() != 0:
         return {}
-    result = result_of(setup, records)
+    result = result_of(setup, records, truncation)
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.conversation import view_of
 from minirl.data.task import Task
-from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import view_of
 from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import weighted_scores
 
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]  # of a rollout, with `reward`, see `rollout_records`
 def rollout_records(
     rewarded: RewardedRollouts,
     functions: Iterable[str],
-    tokenizer: Tokenizer,
+    tokenizer: ChatTokenizer,
     *,
     weights: Tensor,
     **columns: Sequence[float],

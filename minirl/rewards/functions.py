@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Messages, RewardFunction, Row
-from minirl.data.tokenizer import Tokenizer
-from minirl.data.view import answers_of, messages_of
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.conversation import answers_of, messages_of
+from minirl.data.messages import Messages
+from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError, escaped
 from minirl.rewards.calls import (
     Answer,
@@ -65,7 +66,7 @@ class PromptGroup:
     row: Row
     rollouts: Sequence[Rollout]
     texts: Sequence[str]
-    tokenizer: Tokenizer
+    tokenizer: ChatTokenizer
     seed: int = 0
 
     @property

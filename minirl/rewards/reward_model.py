@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from minirl.data.task import Messages
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.messages import Messages
 from minirl.errors import RewardError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.folders import file_of
@@ -37,7 +37,7 @@ def load_reward_model(
     InputError if the model is not a sequence classifier with one label.
     """
     model = load_replica(folder, dtype=dtype, scalar_head=True)
-    tokenizer = Tokenizer(folder, chat=chat, template_arguments=template_arguments)
+    tokenizer = ChatTokenizer(folder, chat=chat, template_arguments=template_arguments)
     refuse(
         chat and tokenizer.backend.chat_template is None,
         f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat",

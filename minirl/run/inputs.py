@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minirl.data.answers import check_readable
+from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
+from minirl.data.messages import Tool, tool_name
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
-from minirl.data.tools import Tool, tool_name
 from minirl.episodes.driver import UserRollout, check_form
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import find_functions, loading, source_and_name
@@ -160,7 +161,7 @@ def load_prompts(
     model_config = dataclasses.replace(model_config, scalar_head=scalar_head, adapters=config.adapters)
     if any(model_folder.glob("*.safetensors")):
         check_weights(model_config, model_folder)
-    tokenizer = load_tokenizer(config, model_folder, tools, user_rollout)
+    tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     limits = [model_config.max_position_embeddings]
     limits += [
@@ -184,7 +185,12 @@ def load_prompts(
         )
         limits.append(teacher.max_position_embeddings)
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
-    train, held_out_stream = (
+    left_out = [
+        f"{path}: only the first {config.eval_rows:,} of {len(rows):,} rows"
+        for path, rows in task.eval_sets.items()
+        if len(rows) > config.eval_rows
+    ]
+    train_stream, held_out_stream = (
         PromptStream(
             rows,
             tokenizer,
@@ -192,21 +198,20 @@ def load_prompts(
             seed=config.seed,
             max_tokens=min(limits),
             max_new_tokens=max_new_tokens,
-            vocab_size=model_config.vocab_size,
+            notes=notes,
         )
-        for purpose, rows in (("train", task.train_rows), ("eval", held_out))
+        for purpose, rows, notes in (("train", task.train_rows, ()), ("eval", held_out, left_out))
     )
-    held_out_stream.row_notes += [
-        f"{path}: only the first {config.eval_rows:,} of {len(rows):,} rows"
-        for path, rows in task.eval_sets.items()
-        if len(rows) > config.eval_rows
-    ]
-    return model_config, train, held_out_stream
+    return model_config, train_stream, held_out_stream
 
 
 def load_tokenizer(
-    config: RunConfig, folder: Path, tools: Sequence[Tool], user_rollout: UserRollout | None
-) -> Tokenizer:
+    config: RunConfig,
+    folder: Path,
+    tools: Sequence[Tool],
+    user_rollout: UserRollout | None,
+    vocab_size: int,
+) -> ChatTokenizer:
     """The tokenizer, whose prompts describe the script's tools, or those of --tools or --environment.
 
     Raises InputError if it cannot read the calls of the latter or write their results, and for template arguments that
@@ -217,11 +222,12 @@ def load_tokenizer(
         bool(tools and called),
         "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout",
     )
-    tokenizer = Tokenizer(
+    tokenizer = ChatTokenizer(
         folder,
         chat=config.chat,
         template_arguments=config.template_arguments,
         tools=tools or called,
+        vocab_size=vocab_size,
     )
     tokenizer.check_arguments("--chat-template-kwargs")
     if called:

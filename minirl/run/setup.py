@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from minirl.data.stop_strings import StopStrings
+from minirl.data.messages import Tool
 from minirl.data.task import RewardFunction
-from minirl.data.tools import Tool
+from minirl.data.tokenizer import StopStrings
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.errors import refuse
@@ -39,6 +39,7 @@ from minirl.ranks.process_group import (
 from minirl.report.records import rollout_records
 from minirl.rewards.functions import overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
+from minirl.rollouts import NO_TRUNCATION, Truncation
 from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
@@ -249,16 +250,20 @@ class Setup:
             call_timeout=self.config.call_timeout,
         )
 
-    def evaluate(self, evaluator: Collector, *, weight_version: int = 0) -> list[dict[str, Any]]:
+    def evaluate(
+        self, evaluator: Collector, *, weight_version: int = 0, truncation: Truncation = NO_TRUNCATION
+    ) -> list[dict[str, Any]]:
         """The records of this rank's rollouts of the held-out prompts (collective if ranks share layers).
 
-        evaluator: of `Collector.evaluator`, for these prompts.
+        evaluator: of `Collector.evaluator`, for these prompts. truncation: of the distributions that tokens are sampled
+        from.
         """
         requests = self.held_out.requests(
             range(self.held_out.num_prompts),
             group_size=self.config.eval_samples,
             num_greedy=int(not self.config.eval_samples),
             temperature=self.config.temperature,
+            truncation=truncation,
         )
         rewarded = evaluator.run(requests, weight_version=weight_version)
         return rollout_records(rewarded, self.reward_functions, self.tokenizer, weights=self.score_weights)

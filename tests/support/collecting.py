@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.prompts import PromptStream
-from minirl.data.stop_strings import StopStrings
 from minirl.data.task import Row
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.tokenizer import StopStrings
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.rollouts import Rollout
@@ -32,11 +32,11 @@ CHAT = (
 
 
 @functools.cache
-def letter_tokenizer(template=None, *, chat=False) -> Tokenizer:
+def letter_tokenizer(template=None, *, chat=False) -> ChatTokenizer:
     """A tokenizer of one id per letter, with the model's number of ids."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(folder, template, tokens=(*TOKENS, *"ABCDEFGHIJKLMN"), single="$A")
-        tokenizer = Tokenizer(Path(folder), chat=chat)
+        tokenizer = ChatTokenizer(Path(folder), chat=chat)
     assert len(tokenizer.backend) == VOCAB
     return tokenizer
 
@@ -54,7 +54,6 @@ class Prompts(PromptStream):
             purpose="train",
             max_tokens=20 + max_new_tokens,
             max_new_tokens=max_new_tokens,
-            vocab_size=VOCAB,
         )
         self._length_of = length_of
 

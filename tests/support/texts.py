@@ -2,6 +2,7 @@
 
 import re
 
+from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
 
@@ -60,29 +61,25 @@ def assistant(content, **fields):
     return {"role": "assistant", "content": content, **fields}
 
 
-class Letters:
+class Letters(ChatTokenizer):
     """A tokenizer of one id per letter."""
 
+    chat = False
+    tools = bos_ids = eos_ids = ()
     stop_ids = frozenset({7})
 
-    def stop_ids_of(self, prompt):
-        return self.stop_ids
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
 
-    def notes(self, prompt):
-        return []
-
-    def encode(self, row):
-        return [ord(letter) for letter in row.prompt]
-
-    def encode_all(self, rows):
-        return [self.encode(row) for row in rows]
+    def encode_beginning(self, text, place):
+        return [ord(letter) for letter in text]
 
 
-def letter_prompts(texts, *, tokenizer=None, **options):
+def letter_prompts(texts, *, tokenizer=None, vocab_size=128, **options):
     """Prompts of one token per letter, unless a tokenizer is given; row i is at f:i."""
     rows = [Row(text, {}, f"f:{i}") for i, text in enumerate(texts, 1)]
-    defaults = dict(purpose="train", max_tokens=10, max_new_tokens=4, vocab_size=128)
-    return PromptStream(rows, tokenizer or Letters(), **defaults | options)
+    defaults = dict(purpose="train", max_tokens=10, max_new_tokens=4)
+    return PromptStream(rows, tokenizer or Letters(vocab_size), **defaults | options)
 
 
 # Small templates, each with a habit of published ones, with the id that ends an answer.

@@ -20,7 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
-from minirl.data.task import Messages, as_messages
+from minirl.data.messages import Messages, as_messages
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread
 from minirl.errors import refuse

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from minirl.data.task import Messages, check_text, read_message
-from minirl.data.tools import tool_schemas
+from minirl.data.messages import Messages, check_text, read_message, tool_schemas
 from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0

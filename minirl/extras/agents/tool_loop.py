@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from minirl.data.task import Messages, as_messages
-from minirl.data.tools import tool_schemas
+from minirl.data.messages import Messages, as_messages, tool_schemas
 from minirl.episodes.driver import UserRollout
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
 from minirl.episodes.event_loop import in_thread

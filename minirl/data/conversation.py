@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from minirl.data import answers
-from minirl.data.task import Messages, add_answer, as_messages, is_token_ids
-from minirl.data.tokenizer import Tokenizer
+from minirl.data.chat_tokenizer import ChatTokenizer
+from minirl.data.messages import Messages, add_answer, as_messages, is_token_ids
 from minirl.errors import InputError
 from minirl.rollouts import Rollout, TurnFacts
 
 Turn = TypeVar("Turn", bound=TurnFacts)
 
 
-def view_of(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
+def view_of(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """Return the messages, segments and turns of a rollout, as JSON values.
 
     messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
@@ -33,7 +33,7 @@ def view_of(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def answers_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
+def answers_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the `messages_of` a rollout after the row's prompt, as far as they begin with it.
 
     A prompt's last message may continue with the text that an environment's `reset` returned, or with the answer.
@@ -55,7 +55,7 @@ def answers_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
     return messages
 
 
-def messages_of(rollout: Rollout, tokenizer: Tokenizer) -> Messages:
+def messages_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
 
     Answers have no special tokens; if the model may call tools, those of one turn have its calls.
@@ -104,7 +104,7 @@ def conversation(
     return messages
 
 
-def _segments(rollout: Rollout, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
     """Yield the branches' tokens turn by turn, with those appended before each, and the prompts, if not the row's."""
     for branch in rollout.branches:
         number = branch.rollout_id.branch

@@ -1,0 +1,329 @@
+"""Prompts to token ids: text, or messages and tools as the chat template writes them."""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+from minirl.data.messages import (
+    After,
+    Messages,
+    Tool,
+    add_answer,
+    as_messages,
+    is_messages,
+    is_token_ids,
+    tool_name,
+    tool_schemas,
+)
+from minirl.data.task import Row
+from minirl.data.tokenizer import Tokenizer
+from minirl.errors import InputError, refuse
+
+# Forms of a conversation (its roles and tools) that are remembered as shown in full by the chat template.
+MAX_SHOWN_FORMS = 1024
+# Words that no template mistakes for something else.
+_ANSWER = "minirlanswer"
+_CONTENT = "minirlcontent{}end"
+_CALL = "minirlcall{}end"
+
+
+class ChatTokenizer(Tokenizer):
+    """The tokenizer of a model, which also writes prompts and appended messages.
+
+    chat: whether text prompts go through the chat template, as one user message. tools: the JSON schemas of the tools
+    that prompts show to the model. chat_stop_ids: `stop_ids`, and the token that the chat template writes after an
+    answer. vocab_size: the number of the model's embeddings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        chat: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
+        vocab_size: int | None = None,
+    ):
+        """Load the tokenizer of a model folder.
+
+        template_arguments: further arguments of the chat template, see `check_arguments`. vocab_size: None for the
+        number of the tokenizer's ids. Raises InputError like `Tokenizer` and `tool_schemas`.
+        """
+        super().__init__(folder)
+        self.chat = chat
+        self.template_arguments = dict(template_arguments or {})
+        self.tools = tool_schemas(tools) if tools else []
+        self.vocab_size = vocab_size or max(self.known_ids) + 1
+        self.chat_stop_ids = self.stop_ids
+        if self.backend.chat_template is not None:
+            self.chat_stop_ids |= self._turn_end_ids()
+        # Shared with all tokenizers that `with_tools` returns.
+        self._shown_forms: set[tuple[Any, ...]] = set()
+
+    def with_tools(self, tools: Sequence[Tool] | None) -> Self:
+        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `tool_schemas`."""
+        if tools is None or tools == self.tools:
+            return self
+        other = copy.copy(self)
+        other.tools = tool_schemas(tools)
+        return other
+
+    def is_chat(self, prompt: str | Messages | list[int]) -> bool:
+        """Whether a prompt goes through the chat template; for token ids, whether it may have done so."""
+        return self.chat or not isinstance(prompt, str)
+
+    def stop_ids_of(self, prompt: str | Messages | list[int]) -> frozenset[int]:
+        """Return the ids that end a turn after a prompt."""
+        return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
+
+    def notes(self, prompt: str | Messages) -> list[str]:
+        """Return notes on how prompts such as this one begin, and how turns after them end."""
+        notes = []
+        if self.eos_ids and not self.is_chat(prompt):
+            ends = self.backend.decode(self.eos_ids)
+            notes.append(f"the tokenizer writes {ends} after texts; prompts go without, to be completed")
+        stop_ids = self.stop_ids_of(prompt)
+        if stop_ids != self.stop_ids:
+            ends = ", ".join(self.backend.convert_ids_to_tokens(sorted(stop_ids & self.known_ids)))
+            notes.append(
+                f"turns stop at {ends}; one of them is from the chat template, not the model's files"
+            )
+        if min(stop_ids, default=self.vocab_size) >= self.vocab_size:
+            notes.append(
+                "the tokenizer has no end-of-sequence token: completions end only at --max-new-tokens"
+            )
+        return notes
+
+    def encode(self, row: Row) -> list[int]:
+        """Return the token ids of a row's prompt.
+
+        Text begins with the tokenizer's BOS token, once, and never ends with its EOS token: the completion goes on.
+        Chats have the tokens that the chat template writes. Raises InputError naming the row if the prompt cannot be
+        encoded, has no tokens or has some that the model lacks, and if row and run both have tools.
+        """
+        if self.is_chat(row.prompt):
+            ids = self.encode_text(self._prompt_text(row), row.place)
+        else:
+            refuse(row.tools or self.tools, f"{row.place}: a text prompt cannot show tools; see --chat")
+            ids = self.encode_beginning(cast(str, row.prompt), row.place)
+        refuse(not ids, f"{row.place}: the prompt has no tokens")
+        self.check_ids(ids, row.place)
+        return ids
+
+    def _prompt_text(self, row: Row) -> str:
+        """Return what the chat template writes for a row's prompt and tools. Raises InputError naming the row."""
+        refuse(
+            row.tools and self.tools and row.tools != self.tools,
+            f"{row.place}: has tools of its own, and so has the run; leave out one of them",
+        )
+        try:
+            shown = self.with_tools(row.tools)
+        except InputError as error:
+            raise InputError(f"{row.place}: {error}") from None
+        return shown.render_in_full(as_messages(row.prompt), row.place, is_prompt=True)
+
+    def encode_branch(self, prompt: str | Messages | list[int], place: str) -> list[int]:
+        """Return the ids of the prompt of an episode's further branch: text, messages or the ids themselves.
+
+        Raises InputError naming `place` like `encode`. The prompt may be too long.
+        """
+        place = f"{place}: branch(...)"
+        if not is_token_ids(prompt):
+            return self.encode(Row(cast(str | Messages, prompt), {}, place))
+        self.check_ids(prompt, place)
+        return list(prompt)
+
+    def encode_after(self, after: After, place: str, *, end_id: int | None) -> list[int]:
+        """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
+
+        after: messages as `read_message` returns them. end_id: for messages, see `following_ids`. Raises InputError
+        naming `place` for messages that cannot be rendered, and for ids that the model lacks.
+        """
+        if isinstance(after, str):
+            ids = self.encode_appended(after, place)
+        elif is_messages(after):
+            ids = self.following_ids(after, place, end_id=end_id)
+        else:
+            ids = list(cast(Sequence[int], after))
+            refuse(
+                ids and not is_token_ids(ids),
+                f"{place}: generate(after=...): expected text, token ids or messages",
+            )
+        self.check_ids(ids, f"{place}: generate(after=...)")
+        return ids
+
+    def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
+        """Return the token ids of a prompt with its whole completion, for a reward model.
+
+        Text ends with exactly one end-of-sequence token, if the tokenizer has one; messages go through the
+        chat template. Raises InputError if that leaves out a message or a tool call.
+        """
+        place = "the reward model"
+        if not self.is_chat(prompt):
+            ids = self.encode_beginning(f"{prompt}{completion}", place)
+            eos_id = self.backend.eos_token_id
+            if eos_id is not None and ids[-1:] != [eos_id]:
+                ids.append(eos_id)
+            return ids
+        answers: list[Any] = [completion] if isinstance(completion, str) else completion
+        messages = list(as_messages(prompt))
+        add_answer(messages, answers[0])
+        messages += answers[1:]
+        return self.encode_text(self.render_in_full(messages, place, is_prompt=False), place)
+
+    def check_ids(self, ids: Sequence[int], place: str) -> None:
+        """Raise InputError naming the place for an id that the model lacks."""
+        largest = max(ids, default=0)
+        refuse(
+            largest >= self.vocab_size,
+            f"{place}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
+            "another model's?",
+        )
+
+    def following_ids(self, messages: Messages, place: str, *, end_id: int | None) -> list[int]:
+        """Return the token ids of messages after an answer, from the answer's end to the start of the next answer.
+
+        The template might write the sampled answer differently, so that is never rendered (`after_answer`).
+
+        end_id: the answer's last id if the model ended it, None if it was truncated. If the template closes an answer
+        with this id, the ids up to it are not repeated. Raises InputError naming `place` and the tokenizer's folder if
+        the last message is the assistant's, and for messages that the template refuses or does not show.
+        """
+        refuse(
+            messages[-1]["role"] == "assistant",
+            f"{place}: generate(after=...): the last message is the assistant's, whose turn the model samples; append "
+            "its beginning as text",
+        )
+        marked, marks = marked_messages(messages)
+        outline = self.after_answer(marked, place)
+        self._refuse_hidden(marks, outline, place)
+        ids = self.encode_appended(self.after_answer(messages, place), place)
+        # The template's own text before the first message.
+        head = self.encode_appended(outline.partition(next(iter(marks)))[0], place)
+        if end_id is None or end_id not in head:
+            return ids
+        # An ordinary token of the head may also have completed a stop string.
+        closes = end_id in self.stop_ids_of(messages) or end_id == head[0]
+        return ids[head.index(end_id) + 1 :] if closes else ids
+
+    def after_answer(self, messages: Messages, place: str) -> str:
+        """Return what the chat template writes after an answer: these messages, and the beginning of the next answer.
+
+        It renders a user's message, a one-word answer and the messages. Raises InputError naming `place`, also if the
+        template does not show the word.
+        """
+        conversation = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": _ANSWER},
+            *messages,
+        ]
+        text = self.render(conversation, place, is_prompt=True)
+        _, answer, after = text.partition(_ANSWER)
+        refuse(
+            not answer,
+            f"{place}: the chat template of {self.folder} does not show the text of an answer; append "
+            "text or token ids",
+        )
+        return after
+
+    def render_in_full(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
+        """Return `render` of messages. Raises InputError also if that leaves out a message, tool call or tool.
+
+        Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
+        texts, once for each form of conversation.
+        """
+        text = self.render(messages, place, is_prompt=is_prompt)
+        roles = ((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
+        form = (str(self.tools), *roles)
+        if form in self._shown_forms:
+            return text
+        marked, marks = marked_messages(messages)
+        tools = []
+        for tool in self.tools:
+            name = _CALL.format(len(marks))
+            marks[name] = f"the tool {tool_name(tool)}"
+            tools.append({**tool, "function": {**tool["function"], "name": name}})
+        outline = self.with_tools(tools).render(marked, place, is_prompt=is_prompt)
+        self._refuse_hidden(marks, outline, place)
+        if len(self._shown_forms) == MAX_SHOWN_FORMS:
+            self._shown_forms.clear()
+        self._shown_forms.add(form)
+        return text
+
+    def render(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
+        """Return the text that the chat template makes of messages, the tools and the template's arguments.
+
+        A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
+        answer continues that message, as in TRL. Raises InputError naming `place` and the folder if the template
+        refuses the messages.
+        """
+        if self.backend.chat_template is None:
+            hint = "leave out --chat" if self.chat else "use text prompts"
+            raise InputError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
+        continues = is_prompt and messages[-1]["role"] == "assistant"
+        try:
+            return self.backend.apply_chat_template(
+                # The result of a tool may be a list.
+                [{**message, "content": str(message["content"])} for message in messages],
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=is_prompt and not continues,
+                continue_final_message=continues,
+                **self.template_arguments,
+            )
+        except Exception as error:
+            # A template is a program from the model's folder: it may raise anything.
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+            raise InputError(
+                f"{place}: the chat template of {self.folder} refuses the messages: {reason}; change the one or the "
+                "other"
+            ) from None
+
+    def _refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
+        """Raise InputError for the first of `marked_messages` that a text of the chat template does not have."""
+        hidden = next((what for mark, what in marks.items() if mark not in text), None)
+        refuse(
+            hidden,
+            f"{place}: the chat template of {self.folder} does not show {hidden}; write it in another role, or as text",
+        )
+
+    def check_arguments(self, flag: str) -> None:
+        """Raise InputError, naming the flag, for a template argument that the chat template does not use."""
+        for name in self.template_arguments:
+            refuse(
+                not re.search(rf"\b{re.escape(name)}\b", str(self.backend.chat_template)),
+                f"{flag}: the chat template of {self.folder} does not use {name!r}; leave it out",
+            )
+
+    def _turn_end_ids(self) -> set[int]:
+        """Return the special token that the chat template writes after an answer, unless it writes a stop id there."""
+        try:
+            text = self.after_answer([{"role": "user", "content": _CONTENT}], str(self.folder))
+        except InputError:  # a template for other conversations
+            return set()
+        after = self.encode_appended(text.partition(_CONTENT)[0].lstrip(), str(self.folder))
+        is_stopped = not self.stop_ids.isdisjoint(after)
+        return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
+
+
+def marked_messages(messages: Messages) -> tuple[Messages, dict[str, str]]:
+    """Replace the texts and the names of called functions by unique marks.
+
+    Return the messages, and what each mark stands for.
+    """
+    marked = []
+    marks: dict[str, str] = {}
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            name = _CALL.format(len(marks))
+            marks[name] = f"a tool call of a message of role {message['role']!r}"
+            calls.append({**call, "function": {**call["function"], "name": name}})
+        content = ""
+        if message["content"] or not calls:
+            content = _CONTENT.format(len(marks))
+            marks[content] = f"a message of role {message['role']!r} in its place"
+        marked.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
+    return marked, marks

@@ -1,0 +1,146 @@
+"""Messages and tools as chat templates take them. All are read here: those of rows, scripts, rollouts and agents."""
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+from minirl.errors import InputError, refuse
+
+# As `read_message` returns them. Reward functions also get TRL's further keys, such as `tool_calls`.
+Messages = list[dict[str, Any]]
+# What is appended between two turns: text, token ids or messages.
+After = str | Sequence[int] | Messages
+# A JSON schema as chat templates take it, or a function with type hints and a docstring.
+Tool = dict[str, Any] | Callable[..., Any]
+
+
+def read_message(message: Any, place: str) -> dict[str, Any]:
+    """Return a message as chat templates take it: text as content, and objects as arguments of tool calls.
+
+    Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
+    text. A tool's result may be another list, which stays one. Raises InputError, naming `place`, for anything else.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InputError(f"{place}: {message!r:.80}: expected a message, an object with role and content")
+    content = message.get("content")
+    calls = message.get("tool_calls")
+    is_tool = message["role"] == "tool"
+    if isinstance(content, list) and all(map(_is_text_part, content)) and (content or not is_tool):
+        content = "".join(part["text"] for part in content)
+    refuse(
+        not isinstance(content, str | list | None if is_tool else str | None),
+        f"{place}: content is {content!r:.80}; only text content is supported",
+    )
+    refuse(
+        message.get("function_call"), f"{place}: function_call is an older form of tool_calls; write these"
+    )
+    read = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    read["content"] = "" if content is None else content
+    if calls:
+        try:
+            read["tool_calls"] = list(map(_read_call, calls))
+        except (TypeError, LookupError):
+            raise InputError(f"{place}: tool_calls: only function calls are supported") from None
+    return read
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, if they are one. Raises TypeError and LookupError."""
+    name = call["function"]["name"]
+    if not isinstance(name, str):
+        raise TypeError("a function's name is text")
+    arguments: Any = call["function"]["arguments"] or {}
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        read = json.loads(arguments)
+        arguments = read if isinstance(read, dict) else arguments
+    kept = {key: call[key] for key in ("id", "type") if key in call}
+    return {**kept, "function": {"name": name, "arguments": arguments}}
+
+
+def read_prompt(prompt: Any, place: str) -> str | Messages:
+    """Return a prompt: text that is not blank, or messages as `read_message` returns them. Raises InputError."""
+    if isinstance(prompt, list) and prompt:
+        return [read_message(message, f"{place}, message {i}") for i, message in enumerate(prompt, 1)]
+    refuse(
+        not isinstance(prompt, str) or not prompt.strip(),
+        f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content",
+    )
+    return prompt
+
+
+def is_messages(after: After) -> TypeGuard[Messages]:
+    """Whether `after` is a list of messages, valid or not, rather than of token ids."""
+    return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
+
+
+def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
+    """Whether a prompt is token ids rather than text or messages."""
+    is_list = isinstance(prompt, list | tuple) and bool(prompt)
+    return is_list and all(type(i) is int and i >= 0 for i in prompt)
+
+
+def check_text(value: Any) -> None:
+    r"""Raise ValueError for half a surrogate pair ("\ud800") in a JSON value: text with one cannot be tokenized."""
+    json.dumps(value, ensure_ascii=False).encode()
+
+
+def as_messages(prompt: str | Messages) -> Messages:
+    """Return messages unchanged, and text as one user message."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
+    """Add an answer, as text or as a message, or join it to the last message if that is the assistant's."""
+    if isinstance(answer, str):
+        answer = {"role": "assistant", "content": answer}
+    # Only a prompt can end with the assistant's message, which the answer continues.
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        answer = {**last, **answer, "content": last["content"] + answer["content"]}
+    messages.append(answer)
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools. Raises InputError naming a tool without one, or a name that two share."""
+    refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
+    schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked_schema(tool) for tool in tools]
+    names = [tool_name(schema) for schema in schemas]
+    for name in names:
+        refuse(names.count(name) > 1, f"tools: two have the name {name!r}; rename one")
+    return schemas
+
+
+def tool_name(schema: dict[str, Any]) -> str:
+    """Return the name by which the model calls a tool."""
+    return schema["function"]["name"]
+
+
+def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:
+        # transformers reads signature and docstring, which may hold anything.
+        raise InputError(
+            f"tools: {getattr(function, '__name__', function)!r}: no JSON schema can be made of it: {str(error)[:300]}"
+        ) from None
+
+
+def _checked_schema(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    refuse(
+        not isinstance(name, str) or not name,
+        f"tools: {tool!r:.80}: expected a function, or a schema "
+        '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}',
+    )
+    return dict(tool)
