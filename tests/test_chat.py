@@ -32,7 +32,7 @@ CONTENTS = (
     "<think>x</think>y",
     "</tool_response>",
     "{{ messages }}{% raw %}",
-    "minirlanswer minirlcontent0end",
+    "minirlanswer minirlmark0end",
     '{"a": null}',
     "日本 😀 e\u0301",
     "\x00\x01\u2028",

@@ -23,10 +23,9 @@ from minirl.errors import InputError, refuse
 
 # Forms of a conversation (its roles and tools) that are remembered as shown in full by the chat template.
 MAX_SHOWN_FORMS = 1024
-# Words that no template mistakes for something else.
+# Words that no template takes for something else.
 _ANSWER = "minirlanswer"
-_CONTENT = "minirlcontent{}end"
-_CALL = "minirlcall{}end"
+_MARK = "minirlmark{}end"
 
 
 class ChatTokenizer(Tokenizer):
@@ -97,59 +96,55 @@ class ChatTokenizer(Tokenizer):
         return notes
 
     def encode(self, row: Row) -> list[int]:
-        """Return the token ids of a row's prompt.
+        """Return the token ids of a row's prompt, which shows the row's tools, if it has any, or the run's.
 
-        Text begins with the tokenizer's BOS token, once, and never ends with its EOS token: the completion goes on.
-        Chats have the tokens that the chat template writes. Raises InputError naming the row if the prompt cannot be
-        encoded, has no tokens or has some that the model lacks, and if row and run both have tools.
+        Raises InputError naming the row, like `encode_prompt`, and if row and run have different tools.
         """
-        if self.is_chat(row.prompt):
-            ids = self.encode_text(self._prompt_text(row), row.place)
-        else:
-            refuse(row.tools or self.tools, f"{row.place}: a text prompt cannot show tools; see --chat")
-            ids = self.encode_beginning(cast(str, row.prompt), row.place)
-        refuse(not ids, f"{row.place}: the prompt has no tokens")
-        self.check_ids(ids, row.place)
-        return ids
-
-    def _prompt_text(self, row: Row) -> str:
-        """Return what the chat template writes for a row's prompt and tools. Raises InputError naming the row."""
+        if row.tools is None:
+            return self.encode_prompt(row.prompt, row.place)
         refuse(
-            row.tools and self.tools and row.tools != self.tools,
+            self.tools and row.tools != self.tools,
             f"{row.place}: has tools of its own, and so has the run; leave out one of them",
         )
         try:
             shown = self.with_tools(row.tools)
         except InputError as error:
             raise InputError(f"{row.place}: {error}") from None
-        return shown.render_in_full(as_messages(row.prompt), row.place, is_prompt=True)
+        return shown.encode_prompt(row.prompt, row.place)
 
-    def encode_branch(self, prompt: str | Messages | list[int], place: str) -> list[int]:
-        """Return the ids of the prompt of an episode's further branch: text, messages or the ids themselves.
+    def encode_prompt(self, prompt: str | Messages | list[int], place: str) -> list[int]:
+        """Return the token ids of a prompt: text, messages or the ids themselves.
 
-        Raises InputError naming `place` like `encode`. The prompt may be too long.
+        Text begins with the tokenizer's BOS token, once, and never ends with its EOS token: the completion goes on.
+        Chats have the tokens that the chat template writes. Raises InputError naming `place` if the prompt cannot be
+        encoded, has no tokens or has some that the model lacks.
         """
-        place = f"{place}: branch(...)"
-        if not is_token_ids(prompt):
-            return self.encode(Row(cast(str | Messages, prompt), {}, place))
-        self.check_ids(prompt, place)
-        return list(prompt)
+        if isinstance(prompt, str) and not self.chat:
+            refuse(self.tools, f"{place}: a text prompt cannot show tools; see --chat")
+            ids = self.encode_beginning(prompt, place)
+        elif is_token_ids(prompt):
+            ids = list(prompt)
+        else:
+            messages = as_messages(cast(str | Messages, prompt))
+            ids = self.encode_text(self.render_in_full(messages, place, is_prompt=True), place)
+        refuse(not ids, f"{place}: the prompt has no tokens")
+        self.check_ids(ids, place)
+        return ids
 
     def encode_after(self, after: After, place: str, *, end_id: int | None) -> list[int]:
         """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
 
-        after: messages as `read_message` returns them. end_id: for messages, see `following_ids`. Raises InputError
+        after: if messages, as `read_message` returns them. end_id: for messages, see `following_ids`. Raises InputError
         naming `place` for messages that cannot be rendered, and for ids that the model lacks.
         """
-        if isinstance(after, str):
-            ids = self.encode_appended(after, place)
-        elif is_messages(after):
+        if is_messages(after):
             ids = self.following_ids(after, place, end_id=end_id)
+        elif isinstance(after, str):
+            ids = self.encode_appended(after, place)
         else:
             ids = list(cast(Sequence[int], after))
             refuse(
-                ids and not is_token_ids(ids),
-                f"{place}: generate(after=...): expected text, token ids or messages",
+                not is_token_ids(ids), f"{place}: generate(after=...): expected text, token ids or messages"
             )
         self.check_ids(ids, f"{place}: generate(after=...)")
         return ids
@@ -170,8 +165,7 @@ class ChatTokenizer(Tokenizer):
         answers: list[Any] = [completion] if isinstance(completion, str) else completion
         messages = list(as_messages(prompt))
         add_answer(messages, answers[0])
-        messages += answers[1:]
-        return self.encode_text(self.render_in_full(messages, place, is_prompt=False), place)
+        return self.encode_text(self.render_in_full(messages + answers[1:], place, is_prompt=False), place)
 
     def check_ids(self, ids: Sequence[int], place: str) -> None:
         """Raise InputError naming the place for an id that the model lacks."""
@@ -196,7 +190,7 @@ class ChatTokenizer(Tokenizer):
             f"{place}: generate(after=...): the last message is the assistant's, whose turn the model samples; append "
             "its beginning as text",
         )
-        marked, marks = marked_messages(messages)
+        marked, _, marks = with_marks(messages)
         outline = self.after_answer(marked, place)
         self._refuse_hidden(marks, outline, place)
         ids = self.encode_appended(self.after_answer(messages, place), place)
@@ -239,12 +233,7 @@ class ChatTokenizer(Tokenizer):
         form = (str(self.tools), *roles)
         if form in self._shown_forms:
             return text
-        marked, marks = marked_messages(messages)
-        tools = []
-        for tool in self.tools:
-            name = _CALL.format(len(marks))
-            marks[name] = f"the tool {tool_name(tool)}"
-            tools.append({**tool, "function": {**tool["function"], "name": name}})
+        marked, tools, marks = with_marks(messages, self.tools)
         outline = self.with_tools(tools).render(marked, place, is_prompt=is_prompt)
         self._refuse_hidden(marks, outline, place)
         if len(self._shown_forms) == MAX_SHOWN_FORMS:
@@ -282,7 +271,7 @@ class ChatTokenizer(Tokenizer):
             ) from None
 
     def _refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
-        """Raise InputError for the first of `marked_messages` that a text of the chat template does not have."""
+        """Raise InputError for the first of `with_marks` that a text of the chat template does not have."""
         hidden = next((what for mark, what in marks.items() if mark not in text), None)
         refuse(
             hidden,
@@ -300,30 +289,40 @@ class ChatTokenizer(Tokenizer):
     def _turn_end_ids(self) -> set[int]:
         """Return the special token that the chat template writes after an answer, unless it writes a stop id there."""
         try:
-            text = self.after_answer([{"role": "user", "content": _CONTENT}], str(self.folder))
+            text = self.after_answer([{"role": "user", "content": _MARK}], str(self.folder))
         except InputError:  # a template for other conversations
             return set()
-        after = self.encode_appended(text.partition(_CONTENT)[0].lstrip(), str(self.folder))
+        after = self.encode_appended(text.partition(_MARK)[0].lstrip(), str(self.folder))
         is_stopped = not self.stop_ids.isdisjoint(after)
         return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
 
 
-def marked_messages(messages: Messages) -> tuple[Messages, dict[str, str]]:
-    """Replace the texts and the names of called functions by unique marks.
+def with_marks(
+    messages: Messages, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
+    """Replace texts, the names of called functions and the names of tools by unique marks.
 
-    Return the messages, and what each mark stands for.
+    Return the messages, the tools, and what each mark stands for.
     """
-    marked = []
     marks: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        word = _MARK.format(len(marks))
+        marks[word] = what
+        return word
+
+    def renamed(function: dict[str, Any], what: str) -> dict[str, Any]:
+        return {**function, "function": {**function["function"], "name": mark(what)}}
+
+    marked = []
     for message in messages:
-        calls = []
-        for call in message.get("tool_calls", ()):
-            name = _CALL.format(len(marks))
-            marks[name] = f"a tool call of a message of role {message['role']!r}"
-            calls.append({**call, "function": {**call["function"], "name": name}})
-        content = ""
+        role = message["role"]
+        hidden = {**message, "content": ""}
+        if calls := message.get("tool_calls"):
+            hidden["tool_calls"] = [
+                renamed(call, f"a tool call of a message of role {role!r}") for call in calls
+            ]
         if message["content"] or not calls:
-            content = _CONTENT.format(len(marks))
-            marks[content] = f"a message of role {message['role']!r} in its place"
-        marked.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
-    return marked, marks
+            hidden["content"] = mark(f"a message of role {role!r} in its place")
+        marked.append(hidden)
+    return marked, [renamed(tool, f"the tool {tool_name(tool)}") for tool in tools], marks

@@ -117,8 +117,9 @@ class PromptStream:
         None: the tokenizer's. Raises InputError naming `place` for an unusable prompt, and for tools that the chat
         template does not show or whose calls cannot be read.
         """
+        place = f"{place}: branch(...)"
         shown = self.tokenizer.with_tools(tools)
-        prompt_ids = tuple(shown.encode_branch(prompt, place))
+        prompt_ids = tuple(shown.encode_prompt(prompt, place))
         if tools and shown is not self.tokenizer and not is_token_ids(prompt):
             check_readable(shown)
         rollout_id = first.rollout_id._replace(branch=branch)

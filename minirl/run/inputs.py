@@ -210,7 +210,7 @@ def load_tokenizer(
     folder: Path,
     tools: Sequence[Tool],
     user_rollout: UserRollout | None,
-    vocab_size: int,
+    vocab_size: int | None = None,
 ) -> ChatTokenizer:
     """The tokenizer, whose prompts describe the script's tools, or those of --tools or --environment.
 
