@@ -21,8 +21,6 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 
-# Forms of a conversation (its roles and tools) that are remembered as shown in full by the chat template.
-MAX_SHOWN_FORMS = 1024
 # Words that no template takes for something else.
 _ANSWER = "minirlanswer"
 _MARK = "minirlmark{}end"
@@ -58,8 +56,6 @@ class ChatTokenizer(Tokenizer):
         self.chat_stop_ids = self.stop_ids
         if self.backend.chat_template is not None:
             self.chat_stop_ids |= self._turn_end_ids()
-        # Shared with all tokenizers that `with_tools` returns.
-        self._shown_forms: set[tuple[Any, ...]] = set()
 
     def with_tools(self, tools: Sequence[Tool] | None) -> Self:
         """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `tool_schemas`."""
@@ -226,19 +222,12 @@ class ChatTokenizer(Tokenizer):
         """Return `render` of messages. Raises InputError also if that leaves out a message, tool call or tool.
 
         Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
-        texts, once for each form of conversation.
+        texts.
         """
         text = self.render(messages, place, is_prompt=is_prompt)
-        roles = ((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages)
-        form = (str(self.tools), *roles)
-        if form in self._shown_forms:
-            return text
         marked, tools, marks = with_marks(messages, self.tools)
         outline = self.with_tools(tools).render(marked, place, is_prompt=is_prompt)
         self._refuse_hidden(marks, outline, place)
-        if len(self._shown_forms) == MAX_SHOWN_FORMS:
-            self._shown_forms.clear()
-        self._shown_forms.add(form)
         return text
 
     def render(self, messages: Messages, place: str, *, is_prompt: bool) -> str:

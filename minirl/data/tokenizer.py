@@ -132,7 +132,7 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
 
     Raises InputError naming the file that cannot be read.
     """
-    stop_ids = {eos_id}
+    stop_ids: set[Any] = {eos_id}
     for name in ("config.json", "generation_config.json"):
         path = file_of(folder, name)
         # One id, a list of ids, or null.
@@ -143,7 +143,7 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
             f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them",
         )
         stop_ids.update(ids)
-    return frozenset(i for i in stop_ids if i is not None)
+    return frozenset(stop_ids - {None})
 
 
 def is_stop_string(value: Any) -> bool:
