@@ -1,1 +1,1 @@
-"""Tasks from files or the embedded task, the stream of prompts in their order, and the tokenizer."""
+"""Tasks, their rows and messages; the tokenizers; and the stream of prompts in their order."""

@@ -1,6 +1,6 @@
-"""Parse an answer into reasoning, content and tool calls, as a message with Hugging Face's keys.
+"""Parse an answer into reasoning, content and tool calls: a message with Hugging Face's keys.
 
-The model writes answers, so any text must parse: `parse_error` describes a call that cannot be made.
+The model wrote the answer, so any text must parse: `parse_error` says what is wrong with a call.
 """
 
 import json
@@ -15,12 +15,13 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import check_text
 from minirl.errors import refuse
 
-# Reasoning may begin before a turn, in its own message: that is the text after the last special token.
+# The most tokens before a turn in which reasoning may begin. The turn's own message begins after a special token.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-# In a chat template; quotes and line ends of the template may be in between. Others go on with a tag or a name.
+# Such a call in a chat template, perhaps with the template's quotes and line ends in between. In other formats a tag or
+# a name follows <tool_call>.
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
@@ -33,26 +34,22 @@ def parsed_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[
     before: the ids before the turn, int64 [L], where the reasoning may begin. Raises InputError naming the tokenizer's
     folder if nothing says how the model writes calls.
     """
-    if writes_hermes(tokenizer):
-        text = tokenizer.decode(_without_special(tokenizer, ids), skip_special_tokens=False)
-        # Otherwise each turn of a long episode would decode everything before it.
-        tail = before[-TAIL_TOKENS:].tolist()
-        special = [i for i, token in enumerate(tail, 1) if not _without_special(tokenizer, [token])]
-        said = tokenizer.decode(tail[max(special, default=0) :], skip_special_tokens=False)
-        return _hermes_message(text, has_begun_thinking=said.rfind("<think>") > said.rfind("</think>"))
-    prefix = tokenizer.decode(before, skip_special_tokens=False)
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    return _by_response_template(tokenizer, text, prefix)
-
-
-def _without_special(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[int]:
-    """Return the ids of text, and those of the tags, which are special tokens in some vocabularies."""
-    special = tokenizer.special_tokens
-    return [i for i in ids if i not in special or special[i] in _HERMES_TAGS]
+    if not writes_hermes(tokenizer):
+        prefix = tokenizer.decode(before, skip_special_tokens=False)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        return _by_response_template(tokenizer, text, prefix)
+    # The tags are special tokens in some vocabularies.
+    hidden = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
+    text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+    # Otherwise each turn of a long episode would decode everything before it.
+    tail = before[-TAIL_TOKENS:].tolist()
+    start = max((i for i, token in enumerate(tail, 1) if token in hidden), default=0)
+    begun = tokenizer.decode(tail[start:], skip_special_tokens=False)
+    return _hermes_message(text, has_begun_thinking=begun.rfind("<think>") > begun.rfind("</think>"))
 
 
 def check_readable(tokenizer: ChatTokenizer) -> None:
-    """Raise InputError if answers cannot be read: no usable response template, and no template of Hermes' calls."""
+    """Raise InputError if answers cannot be parsed: not Hermes' calls, and no usable response template."""
     if not writes_hermes(tokenizer):
         why = _by_response_template(tokenizer, "", "").get("parse_error")
         refuse(
@@ -62,12 +59,13 @@ def check_readable(tokenizer: ChatTokenizer) -> None:
 
 
 def writes_hermes(tokenizer: ChatTokenizer) -> bool:
-    """Return whether the model writes calls as Hermes does: its chat template shows one, and it has no other format."""
+    """Whether the model writes calls as Hermes does: the chat template shows one, and there is no response template."""
     is_shown = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
     return is_shown and getattr(tokenizer.backend, "response_template", None) is None
 
 
 def _by_response_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
+    """Return the message of a text behind a prefix, as the tokenizer's response template parses it."""
     backend = tokenizer.backend
     refuse(
         getattr(backend, "response_template", None) is None,
@@ -84,6 +82,7 @@ def _by_response_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> d
 
 
 def _hermes_message(text: str, *, has_begun_thinking: bool) -> dict[str, Any]:
+    """Return the message of a text. has_begun_thinking: whether its reasoning began before the text."""
     message: dict[str, Any] = {"role": "assistant"}
     if has_begun_thinking or text.lstrip().startswith("<think>"):
         reasoning, _, text = text.partition("</think>")
@@ -101,7 +100,7 @@ def _hermes_message(text: str, *, has_begun_thinking: bool) -> dict[str, Any]:
 
 
 def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
-    """The name and arguments of a call. Raises ValueError or RecursionError."""
+    """Return the name and arguments of a call. Raises ValueError or RecursionError."""
     content, end = match.groups()
     if not end:
         raise ValueError("has no </tool_call>")

@@ -1,7 +1,7 @@
 """The embedded task with a tool: multiply two three-digit numbers with a calculator.
 
-A completion may call it: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py answers with the
-product and "=". Without it nothing answers a call.
+A completion may call it: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py answers the call with
+the product and "=". Without that function nothing answers.
 """
 
 import random
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from minirl.data.task import Row, Task, exact_score
 
 CALL_TOKENS = ("<calc>", "</calc>")
-# A call, its result and an answer are 23 tokens.
+# A call, its result and an answer take 23 tokens.
 MAX_NEW_TOKENS = 32
-# The share of first turns in the examples that call the calculator; the others answer at once.
+# The fraction of examples whose first turn calls the calculator; the others answer at once.
 CALL_FREQUENCY = 0.05
 
 
@@ -25,9 +25,9 @@ score = exact_score(last_answer)
 
 
 def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
-    """Make the task with distinct random factors: no held-out pair is trained on."""
+    """Make the task with distinct random operands. No held-out pair is trained on."""
     generator = random.Random(0)
-    # A dict, used as a set that keeps the order.
+    # A dict serves as a set that keeps the order.
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < num_train + num_eval:
         pairs[generator.randint(100, 999), generator.randint(100, 999)] = None
@@ -53,7 +53,7 @@ def calls(completions: Sequence[str]) -> list[float]:
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Three examples of each row: how a first turn begins, how to write a call, how to use a result."""
+    """Return three examples per row: the beginning of a first turn, a written call and the use of its result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

@@ -1,6 +1,6 @@
-"""An episode as texts: what reward functions, rollouts.jsonl and `minirl.extras.show` see of its turns.
+"""A rollout's tokens as a conversation: what reward functions, rollouts.jsonl and `minirl.extras.show` see of it.
 
-They are made from the tokens on demand: most are needed once or never.
+It is made from the tokens on demand, as most conversations are needed once or never.
 """
 
 from collections.abc import Callable, Iterator, Sequence

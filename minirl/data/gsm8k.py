@@ -1,9 +1,9 @@
 """GSM8K, grade-school maths (arXiv:2110.14168), from its JSONL files with the fields `question` and `answer`.
 
-The reward is the strict score: the number after the last "####" must equal that of the reference. It is found by the
-data set's own pattern, `#### (-?[0-9.,]+)`, with an optional $: text after it is ignored ("40%" is 40), and behind a
-plus, a Unicode minus or markup there is none. The flexible score takes the last number of the completion, with any
-sign. It is only logged: before a model has learnt the format, the two differ widely.
+The reward is the strict score: the number after the last "####" must equal that of the reference. The data set's own
+pattern finds it, `#### (-?[0-9.,]+)`, with an optional $. Text behind the number is ignored ("40%" is 40); a number
+behind a plus, a Unicode minus or markup is not found. The flexible score takes the last number of the completion, with
+any sign. It is only logged: before a model has learnt the format, the two differ widely.
 
 Both read the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is no number, nor is "2,3", since commas
 separate thousands.
@@ -18,9 +18,9 @@ from minirl.data.task import Row, Task, exact_score
 from minirl.errors import refuse
 
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
-# The characters of a number from its first digit on; those that are a number, as 1,234.50 or 1.5e3 or 3/4, and are
-# bounded so that a float holds them.
+# The characters that a number may have from its first digit on.
 _DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
+# A number, such as 1,234.50 or 1.5e3 or 3/4, bounded so that it fits a float.
 _NUMBER = re.compile(
     r"([-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}|[0-9]{0,99})(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?)"
     r"(?:/([1-9][0-9]{0,9}))?"
@@ -33,12 +33,12 @@ def strict_answer(text: str) -> float | None:
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number of the text, or None if the last digits are no number, or there are none."""
+    """Return the last number of the text, or None if the last digits are no number or there are no digits."""
     return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 
 def _last_number(pattern: str, text: str) -> float | None:
-    """Return the last match of the pattern as a number; None if it is none."""
+    """Return the last match of the pattern as a number, or None if that is no number or there is no match."""
     candidate = "".join(re.findall(pattern, text)[-1:])
     candidate = candidate.replace("\u2212", "-").replace("$", "").rstrip(".,/eE+-")
     number = _NUMBER.fullmatch(candidate)
@@ -71,6 +71,7 @@ def read_gsm8k(path: str) -> list[Row]:
 
 
 def _to_row(fields: dict[str, Any], place: str) -> Row:
+    """Return the row of an object. Raises InputError naming the place and the field."""
     for name in ("question", "answer"):
         value = fields.get(name)
         refuse(

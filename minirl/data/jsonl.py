@@ -1,4 +1,4 @@
-"""Tasks from JSONL files: one object with a prompt per line. Files are checked before the run starts."""
+"""Tasks from JSONL files: one object with a prompt per line. The whole file is checked before the run starts."""
 
 import codecs
 import json
@@ -10,12 +10,12 @@ from minirl.data.messages import read_prompt
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError, refuse
 
-# Blanks, and the byte order mark with which a file may begin.
+# Whitespace, and the byte order mark with which a file may begin.
 BLANK = b" \t\r\n" + codecs.BOM_UTF8
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
-    """Load a task without rewards; its rows have text or chat prompts, the files `eval_data` are held out."""
+    """Load a task without rewards, whose prompts are texts or chats; the rows of the files `eval_data` are held out."""
     return Task(
         name="jsonl",
         train_rows=read_rows(data),
@@ -26,14 +26,14 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a file. Raises like `rows_of`."""
+    """Read a file with the fields "prompt" and, if a prompt has its own, "tools". Raises InputError like `rows_of`."""
     return rows_of(path, _to_row)
 
 
 def _to_row(fields: dict[str, Any], place: str) -> Row:
-    """The row of an object: "tools" are its prompt's, other fields become columns. Raises InputError naming the place.
+    """Return the row of an object, whose further fields become columns.
 
-    No column may have the name of an argument that reward functions get.
+    Raises InputError naming the place, also for a column named like an argument of reward functions.
     """
     refuse(
         "prompt" not in fields,
@@ -52,12 +52,12 @@ def _to_row(fields: dict[str, Any], place: str) -> Row:
 def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
     """Read a JSONL file, one object per line; blank lines are skipped.
 
-    to_row: makes the row of an object and its place, "file:line", or raises InputError. Raises InputError naming file
-    and line if the file is missing or empty, or a line is not an object.
+    to_row: makes a row of an object and its place, "file:line", or raises InputError. Raises InputError naming file and
+    line if the file is missing or empty, or a line is not an object.
     """
     refuse(not Path(path).is_file(), f"there is no file {path}")
     rows = []
-    # As bytes: only "\n" ends a line, while a text may contain other line separators.
+    # The file is read as bytes, where only "\n" ends a line: text may contain other line separators.
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip(BLANK):
@@ -68,20 +68,20 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises InputError if two have one name, of which JSON's readers drop one."""
+    """Return an object's fields. Raises InputError if two have the same name: `json` would drop one."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields
 
 
 def _parse_object(line: bytes, place: str) -> dict[str, Any]:
+    """Return the object of a line. Raises InputError naming the place."""
     try:
         fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        # For example another encoding, a number of thousands of digits, lists nested thousands deep.
+        # For example another encoding, a number with thousands of digits, or lists nested thousands deep.
         raise InputError(f"{place}: cannot be read: {error}") from None
-    if not isinstance(fields, dict):
-        raise InputError(f"{place}: expected an object, got {str(fields)[:60]}")
+    refuse(not isinstance(fields, dict), f"{place}: expected an object, got {str(fields)[:60]}")
     return fields

@@ -1,4 +1,4 @@
-"""The embedded task: sort a string of 4 to 8 digits. Of over 10^8 strings, held-out ones are new."""
+"""The embedded task: sort a string of 4 to 8 digits. There are over 10^8, so the held-out ones are new to the model."""
 
 import random
 
@@ -12,9 +12,9 @@ score = exact_score(str)
 
 
 def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:
-    """Make the task with distinct random strings: no held-out string is trained on."""
+    """Make the task with distinct random strings. No held-out string is trained on."""
     generator = random.Random(0)
-    # A dict, used as a set that keeps the order.
+    # A dict serves as a set that keeps the order.
     strings: dict[str, None] = {}
     while len(strings) < num_train + num_eval:
         length = generator.randint(MIN_DIGITS, MAX_DIGITS)
