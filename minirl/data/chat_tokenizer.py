@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 from minirl.data.messages import (
     After,
     Messages,
+    Prompt,
     Tool,
     add_answer,
     as_messages,
@@ -65,11 +66,11 @@ class ChatTokenizer(Tokenizer):
         other.tools = tool_schemas(tools)
         return other
 
-    def is_chat(self, prompt: str | Messages | list[int]) -> bool:
+    def is_chat(self, prompt: Prompt) -> bool:
         """Whether a prompt goes through the chat template; for token ids, whether it may have done so."""
         return self.chat or not isinstance(prompt, str)
 
-    def stop_ids_of(self, prompt: str | Messages | list[int]) -> frozenset[int]:
+    def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
         """Return the ids that end a turn after a prompt."""
         return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
 
@@ -108,7 +109,7 @@ class ChatTokenizer(Tokenizer):
             raise InputError(f"{row.place}: {error}") from None
         return shown.encode_prompt(row.prompt, row.place)
 
-    def encode_prompt(self, prompt: str | Messages | list[int], place: str) -> list[int]:
+    def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
         """Return the token ids of a prompt: text, messages or the ids themselves.
 
         Text begins with the tokenizer's BOS token, once, and never ends with its EOS token: the completion goes on.
@@ -122,7 +123,7 @@ class ChatTokenizer(Tokenizer):
             ids = list(prompt)
         else:
             messages = as_messages(cast(str | Messages, prompt))
-            ids = self.encode_text(self.render_in_full(messages, place, is_prompt=True), place)
+            ids = self.encode_messages(messages, place, is_prompt=True)
         refuse(not ids, f"{place}: the prompt has no tokens")
         self.check_ids(ids, place)
         return ids
@@ -145,6 +146,18 @@ class ChatTokenizer(Tokenizer):
         self.check_ids(ids, f"{place}: generate(after=...)")
         return ids
 
+    def encode_messages(self, messages: Messages, place: str, *, is_prompt: bool) -> list[int]:
+        """Return the token ids of a conversation, see `render`.
+
+        Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
+        texts. Raises InputError like `render`, and if the template leaves out a message, tool call or tool.
+        """
+        text = self.render(messages, place, is_prompt=is_prompt)
+        marked, tools, marks = with_marks(messages, self.tools)
+        outline = self.with_tools(tools).render(marked, place, is_prompt=is_prompt)
+        self._refuse_hidden(marks, outline, place)
+        return self.encode_text(text, place)
+
     def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
 
@@ -161,7 +174,7 @@ class ChatTokenizer(Tokenizer):
         answers: list[Any] = [completion] if isinstance(completion, str) else completion
         messages = list(as_messages(prompt))
         add_answer(messages, answers[0])
-        return self.encode_text(self.render_in_full(messages + answers[1:], place, is_prompt=False), place)
+        return self.encode_messages(messages + answers[1:], place, is_prompt=False)
 
     def check_ids(self, ids: Sequence[int], place: str) -> None:
         """Raise InputError naming the place for an id that the model lacks."""
@@ -217,18 +230,6 @@ class ChatTokenizer(Tokenizer):
             "text or token ids",
         )
         return after
-
-    def render_in_full(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
-        """Return `render` of messages. Raises InputError also if that leaves out a message, tool call or tool.
-
-        Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
-        texts.
-        """
-        text = self.render(messages, place, is_prompt=is_prompt)
-        marked, tools, marks = with_marks(messages, self.tools)
-        outline = self.with_tools(tools).render(marked, place, is_prompt=is_prompt)
-        self._refuse_hidden(marks, outline, place)
-        return text
 
     def render(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
         """Return the text that the chat template makes of messages, the tools and the template's arguments.

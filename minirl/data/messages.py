@@ -10,6 +10,8 @@ from minirl.errors import InputError, refuse
 
 # As `read_message` returns them. Reward functions also get TRL's further keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
+# The prompt of an episode's branch: text, messages or token ids.
+Prompt = str | Messages | list[int]
 # What is appended between two turns: text, token ids or messages.
 After = str | Sequence[int] | Messages
 # A JSON schema as chat templates take it, or a function with type hints and a docstring.

@@ -10,7 +10,7 @@ from typing import Any
 
 from minirl.data.answers import check_readable
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.messages import Messages, is_token_ids, read_prompt
+from minirl.data.messages import Prompt, is_token_ids, read_prompt
 from minirl.data.task import Row
 from minirl.errors import refuse
 from minirl.generation.sampling import request_key
@@ -106,7 +106,7 @@ class PromptStream:
         self,
         first: Request,
         branch: int,
-        prompt: str | Messages | list[int],
+        prompt: Prompt,
         place: str,
         *,
         tools: list[dict[str, Any]] | None,
@@ -128,7 +128,7 @@ class PromptStream:
     def request(
         self,
         rollout_id: RolloutId,
-        prompt: str | Messages | list[int],
+        prompt: Prompt,
         prompt_ids: tuple[int, ...],
         temperature: float,
         truncation: Truncation,

@@ -23,7 +23,7 @@ from minirl.data.messages import After, Messages, is_messages, is_token_ids, rea
 from minirl.data.task import Row
 from minirl.data.tokenizer import is_stop_string
 from minirl.errors import InputError, refuse
-from minirl.files.user_code import shown
+from minirl.files.user_code import short_repr
 from minirl.rewards.calls import MAX_REWARD, validate_number
 from minirl.rollouts import Request, Rollout, Stream, TurnFacts
 
@@ -311,7 +311,7 @@ def checked_reward(value: Any, what: str) -> float:
     """Return a reward as a float. Raises InputError, beginning with `what`, unless it is a finite number."""
     checked = validate_number(value)
     if not isinstance(checked, float):
-        raise InputError(f"{what} {shown(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
+        raise InputError(f"{what} {short_repr(value)}; a reward is a finite number of at most {MAX_REWARD:g}")
     return checked
 
 

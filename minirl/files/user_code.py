@@ -86,7 +86,7 @@ def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any
     return _run_file(path)
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the beginning of the value's repr, or its type where it has none (an int of thousands of digits)."""
     try:
         return repr(value)[:MAX_REPR]

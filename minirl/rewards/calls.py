@@ -11,7 +11,7 @@ from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from minirl.data.task import EPISODE_ARGUMENTS
-from minirl.files.user_code import shown, users_traceback
+from minirl.files.user_code import short_repr, users_traceback
 
 # The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
 MAX_REWARD = 1e12
@@ -81,14 +81,14 @@ def validate_rewards(values: Any, texts: Sequence[str]) -> Answer:
     # 0-d arrays and tensors have a `__len__` too; it raises.
     has_length = hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0
     if not has_length or isinstance(values, str | bytes | Mapping | Set):
-        return f"returned {shown(values)}; expected a list of {len(texts)} numbers"
+        return f"returned {short_repr(values)}; expected a list of {len(texts)} numbers"
     if len(values) != len(texts):
         return f"returned {len(values)} values for {len(texts)} completions"
     rewards: Rewards = []
     for value, text in zip(values, texts, strict=True):
         reward = validate_number(value)
         if isinstance(reward, str):
-            return f"completion {shown(text)}: {reward}"
+            return f"completion {short_repr(text)}: {reward}"
         rewards.append(reward)
     return rewards
 
@@ -104,7 +104,7 @@ def validate_number(value: Any) -> float | str | None:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             number = float(value)
     if not isfinite(number):
-        return f"returned {shown(value)}; expected a finite number"
+        return f"returned {short_repr(value)}; expected a finite number"
     if abs(number) > MAX_REWARD:
-        return f"returned {shown(value)}; expected at most {MAX_REWARD:g}, the loss would overflow"
+        return f"returned {short_repr(value)}; expected at most {MAX_REWARD:g}, the loss would overflow"
     return number

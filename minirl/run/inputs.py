@@ -1,6 +1,7 @@
 """Load what the flags name: the task with its rewards, the function of rollouts, the prompts with their tokenizer."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -190,19 +191,15 @@ def load_prompts(
         for path, rows in task.eval_sets.items()
         if len(rows) > config.eval_rows
     ]
-    train_stream, held_out_stream = (
-        PromptStream(
-            rows,
-            tokenizer,
-            purpose=purpose,
-            seed=config.seed,
-            max_tokens=min(limits),
-            max_new_tokens=max_new_tokens,
-            notes=notes,
-        )
-        for purpose, rows, notes in (("train", task.train_rows, ()), ("eval", held_out, left_out))
+    stream = functools.partial(
+        PromptStream,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        max_tokens=min(limits),
+        max_new_tokens=max_new_tokens,
     )
-    return model_config, train_stream, held_out_stream
+    train = stream(task.train_rows, purpose="train")
+    return model_config, train, stream(held_out, purpose="eval", notes=left_out)
 
 
 def load_tokenizer(

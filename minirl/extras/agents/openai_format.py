@@ -50,9 +50,8 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     for key, values in _ONLY.items():
         is_possible = fields.get(key, values[0]) in values
         refuse(not is_possible, f"{key}: only {values[0]!r} is possible here; leave it out")
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InputError("messages: expected a list of one or more")
+    messages: Any = fields.get("messages")
+    refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
     read = [said_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     is_answer = read[-1]["role"] == "assistant"
     refuse(is_answer, "messages: the last one is the assistant's, whose turn the model samples")
