@@ -15,7 +15,6 @@ from minirl.data.messages import (
     as_messages,
     is_messages,
     is_token_ids,
-    tool_name,
     tool_schemas,
 )
 from minirl.data.task import Row
@@ -138,11 +137,10 @@ class ChatTokenizer(Tokenizer):
             ids = self.following_ids(after, place, end_id=end_id)
         elif isinstance(after, str):
             ids = self.encode_appended(after, place)
+        elif is_token_ids(after):
+            ids = list(after)
         else:
-            ids = list(cast(Sequence[int], after))
-            refuse(
-                not is_token_ids(ids), f"{place}: generate(after=...): expected text, token ids or messages"
-            )
+            raise InputError(f"{place}: generate(after=...): expected text, token ids or messages")
         self.check_ids(ids, f"{place}: generate(after=...)")
         return ids
 
@@ -262,11 +260,12 @@ class ChatTokenizer(Tokenizer):
 
     def _refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
         """Raise InputError for the first of `with_marks` that a text of the chat template does not have."""
-        hidden = next((what for mark, what in marks.items() if mark not in text), None)
-        refuse(
-            hidden,
-            f"{place}: the chat template of {self.folder} does not show {hidden}; write it in another role, or as text",
-        )
+        for mark, what in marks.items():
+            refuse(
+                mark not in text,
+                f"{place}: the chat template of {self.folder} does not show {what}; write it in another role, or as "
+                "text",
+            )
 
     def check_arguments(self, flag: str) -> None:
         """Raise InputError, naming the flag, for a template argument that the chat template does not use."""
@@ -315,4 +314,4 @@ def with_marks(
         if message["content"] or not calls:
             hidden["content"] = mark(f"a message of role {role!r} in its place")
         marked.append(hidden)
-    return marked, [renamed(tool, f"the tool {tool_name(tool)}") for tool in tools], marks
+    return marked, [renamed(tool, f"the tool {tool['function']['name']}") for tool in tools], marks

@@ -114,15 +114,10 @@ def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the JSON schemas of tools. Raises InputError naming a tool without one, or a name that two share."""
     refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
     schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked_schema(tool) for tool in tools]
-    names = [tool_name(schema) for schema in schemas]
+    names = [schema["function"]["name"] for schema in schemas]
     for name in names:
         refuse(names.count(name) > 1, f"tools: two have the name {name!r}; rename one")
     return schemas
-
-
-def tool_name(schema: dict[str, Any]) -> str:
-    """Return the name by which the model calls a tool."""
-    return schema["function"]["name"]
 
 
 def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class PromptStream:
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.longest_prompt = 0
-        self._notes = [note for row in rows[:1] for note in tokenizer.notes(row.prompt)]
+        self._notes = tokenizer.notes(rows[0].prompt) if rows else []
         self._rows = self._fitting(rows)
         self._notes += notes
         self.index: Callable[[int], int] = self._shuffled_index

@@ -10,7 +10,7 @@ from minirl.data.answers import check_readable
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
-from minirl.data.messages import Tool, tool_name
+from minirl.data.messages import Tool
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
@@ -229,6 +229,6 @@ def load_tokenizer(
     tokenizer.check_arguments("--chat-template-kwargs")
     if called:
         check_readable(tokenizer)
-        result = {"role": "tool", "name": tool_name(called[0]), "content": "a"}
+        result = {"role": "tool", "name": called[0]["function"]["name"], "content": "a"}
         tokenizer.following_ids([result], "the result of a tool", end_id=None)
     return tokenizer
