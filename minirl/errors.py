@@ -13,7 +13,7 @@ class InputError(ValueError):
 
 
 class GuardError(FloatingPointError):
-    """Training met a number that is not finite, and stopped before it was saved."""
+    """Training met a non-finite number, and stopped before saving it."""
 
     exit_code = 3
 
@@ -43,5 +43,5 @@ def refuse(is_wrong: object, message: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """The output of user code for display: control characters, which may be escape codes of a terminal, spelt out."""
+    """Return text of user code for display, with control characters (a terminal's escape codes) spelt out."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -203,11 +203,10 @@ class ChatTokenizer(Tokenizer):
         ids = self.encode_appended(self.after_answer(messages, place), place)
         # The template's own text before the first message.
         head = self.encode_appended(outline.partition(next(iter(marks)))[0], place)
-        if end_id is None or end_id not in head:
-            return ids
-        # An ordinary token of the head may also have completed a stop string.
-        closes = end_id in self.stop_ids_of(messages) or end_id == head[0]
-        return ids[head.index(end_id) + 1 :] if closes else ids
+        # A stop string may also have ended the answer, with an ordinary token that the head has, too.
+        if end_id in head and (end_id in self.chat_stop_ids or end_id == head[0]):
+            return ids[head.index(end_id) + 1 :]
+        return ids
 
     def after_answer(self, messages: Messages, place: str) -> str:
         """Return what the chat template writes after an answer: these messages, and the beginning of the next answer.

@@ -10,9 +10,9 @@ from minirl.errors import InputError
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Return a value as JSON: sets as lists, numbers and arrays of numpy and torch as theirs, other objects as text.
+    """Return a value as JSON: sets and arrays as lists, numbers of numpy and torch as numbers, other objects as text.
 
-    Raises TypeError or ValueError for keys that are no text, and for a value that contains itself.
+    Raises TypeError or ValueError for keys that are not text, and for a value that contains itself.
     """
     return json.dumps(value, indent=indent, default=_plain)
 
@@ -24,7 +24,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a run's file, one a line; other lines, such as a kill leaves, are skipped. Raises OSError."""
+    """Read a run's file of one object per line, and skip other lines, such as a kill leaves. Raises OSError."""
     values = []
     for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):

@@ -13,17 +13,17 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# Of this package.
+# This package's folder: tracebacks for users begin after the frames of its files.
 OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# The most characters that the trainer receives of each.
+# The most characters of a traceback and of a value that the trainer shows.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
 
 def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
-    """Return the file or module, and the name in it, of a flag's value: "file.py:name" or "module:name".
+    """Split a flag's value, "file.py:name" or "module:name", into the file or module and the name.
 
-    expected: what the name stands for, in messages. Raises InputError if it is neither, or the file is missing.
+    expected: what the name stands for, in messages. Raises InputError for another value, and if the file is missing.
     """
     source, _, name = spec.rpartition(":")
     is_file = source.endswith(".py")
@@ -38,7 +38,7 @@ def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[s
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Raise the errors of user code that is loaded in the block as InputError, beginning with `what`."""
+    """Raise errors of user code, which the block loads, as InputError that begins with `what`."""
     try:
         yield
     except InputError as reason:
@@ -56,7 +56,7 @@ def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
 
 
 def _run_file(file: str) -> types.ModuleType:
-    """Run a Python file as a module, once in a process; it may import what lies beside it, which comes first."""
+    """Run a Python file as a module, once per process; its imports look in its own folder first."""
     path = os.path.abspath(file)
     name = f"user_file:{path}".replace(".", ":")  # no parts of a package
     if name in sys.modules:
@@ -78,7 +78,7 @@ def _run_file(file: str) -> types.ModuleType:
 
 
 def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Import for a user's file; one beside it becomes a module of its own, as another folder may have its name."""
+    """Import for a user's file. A file beside it becomes its own module: another folder's may have the same name."""
     path = os.path.join(os.path.dirname(file), f"{name}.py")
     is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # by the script, for example
     if path == file or is_loaded or not os.path.isfile(path):
@@ -87,7 +87,7 @@ def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any
 
 
 def short_repr(value: Any) -> str:
-    """Return the beginning of the value's repr, or its type where it has none (an int of thousands of digits)."""
+    """Return the beginning of a value's repr, or its type if repr fails (an int of thousands of digits)."""
     try:
         return repr(value)[:MAX_REPR]
     except Exception:
@@ -95,7 +95,7 @@ def short_repr(value: Any) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback without the first frames, which are this package's, or the middle of a very long one."""
+    """Return a traceback without this package's frames at its beginning, and without the middle of a very long one."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
         frames = frames.tb_next

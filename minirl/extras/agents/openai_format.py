@@ -11,8 +11,8 @@ from minirl.episodes.episode import Branch, Episode, Turn
 from minirl.errors import InputError, refuse
 from minirl.ranks.process_group import print0
 
-# An agent relies on what these ask for, which is not possible here. The values ask for nothing.
-_ONLY: dict[str, tuple[Any, ...]] = {
+# Fields that an agent relies on and that are not supported, with the values that ask for nothing.
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -21,18 +21,18 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
 }
 # All other fields are ignored: the run alone decides how it samples.
-_READ = {
-    *("messages", "tools", "stop", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
-    *("return_token_ids", "model", "user", "metadata", "store"),
-}
+_READ_FIELDS = set(
+    "messages tools stop max_tokens max_completion_tokens stream stream_options return_token_ids "
+    "model user metadata store".split()
+)
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request.
+    """A request for a chat completion.
 
-    messages: in the form for chat templates. tools: JSON schemas. stop: strings that end the turn. max_tokens: the most
-    to sample. fields: all that are not None, as they came. ignored: the names of those that have no effect.
+    messages: as `read_message` returns them. tools: JSON schemas. stop: strings that end the turn. max_tokens: the most
+    tokens to sample. fields: the given fields that are not None. ignored: the names of fields without effect.
     """
 
     messages: Messages
@@ -47,14 +47,18 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     """Read a request from JSON. Raises InputError naming the field that cannot be honoured or read."""
     refuse(not isinstance(given, dict), "the request is not a JSON object")
     fields = {key: value for key, value in given.items() if value is not None}
-    for key, values in _ONLY.items():
-        is_possible = fields.get(key, values[0]) in values
-        refuse(not is_possible, f"{key}: only {values[0]!r} is possible here; leave it out")
+    for key, values in _ALLOWED_VALUES.items():
+        refuse(
+            fields.get(key, values[0]) not in values,
+            f"{key}: only {values[0]!r} is possible here; leave it out",
+        )
     messages: Any = fields.get("messages")
     refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
     read = [said_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    is_answer = read[-1]["role"] == "assistant"
-    refuse(is_answer, "messages: the last one is the assistant's, whose turn the model samples")
+    refuse(
+        read[-1]["role"] == "assistant",
+        "messages: the last one is the assistant's, whose turn the model samples",
+    )
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     refuse(not isinstance(stop, list), "stop: expected text or a list of texts")
@@ -63,7 +67,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
         check_text([read, tools])
     except (ValueError, RecursionError):
         raise InputError("messages, tools: half a surrogate pair is not text") from None
-    ignored = sorted(fields.keys() - _READ - _ONLY.keys())
+    ignored = sorted(fields.keys() - _READ_FIELDS - _ALLOWED_VALUES.keys())
     for key in ignored:
         _note_ignored(key)
     max_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
@@ -71,7 +75,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
 
 
 def said_message(message: Any, place: str) -> dict[str, Any]:
-    """Return a message as `read_message` does, without the fields of answers that agents do not send back whole."""
+    """Return a message as `read_message` does, without the fields of answers that agents may not send back."""
     read = read_message(message, place)
     return {
         key: read[key] for key in ("role", "content", "name", "tool_call_id", "tool_calls") if key in read
@@ -80,27 +84,27 @@ def said_message(message: Any, place: str) -> dict[str, Any]:
 
 @functools.cache
 def _note_ignored(key: str) -> None:
-    """Tell once that a field has no effect."""
+    """Print once that a field has no effect."""
     print0(f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags decide")
 
 
 def _message(turn: Turn, request: ChatRequest, number: int) -> dict[str, Any]:
-    """Return a turn as a message for its agent, with JSON text as the arguments of calls.
+    """Return a turn as a message for its agent, with the arguments of calls as JSON text.
 
     A stop string, and the rest of the token in which it ends, are left out.
     """
-    said: dict[str, Any] = {"content": turn.text}
+    answer: dict[str, Any] = {"content": turn.text}
     if request.fields.get("tool_choice") != "none":
         # Without tools the format of calls need not be known.
         with contextlib.suppress(InputError):
-            said = turn.message
-    content = said["content"] or ""
+            answer = turn.message
+    content = answer["content"] or ""
     for stop in request.stop:
         content = content.partition(stop)[0]
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    message |= {key: said[key] for key in ("reasoning_content", "parse_error") if key in said}
+    message |= {key: answer[key] for key in ("reasoning_content", "parse_error") if key in answer}
     calls = []
-    for i, call in enumerate(said.get("tool_calls", ())):
+    for i, call in enumerate(answer.get("tool_calls", ())):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         function = {"name": call["function"]["name"], "arguments": arguments}
         # Some templates take ids of nine letters and digits only.
@@ -134,7 +138,7 @@ def completion_of(turn: Turn, branch: Branch, request: ChatRequest, number: int)
 
 
 def streamed(completion: dict[str, Any]) -> str:
-    """Return a completion as a stream of events: one with all of it, and the end."""
+    """Return a completion as a stream of events: one event with all of it, and the end of the stream."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
