@@ -112,6 +112,8 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     goes_on = peer.apply_chat_template(CONTINUED, continue_final_message=True, return_dict=False)
     assert encoded(CONTINUED) == goes_on == ids("<bos><turn>user:hello<turn>assistant:one, t")
     assert encoded([*CONTINUED, {"role": "tool", "content": "a"}])[-11:] == ids("<turn>assistant:")
+    rows = [Row(prompt, {}, "f:1") for prompt in ("a", CHAT, CONTINUED, "b" * 90, "<eos>.")]
+    assert list(tokenizer.encode_all(rows)) == [tokenizer.encode(row) for row in rows]
     tokenizer.chat = True
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 

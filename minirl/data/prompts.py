@@ -6,11 +6,11 @@ import functools
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from minirl.data.answers import check_readable
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.messages import Prompt, is_token_ids, read_prompt
+from minirl.data.messages import Messages, Prompt, is_token_ids, read_prompt
 from minirl.data.task import Row
 from minirl.errors import refuse
 from minirl.generation.sampling import request_key
@@ -118,10 +118,14 @@ class PromptStream:
         template does not show or whose calls cannot be read.
         """
         place = f"{place}: branch(...)"
-        shown = self.tokenizer.with_tools(tools)
-        prompt_ids = tuple(shown.encode_prompt(prompt, place))
-        if tools and shown is not self.tokenizer and not is_token_ids(prompt):
-            check_readable(shown)
+        if is_token_ids(prompt):
+            self.tokenizer.check_ids(prompt, place)
+            prompt_ids = tuple(prompt)
+        else:
+            shown = self.tokenizer.with_tools(tools)
+            prompt_ids = tuple(shown.encode(Row(cast(str | Messages, prompt), {}, place)))
+            if tools and shown is not self.tokenizer:
+                check_readable(shown)
         rollout_id = first.rollout_id._replace(branch=branch)
         return self.request(rollout_id, prompt, prompt_ids, first.temperature, first.truncation)
 
@@ -175,19 +179,16 @@ class PromptStream:
 
     def _fitting(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that are short enough, see `__init__`. Raises InputError naming the first bad row."""
+        rows = [_read_row(row) for row in rows]
         limit = self.max_tokens - self.max_new_tokens
         fitting = []
         too_long = []
-        for row in rows:
-            if not isinstance(row.prompt, str):  # scripts make rows, too
-                prompt = read_prompt(row.prompt, f"{row.place}: the prompt")
-                row = dataclasses.replace(row, prompt=prompt)
-            length = len(self.tokenizer.encode(row))
-            if length > limit:
-                too_long.append((length, row.place))
+        for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
+            if len(ids) > limit:
+                too_long.append((len(ids), row.place))
                 continue
             fitting.append(row)
-            self.longest_prompt = max(self.longest_prompt, length)
+            self.longest_prompt = max(self.longest_prompt, len(ids))
         if too_long:
             refuse(
                 not fitting,
@@ -199,3 +200,10 @@ class PromptStream:
             counts = f"{len(too_long)} of {len(rows)} prompts"
             self._notes.append(f"{counts} have more than {limit} tokens ({listed}): left out")
         return fitting
+
+
+def _read_row(row: Row) -> Row:
+    """Return a row with its messages read: scripts make rows, too. Raises InputError naming the row."""
+    if isinstance(row.prompt, str):
+        return row
+    return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.place}: the prompt"))

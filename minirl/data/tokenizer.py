@@ -78,12 +78,8 @@ class Tokenizer:
             reason = ascii(str(error))[:100]
             raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
 
-    def encode_beginning(self, text: str, place: str) -> list[int]:
-        """Return the token ids of a text that begins a sequence: with one BOS token, and without an EOS token.
-
-        Raises InputError naming `place` if the text cannot be tokenized.
-        """
-        ids = self.encode_text(text, place)
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text at the beginning of a sequence: the BOS token comes first, once."""
         has_bos = ids[: len(self.bos_ids)] == self.bos_ids  # the text spells it out
         return ids if has_bos else self.bos_ids + ids
 

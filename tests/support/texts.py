@@ -65,14 +65,15 @@ class Letters(ChatTokenizer):
     """A tokenizer of one id per letter."""
 
     chat = False
-    tools = bos_ids = eos_ids = ()
+    tools = ()
     stop_ids = frozenset({7})
 
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
+        self.bos_ids = self.eos_ids = []
 
-    def encode_beginning(self, text, place):
-        return [ord(letter) for letter in text]
+    def backend(self, texts, add_special_tokens):
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 
 def letter_prompts(texts, *, tokenizer=None, vocab_size=128, **options):
