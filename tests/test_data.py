@@ -112,8 +112,8 @@ def test_prompts_get_the_ids_that_transformers_gives_them(spoilt_folder):
     goes_on = peer.apply_chat_template(CONTINUED, continue_final_message=True, return_dict=False)
     assert encoded(CONTINUED) == goes_on == ids("<bos><turn>user:hello<turn>assistant:one, t")
     assert encoded([*CONTINUED, {"role": "tool", "content": "a"}])[-11:] == ids("<turn>assistant:")
-    rows = [Row(prompt, {}, "f:1") for prompt in ("a", CHAT, CONTINUED, "b" * 90, "<eos>.")]
-    assert list(tokenizer.encode_all(rows)) == [tokenizer.encode(row) for row in rows]
+    rows = [Row(prompt, {}, "f:1") for prompt in ("b" * 90, CHAT)]
+    assert list(tokenizer.encode_all(rows)) == list(map(tokenizer.encode, rows))
     tokenizer.chat = True
     assert encoded("hello") == ids("<bos><turn>user:hello<turn>assistant:")
 
@@ -441,6 +441,6 @@ def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(t
 
 def test_row_36_a_tokenizer_without_an_end_token_is_said():
     """Completions then end only at the limit; it works. Here the end token has id 7."""
-    (said,) = letter_prompts(["\1"], vocab_size=7).notes(per_step=1)
+    (said,) = letter_prompts(["\1"], vocab_size=7).notes()
     assert "completions end only at --max-new-tokens" in said
-    assert letter_prompts(["\1"], vocab_size=8).notes(per_step=1) == []
+    assert letter_prompts(["\1"], vocab_size=8).notes() == []
