@@ -10,7 +10,7 @@ docs/families.md lists the families, and says how to add one or a feature.
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +88,16 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# The fields of `ModelConfig` with the names and values of config.json's keys.
-_SAME_NAMES = (*_SIZES, "rms_norm_eps", "tie_word_embeddings")
+# Fields of `ModelConfig`, and the keys with their values; where a key is null or its family lacks it, the field's default
+# stays. Gemma alone has `hidden_activation`.
+_FIELDS_AND_KEYS = (
+    *((name, name) for name in (*_SIZES, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")),
+    ("qkv_bias", "attention_bias"),
+    ("o_bias", "attention_bias"),
+    ("mlp_bias", "mlp_bias"),
+    ("activation", "hidden_act"),
+    ("activation", "hidden_activation"),
+)
 # The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
 # comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
 _LARGEST = {
@@ -138,30 +146,26 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     vision = _VISION_MODELS.get(raw["model_type"])
     raw = _text_part(raw)
     config = as_transformers_reads(raw)
-    _check_values(raw, config)
     # Keys of other families mean nothing here; the gate sees whether they do in transformers.
-    for key in vars(config).keys() - vars(type(config)()) - {"original_max_position_embeddings"}:
-        delattr(config, key)
-    head_dim = _head_dim(config)
-    query_scalar = getattr(config, "query_pre_attn_scalar", head_dim)
-    kinds = _kinds_of_layers(config)
-    fields = _ropes(config, kinds, head_dim) | {
-        "head_dim": head_dim,
-        "max_position_embeddings": _max_positions(config),
-        "layer_windows": tuple(
-            config.sliding_window if kind == "sliding_attention" else None for kind in kinds
-        ),
-        "qkv_bias": getattr(config, "attention_bias", False),
-        "o_bias": getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
-        "query_multiplier": 1 / math.sqrt(query_scalar) / (1 / math.sqrt(head_dim)),
-        "delta_net": _delta_net(config, kinds),
-        "weight_prefix": vision.prefix if vision else "model.",
-        "scalar_head": _is_classifier(raw, config.num_labels),
-    }
-    for name in _SAME_NAMES:
-        fields[name] = getattr(config, name)
+    own_keys = vars(type(config)()).keys()
+    keys = {key: value for key, value in vars(config).items() if key in own_keys}
+    _check_values(raw, keys)
+    fields = {field: keys[key] for field, key in _FIELDS_AND_KEYS if keys.get(key) is not None}
+    fields["head_dim"] = head_dim = _head_dim(keys)
+    kinds = _kinds_of_layers(keys)
+    fields["ropes"], fields["layer_ropes"] = _ropes(config, keys, kinds, head_dim)
+    if keys["rope_parameters"].get("rope_type") == "yarn":
+        fields["max_position_embeddings"] = _stretched_positions(keys)
+    fields["layer_windows"] = tuple(
+        keys["sliding_window"] if kind == "sliding_attention" else None for kind in kinds
+    )
+    if "query_pre_attn_scalar" in keys:
+        fields["query_multiplier"] = 1 / math.sqrt(keys["query_pre_attn_scalar"]) / (1 / math.sqrt(head_dim))
+    if "linear_attention" in kinds:
+        fields["delta_net"] = _delta_net(keys, kinds)
+    if vision is not None:
+        fields["weight_prefix"] = vision.prefix
+    fields["scalar_head"] = _is_classifier(raw, config.num_labels)
     fields |= FAMILIES[raw["model_type"]]
     refuse(
         fields["activation"] not in ACTIVATIONS,
@@ -205,25 +209,25 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_values(raw: Mapping[str, Any], config: Any) -> None:
+def _check_values(raw: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
     """Raise InputError for a key of `_UNSEEN_KEYS`, and for a size that is too large."""
     for key in _UNSEEN_KEYS:
         value = raw.get(key)
         refuse(value is not None, f"config.json: {key}={value!r} is not supported")
     for key, largest in _LARGEST.items():
-        value = getattr(config, key, None)
-        refuse(value is not None and value > largest, f"config.json: {key}={value!r}; {largest} at most")
+        value = keys.get(key) or 0
+        refuse(value > largest, f"config.json: {key}={value!r}; {largest} at most")
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(keys: Mapping[str, Any]) -> int:
     """Return the size of a head. Raises InputError if key heads do not divide the query heads, or rope the size."""
-    heads = config.num_attention_heads
-    kv_heads = config.num_key_value_heads
+    heads = keys["num_attention_heads"]
+    kv_heads = keys["num_key_value_heads"]
     refuse(
         heads % kv_heads,
         f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}",
     )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim: int = keys.get("head_dim") or keys["hidden_size"] // heads
     refuse(head_dim % 2, f"config.json: head_dim={head_dim}; rope needs an even number")
     return head_dim
 
@@ -247,71 +251,64 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     return is_classifier
 
 
-def _kinds_of_layers(config: Any) -> list[str]:
+def _kinds_of_layers(keys: Mapping[str, Any]) -> list[str]:
     """Return the kind of each layer."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # in a family without kinds of layers, all have the window
-        return ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    return list(kinds)
+    if kinds := keys.get("layer_types"):
+        return list(kinds)
+    # In a family without kinds of layers, all have the window.
+    kind = "full_attention" if keys.get("sliding_window") is None else "sliding_attention"
+    return [kind] * keys["num_hidden_layers"]
 
 
-def _delta_net(config: Any, kinds: list[str]) -> DeltaNet | None:
-    """Return the shape of the layers with a gated delta net, if there are any."""
+def _delta_net(keys: Mapping[str, Any], kinds: Sequence[str]) -> DeltaNet:
+    """Return the shape of the layers with a gated delta net."""
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
-    if not layers:
-        return None
-    sizes = {name: getattr(config, key) for name, key in _DELTA_SIZES.items()}
+    sizes = {name: keys[key] for name, key in _DELTA_SIZES.items()}
     return DeltaNet(layers, **sizes)
 
 
-def _max_positions(config: Any) -> int:
-    """Return how many positions the ropes are made for.
-
-    YaRN stretches them, whether or not max_position_embeddings already says so.
-    """
-    num_positions: int = config.max_position_embeddings
-    rope = config.rope_parameters
-    if rope.get("rope_type") != "yarn":
-        return num_positions
+def _stretched_positions(keys: Mapping[str, Any]) -> int:
+    """Return how many positions a YaRN rope is made for, whether or not max_position_embeddings already says so."""
+    rope = keys["rope_parameters"]
     # Without a factor, the ratio of the stated positions.
     stretched = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
-    return min(max(num_positions, stretched), _LARGEST["max_position_embeddings"])
+    return min(max(keys["max_position_embeddings"], stretched), _LARGEST["max_position_embeddings"])
 
 
-def _ropes(config: Any, kinds: list[str], head_dim: int) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that say which rope each layer has. Raises InputError.
-
-    kinds: those of the layers.
-    """
-    ropes = {kind: _rope(config, kind, head_dim) for kind in set(kinds)}
-    has_rope = getattr(config, "no_rope_layers", [True] * len(kinds))
-    of_layers = [ropes[kind] if has else Rope(()) for kind, has in zip(kinds, has_rope, strict=True)]
-    distinct = list(dict.fromkeys(of_layers))
-    return {"ropes": tuple(distinct), "layer_ropes": tuple(map(distinct.index, of_layers))}
+def _ropes(
+    config: Any, keys: Mapping[str, Any], kinds: Sequence[str], head_dim: int
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """Return the distinct ropes of layers of these kinds, and which of them each layer has. Raises InputError."""
+    rope_of = {kind: _rope(config, kind, head_dim) for kind in set(kinds)}
+    layer_ropes = [rope_of[kind] for kind in kinds]
+    if "no_rope_layers" in keys:  # 0 where a layer has none
+        pairs = zip(layer_ropes, keys["no_rope_layers"], strict=True)
+        layer_ropes = [rope if has_rope else Rope(()) for rope, has_rope in pairs]
+    ropes = tuple(dict.fromkeys(layer_ropes))
+    return ropes, tuple(map(ropes.index, layer_ropes))
 
 
 def _rope(config: Any, kind: str, head_dim: int) -> Rope:
     """Return the rope of a kind of layer, by transformers' functions. Raises InputError if it is not supported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    keys = config.rope_parameters
-    is_of_kinds = "rope_type" not in keys
-    if is_of_kinds:
-        keys = keys[kind]
-    name = keys["rope_type"]
+    rope = config.rope_parameters
+    layer_type = None
+    if "rope_type" not in rope:  # each kind of layer has its own
+        layer_type = kind
+        rope = rope[kind]
+    name = rope["rope_type"]
     refuse(
         name not in _ROPE_TYPES,
-        f"config.json: the rope {keys} is not supported; expected one of {', '.join(_ROPE_TYPES)}",
+        f"config.json: the rope {rope} is not supported; expected one of {', '.join(_ROPE_TYPES)}",
     )
     try:
         if name == "default":
-            size = int(head_dim * keys.get("partial_rotary_factor", 1.0))
+            size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
             exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-            frequencies, amplitude = 1.0 / keys["rope_theta"] ** exponent, 1.0
+            frequencies, amplitude = 1.0 / rope["rope_theta"] ** exponent, 1.0
         else:
-            of_kind = kind if is_of_kinds else None
-            frequencies, amplitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=of_kind)
+            frequencies, amplitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=layer_type)
     except Exception as error:  # which one depends on the version of transformers
-        raise InputError(f"config.json: transformers cannot make the rope {keys}: {error!r}") from None
+        raise InputError(f"config.json: transformers cannot make the rope {rope}: {error!r}") from None
     return Rope(tuple(frequencies.tolist()), amplitude)
