@@ -9,6 +9,7 @@ import math
 import re
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,48 @@ def first_values(name: str, shape: torch.Size) -> Tensor:
     return values
 
 
-def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
-    """Rank and alpha of a folder's adapters, and their tensors by names such as model.layers.0.mlp.up_proj.lora_A.
+@dataclass
+class SavedAdapters:
+    """A folder's adapters, by layers such as model.layers.0.mlp.up_proj; without tensors if it has none.
 
-    A module that PEFT saved whole, as a scalar head, has its own name. Raises InputError naming file and key for what
-    would be computed in another way.
+    `merge` and `pop_module` take tensors out, so that those of no layer are left.
+    """
+
+    path: Path
+    rank: int = 1
+    alpha: float = 0.0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def merge(self, layer: str, base: Any, label: str) -> Any:
+        """The stored weight of a layer with its adapter, summed in fp32; `base` if the layer has none.
+
+        base: a slice; a tensor (stacked experts) gets no adapter. Raises InputError, with `label`, for a wrong shape.
+        """
+        if f"{layer}.lora_A" not in self.tensors or isinstance(base, Tensor):
+            return base
+        lora_a = self.tensors.pop(f"{layer}.lora_A")  # [r, in]
+        lora_b = self.tensors.pop(f"{layer}.lora_B", torch.empty(0))  # [out, r]
+        num_out, num_in = base.get_shape()
+        refuse(
+            lora_a.shape != (self.rank, num_in) or lora_b.shape != (num_out, self.rank),
+            f"{label} has shape {[num_out, num_in]}, but lora_A {list(lora_a.shape)} and lora_B "
+            f"{list(lora_b.shape)}, with r {self.rank}",
+        )
+        return base[:].float() + self.alpha / self.rank * (lora_b.float() @ lora_a.float())
+
+    def pop_module(self, layer: str) -> Tensor | None:
+        """The weight of a module that PEFT saved whole, as a scalar head, if it is there."""
+        return self.tensors.pop(layer, None)
+
+
+def read_adapters(folder: Path) -> SavedAdapters:
+    """Read a folder's adapters.
+
+    Raises InputError naming file and key for what would be computed in another way.
     """
     path = folder / ADAPTERS_FILE
+    if not path.is_file():
+        return SavedAdapters(folder / WEIGHTS_FILE)
     config = read_json_object(path)
     for key, value in config.items():
         is_off = value in (None, False, [], {}) and key != "peft_type"
@@ -71,30 +107,12 @@ def read_adapters(folder: Path) -> tuple[int, float, dict[str, Tensor]]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
-    tensors = {}
-    with open_tensors(folder / WEIGHTS_FILE) as file:
+    adapters = SavedAdapters(folder / WEIGHTS_FILE, rank, alpha)
+    with open_tensors(adapters.path) as file:
         for name in sorted(file.keys()):
             layer = name.removeprefix(_PREFIX).removesuffix(".weight")
-            tensors[re.sub(_IN_VISION_MODEL, "model.", layer)] = file.get_tensor(name)
-    return rank, alpha, tensors
-
-
-def merged(base: Any, layer: str, rank: int, alpha: float, tensors: dict[str, Tensor], label: str) -> Any:
-    """The stored weight of a layer with its adapter, summed in fp32; `base`, a slice, if the layer has none.
-
-    Takes the adapter out of `tensors`. Raises InputError, with `label`, for a wrong shape.
-    """
-    if f"{layer}.lora_A" not in tensors:
-        return base
-    lora_a = tensors.pop(f"{layer}.lora_A")  # [r, in]
-    lora_b = tensors.pop(f"{layer}.lora_B", torch.empty(0))  # [out, r]
-    num_out, num_in = base.get_shape()
-    refuse(
-        lora_a.shape != (rank, num_in) or lora_b.shape != (num_out, rank),
-        f"{label} has shape {[num_out, num_in]}, but lora_A {list(lora_a.shape)} and lora_B {list(lora_b.shape)}, "
-        f"with r {rank}",
-    )
-    return base[:].float() + alpha / rank * (lora_b.float() @ lora_a.float())
+            adapters.tensors[re.sub(_IN_VISION_MODEL, "model.", layer)] = file.get_tensor(name)
+    return adapters
 
 
 def peft_config(

@@ -88,8 +88,8 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# Fields of `ModelConfig`, and the keys with their values; where a key is null or its family lacks it, the field's default
-# stays. Gemma alone has `hidden_activation`.
+# Fields of `ModelConfig`, and the keys with their values. Where a key is null, or its family lacks it, the field's
+# default stays. Gemma alone has `hidden_activation`.
 _FIELDS_AND_KEYS = (
     *((name, name) for name in (*_SIZES, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")),
     ("qkv_bias", "attention_bias"),

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, merged, peft_name, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, first_values, peft_name, read_adapters
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
 from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
@@ -88,35 +88,50 @@ def load_weights(model: Transformer, folder: Path) -> None:
     own adapters, and a scalar head if the folder holds a language model, get their first values. `check_weights` comes
     first. Raises InputError naming a tensor with values that are not finite, and adapters that do not fit.
     """
-    files = _file_of_each_tensor(folder)
-    rank, alpha, adapters = read_adapters(folder) if has_adapters(folder) else (0, 0.0, {})
     config = model.config
+    files = _file_of_each_tensor(folder)
+    adapters = read_adapters(folder)
     if config.tie_word_embeddings and "lm_head.weight" in files and config.other is None:
-        head, embedding = "lm_head.weight", _stored_name("model.embed_tokens.weight", config.weight_prefix)
-        refuse(
-            not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
-            f"{files[head]}: {head} differs from {embedding} although config.json has tie_word_embeddings=true; set it "
-            "to false, or remove the tensor",
-        )
+        _refuse_other_head(files, _stored_name("model.embed_tokens.weight", config.weight_prefix))
     for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
-        stored, *more = stored_tensors(config, {name: torch.empty(param.shape, device="meta")})
-        if layer in adapters:  # a module that PEFT saved whole, as a scalar head
-            fill(param, adapters.pop(layer), f"{folder / WEIGHTS_FILE}: {layer}")
-        elif stored not in files:
-            fill(param, first_values(name, param.shape), name)
-        elif more:
-            assert config.other is not None
-            parts = {part: read_tensor(files[part], part) for part in (stored, *more)}
-            fill(param, config.other.joined(parts), name)
+        parts = list(stored_tensors(config, {name: torch.empty(param.shape, device="meta")}))
+        if parts[0] in files:
+            label = f"{files[parts[0]]}: {parts[0]}"
+            value = _read_joined(config, files, parts)
+            value = adapters.merge(layer, value, label)
         else:
-            label = f"{files[stored]}: {stored}"
-            # Open the file for each tensor: while a file is open, its pages stay in memory once read.
-            with open_tensors(files[stored]) as file:
-                fill(param, merged(file.get_slice(stored), layer, rank, alpha, adapters, label), label)
+            label = f"{adapters.path}: {layer}"
+            value = adapters.pop_module(layer)
+            if value is None:
+                value = first_values(name, param.shape)
+        fill(param, value, label)
     refuse(
-        adapters, f"{folder / WEIGHTS_FILE}: the base has no weights for {sorted(adapters)[:5]} (first five)"
+        adapters.tensors,
+        f"{adapters.path}: the base has no weights for {sorted(adapters.tensors)[:5]} (first five)",
     )
+
+
+def _refuse_other_head(files: Mapping[str, Path], embedding: str) -> None:
+    """Raise InputError if a tied model's folder has a head that differs from the embedding of this name."""
+    head = "lm_head.weight"
+    refuse(
+        not torch.equal(read_tensor(files[head], head), read_tensor(files[embedding], embedding)),
+        f"{files[head]}: {head} differs from {embedding} although config.json has tie_word_embeddings=true; set it "
+        "to false, or remove the tensor",
+    )
+
+
+def _read_joined(config: ModelConfig, files: Mapping[str, Path], parts: Sequence[str]) -> Any:
+    """The value of a parameter that a folder stores in these tensors: a slice of the only one, or all of them joined.
+
+    A slice keeps only its own file open: while a file is open, its pages stay in memory once read.
+    """
+    if len(parts) == 1:
+        with open_tensors(files[parts[0]]) as file:
+            return file.get_slice(parts[0])
+    assert config.other is not None
+    return config.other.joined({part: read_tensor(files[part], part) for part in parts})
 
 
 def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
