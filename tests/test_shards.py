@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters
-from minirl.model.layers import Linear
-from minirl.model.shards import Shards
+from minirl.model.shards import share_layers
 from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
 from minirl.run import planning, setup
 from support.engines import CPU, make_engine, mixed_requests
@@ -29,11 +28,9 @@ from support.scripts import (
 
 def sharded_twin(whole: Transformer, rank: int) -> Transformer:
     """A model with this rank's rows of the layers' weights."""
-    model = on_meta(whole.config).to(whole.lm_head.weight.dtype)
-    model.shards = Shards()
-    for layer in model.model.layers.modules():
-        if isinstance(layer, Linear):
-            layer.shard(model.shards)
+    model = on_meta(whole.config)
+    model.shards = share_layers(model.layers, whole.config.adapters)
+    model.to(whole.lm_head.weight.dtype)
     model._apply(lambda tensor: torch.zeros_like(tensor, device=CPU))
     model.tie_weights()
     weights = dict(whole.named_parameters())
@@ -64,7 +61,7 @@ def decode_both_ways(rank, whole, size, options):
         results.append(decoded(engine.generate(own)))
         engine.sync()
         assert not engine.is_busy
-    held, full = (sum(weight.nbytes for weight in m.model.layers.parameters()) for m in (model, whole))
+    held, full = (sum(weight.nbytes for weight in m.layers.parameters()) for m in (model, whole))
     return *results, held / full
 
 

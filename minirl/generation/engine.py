@@ -4,7 +4,8 @@
 between two turns, and how they share the cache, is in `request_table`; this file passes their tokens through the model.
 
 The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Each rank decodes on its
-own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`). A rollout depends
+own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`): then all of them
+begin each forward together, and a rank without tokens helps the others (`_help_others`). A rollout depends
 only on its request and the weights, not on the other requests in the batch. At the end of a generation phase, when no
 request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its memory,
 unless it keeps it with the CUDA graphs that read it.
@@ -32,7 +33,8 @@ from minirl.generation.kv_cache import DecodeInputs, KVCache
 from minirl.generation.request_table import Group, RequestTable
 from minirl.generation.sampling import sample_packed
 from minirl.model import padding
-from minirl.model.attention import PAGED_BLOCK, PackedLayout, concatenated_ranges, upload
+from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, upload
+from minirl.model.shards import Pass, Shards
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest
@@ -93,6 +95,8 @@ class Engine:
         )
         # On the device, the newest token of each running request, at its row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
+        # Whether ranks that share the model's layers had tokens in the last pass.
+        self._others_decode = False
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         # With CUDA graphs, the row of the padding in decode steps. Padding stores keys and values like any request, so
@@ -142,9 +146,8 @@ class Engine:
 
     @property
     def any_rank_has_work(self) -> bool:
-        """Whether `step` has work, or ranks that share the model have some, which they do together."""
-        shards = self.model.shards
-        return self.is_decoding or (shards is not None and shards.others_decode)
+        """Whether `step` has work, or ranks that share the model's layers had some in the last pass."""
+        return self.is_decoding or self._others_decode
 
     @property
     def lacks_room(self) -> bool:
@@ -161,10 +164,11 @@ class Engine:
     def step(self) -> list[Rollout]:
         """Admit and prefill waiting requests, then decode one token of every running request.
 
-        Returns the rollouts found to be finished. Not collective.
+        Returns the rollouts found to be finished. Collective among ranks that share the model's layers.
         """
         if not self.is_decoding:
-            self._join_others()
+            if self.model.shards is not None:
+                self._help_others(is_done=False)
             return []
         # Queued requests would fill the free blocks anyway, so blocks move only if there are none.
         if not self._table.queue:
@@ -207,14 +211,10 @@ class Engine:
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:
-        """Pass through the model with the ranks that share it until none has tokens (collective among them)."""
-        shards = self.model.shards
-        if shards is None:
-            return
-        shards.is_done, shards.are_done = True, False
-        while not shards.are_done:
-            self._join_others()
-        shards.is_done = False
+        """Wait until ranks that share the model's layers are here, and help them meanwhile (collective among them)."""
+        if self.model.shards is not None:
+            while not self._help_others(is_done=True):
+                pass
 
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
@@ -244,12 +244,32 @@ class Engine:
             self._graphs = DecodeGraphs(max_blocks)
             self._padding_row = self._cache.blocks.add(1)
 
-    @torch.no_grad()
-    def _join_others(self) -> None:
-        """Without own tokens, pass through the model with the ranks that share it, if there are any."""
+    def _forward(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """The hidden states [T, D] of tokens. Collective among ranks that share the model's layers."""
         if self.model.shards is not None:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            self.model(nothing, nothing, PackedLayout((), self.device))
+            self._begin_pass(self.model.shards, len(tokens), is_done=False)
+        hidden: Tensor = self.model(tokens, layout.positions, layout)
+        return hidden
+
+    @torch.no_grad()
+    def _help_others(self, *, is_done: bool) -> bool:
+        """Without own tokens, compute those of the ranks that share the model's layers (collective among them).
+
+        is_done: this rank will have none until all are done; returns whether they are.
+        """
+        assert self.model.shards is not None
+        begun = self._begin_pass(self.model.shards, 0, is_done=is_done)
+        if begun.any_has_tokens:
+            nothing = PackedLayout((), self.device)
+            self.model(nothing.positions, nothing.positions, nothing)
+        return begun.all_are_done
+
+    def _begin_pass(self, shards: Shards, num_tokens: int, *, is_done: bool) -> Pass:
+        """Agree with the ranks that share the model's layers on the next forward (collective among them)."""
+        num_rows = max(num_tokens, self.model.min_rows)
+        begun = shards.begin_pass(num_rows, has_tokens=num_tokens > 0, is_done=is_done)
+        self._others_decode = begun.others_have_tokens
+        return begun
 
     def _end_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
@@ -267,7 +287,8 @@ class Engine:
             prefix_rows = [group.row for group in new_groups if group.row is not None]
             layout = self._table.cache.prefill_layout(prefix_rows)
             ids = np.concatenate([group.prefix for group in new_groups])
-            hidden = self.model(*self._upload(ids), layout.positions, layout)
+            (tokens,) = self._upload(ids)
+            hidden = self._forward(tokens, layout)
             self.stats.prefill_tokens += len(ids)
             # Copies: a view would keep the states of the whole prefill.
             last_states = hidden[layout.cu_seqlens[1:].long() - 1]
@@ -314,7 +335,7 @@ class Engine:
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(parts), *inputs)
         layout = cache.decode_layout(repeated, DecodeInputs(*uploaded), tuple(map(len, parts)))
-        hidden = self.model(tokens, layout.positions, layout)
+        hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)
         is_ready = ends == table.columns.lengths(rows)
         table.appended.extendleft(reversed(rows[~is_ready].tolist()))
@@ -353,7 +374,7 @@ class Engine:
         def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:
             inputs = DecodeInputs(*uploaded[len(sampling) :])
             layout = cache.decode_layout(padded, inputs)
-            hidden = self.model(tokens, layout.positions, layout)
+            hidden = self._forward(tokens, layout)
             # The sampled token comes one position after the token put in.
             positions = layout.positions + 1
             return sample_packed(hidden, self.model.head, positions, uploaded[: len(sampling)])

@@ -76,7 +76,7 @@ class OtherModel(Protocol):
     def is_exact(self) -> bool: ...
 
     def make(self, config: "ModelConfig", *, recompute_layers: bool) -> Any:
-        """A model on the meta device, with the interface of `Transformer`."""
+        """A model on the meta device, with the attributes and methods of `Transformer` but `model`."""
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a folder, by its names, from those of parameters, by the model's."""

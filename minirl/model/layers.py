@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters, ModelConfig
-from minirl.model.shards import Shards
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -67,11 +66,9 @@ class Linear(nn.Linear):
 
     The adapter is never merged, so decoding, scoring and training compute the same bits.
     lora_scale: alpha / rank, or 0 for x W^T alone.
-    shards: the ranks that hold its rows together.
     """
 
     lora_scale = 0.0
-    shards: Shards | None = None
 
     def add_adapter(self, adapters: Adapters) -> None:
         """Make A [rank, in] and B [out, rank]."""
@@ -79,24 +76,8 @@ class Linear(nn.Linear):
         self.lora_B = nn.Parameter(self.weight.new_zeros(self.out_features, adapters.rank))
         self.lora_scale = adapters.alpha / adapters.rank
 
-    def shard(self, shards: Shards) -> None:
-        """Keep room for a rank's rows of the parameters with a row for each output."""
-        self.shards = shards
-        for name in ("weight", "bias", "lora_B"):
-            whole = getattr(self, name, None)
-            if whole is not None:
-                # Rounded up: the last ranks have zeros for some.
-                num_rows = -(-len(whole) // shards.size)
-                own = whole.new_zeros(num_rows, *whole.shape[1:])
-                setattr(self, name, nn.Parameter(own, requires_grad=False))
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.shards is None:
-            return self.product(x)
-        return self.shards.apply(self.product, x, self.out_features)
-
-    def product(self, x: Tensor) -> Tensor:
-        """Return the outputs [T, rows] for the rows of the weight."""
+        """Return the outputs [T, out] of x [T, in]."""
         product = batch_invariance.linear(x, self.weight, self.bias)
         if not self.lora_scale:
             return product

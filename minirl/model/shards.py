@@ -1,65 +1,122 @@
 """Linear layers whose rows the ranks hold together, as FSDP shards them, for decoding without whole weights.
 
-Each rank decodes its own requests, with its own cache, and the ranks pass through the layers together. A linear layer
-sends its rank's tokens to all ranks; each multiplies the tokens of all with its rows of the weight, and sends each rank
-the columns of its tokens. No sum is split, so the bits are those of whole weights. Nothing here has a gradient.
+Each rank decodes its own requests, with its own cache, and the ranks pass through the layers together: before each
+forward they begin the pass (`Shards.begin_pass`). In it a `SharedLinear` sends its rank's tokens to all ranks; each
+multiplies the tokens of all with its rows of the weight, and sends each rank the columns of its tokens. No sum is
+split, so the bits are those of whole weights. Nothing here has a gradient.
+
+In shapes: T tokens of this rank, A of all ranks together, R rows of a weight that this rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from minirl.model.config import Adapters
+from minirl.model.layers import Linear
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on
 
 
-class Shards:
-    """The ranks, which hold a model together.
+class Pass(NamedTuple):
+    """What the ranks know of a pass that they begin together.
 
-    is_done: this rank will have no tokens until all ranks are done. At the last `join`, are_done: all ranks were;
-    others_decode: another rank had tokens.
+    any_has_tokens: without tokens on any rank, none runs the layers.
+    others_have_tokens: a rank besides this one has some.
+    all_are_done: no rank will have tokens again in this phase.
     """
 
+    any_has_tokens: bool
+    others_have_tokens: bool
+    all_are_done: bool
+
+
+class Shards:
+    """The ranks that hold the linear layers of one model together."""
+
     def __init__(self) -> None:
-        self.size = world_size()
-        self.is_done = False
-        self.are_done = False
-        self.others_decode = False
-        # The tokens of each rank in this pass.
-        self._counts: list[int] = []
-        # The last input, and those of all ranks: the next layer often has the same.
+        self._num_ranks = world_size()
+        # How many rows of activations each rank has in this pass.
+        self._num_rows: list[int] = []
+        # The last input, and the rows of all ranks: the next layer often has the same input.
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @spent_on("wait_ranks")
-    def join(self, num_rows: int, *, has_tokens: bool) -> bool:
-        """Begin a pass; returns whether any rank has tokens; if not, the layers are not run (collective).
+    def begin_pass(self, num_rows: int, *, has_tokens: bool, is_done: bool) -> Pass:
+        """Begin a pass through the layers, or find that no rank needs one (collective).
 
-        num_rows: of this rank's activations.
+        num_rows: of this rank's activations, with padding.
+        is_done: this rank will have no tokens until all ranks are done.
         """
-        own = torch.tensor([num_rows, has_tokens, self.is_done])
-        of_ranks = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(of_ranks, own)
-        self._counts, have_tokens, done = torch.stack(of_ranks, 1).tolist()
-        self.others_decode = sum(have_tokens) > has_tokens
-        self.are_done = all(done)
+        own = torch.tensor([num_rows, has_tokens, is_done])
+        per_rank = [torch.empty_like(own) for _ in range(self._num_ranks)]
+        dist.all_gather(per_rank, own)
+        self._num_rows, have_tokens, are_done = torch.stack(per_rank, 1).tolist()
         self._gathered = None
-        return any(have_tokens)
+        return Pass(
+            any_has_tokens=any(have_tokens),
+            others_have_tokens=sum(have_tokens) > has_tokens,
+            all_are_done=all(are_done),
+        )
 
-    def apply(self, product: Callable[[Tensor], Tensor], x: Tensor, num_columns: int) -> Tensor:
-        """Return all columns of the rank's tokens x [T, in], from a product with each rank's rows (collective)."""
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """Return the rows [A, in] of all ranks, given this rank's x [..., in] (collective)."""
         if self._gathered is None or self._gathered[0] is not x:
-            sent = [len(x)] * self.size
-            self._gathered = (x, self._exchange(x.repeat(self.size, 1), sent, self._counts))
-        own_columns = product(self._gathered[1])
-        columns = self._exchange(own_columns, self._counts, [len(x)] * self.size)
-        return columns.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)[:, :num_columns]
+            rows = x.reshape(-1, x.shape[-1])  # [T, in]
+            copies = rows.repeat(self._num_ranks, 1)
+            num_sent = [len(rows)] * self._num_ranks
+            self._gathered = (x, self._exchange(copies, num_sent, self._num_rows))
+        return self._gathered[1]
+
+    def scatter_columns(self, columns: Tensor) -> Tensor:
+        """Send each rank these columns [A, R] of its tokens; returns all columns [T, ranks x R] of this rank's.
+
+        Collective.
+        """
+        num_own = self._num_rows[dist.get_rank()]
+        received = self._exchange(columns, self._num_rows, [num_own] * self._num_ranks)
+        per_rank = received.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
+        return per_rank.transpose(0, 1).flatten(1)
 
     @spent_on("decode_comm")
-    def _exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def _exchange(self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
         """Send each rank its number of rows, in order; returns the rows received (collective)."""
         as_bytes = rows.contiguous().view(torch.uint8)  # gloo does not know every dtype
-        result = as_bytes.new_empty(sum(received), as_bytes.shape[1])
-        dist.all_to_all_single(result, as_bytes, list(received), list(sent))
-        return result.view(rows.dtype)
+        received = as_bytes.new_empty(sum(num_received), as_bytes.shape[1])
+        dist.all_to_all_single(received, as_bytes, list(num_received), list(num_sent))
+        return received.view(rows.dtype)
+
+
+class SharedLinear(Linear):
+    """A linear layer of which this rank holds the same number of rows as the others. Its forward communicates.
+
+    The number is rounded up: the last ranks have some rows of zeros, whose columns are cut off.
+    """
+
+    def __init__(self, whole: Linear, shards: Shards, adapters: Adapters | None):
+        """Make room for the rows of `whole`, and with `adapters` for those of an adapter."""
+        num_rows = -(-whole.out_features // world_size())
+        super().__init__(whole.in_features, num_rows, whole.bias is not None, device=whole.weight.device)
+        self.num_columns = whole.out_features
+        self.shards = shards
+        if adapters is not None:
+            self.add_adapter(adapters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs of x [..., in] (collective)."""
+        tokens = self.shards.gather_tokens(x)
+        columns = self.shards.scatter_columns(super().forward(tokens))
+        return columns[:, : self.num_columns].unflatten(0, x.shape[:-1])
+
+
+def share_layers(layers: nn.Module, adapters: Adapters | None) -> Shards:
+    """Replace each linear layer by a `SharedLinear`; returns the ranks that they share. Not collective."""
+    shards = Shards()
+    for module in list(layers.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                setattr(module, name, SharedLinear(child, shards, adapters))
+    return shards

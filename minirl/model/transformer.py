@@ -149,10 +149,14 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
-    shards: the ranks that hold the rows of its layers together. Each runs as many forwards, if only over no tokens.
+    shards: the ranks that hold the rows of its linear layers together (`shards.share_layers`). Then each forward is
+        collective, within a pass that `Shards.begin_pass` has begun.
+    min_rows: the layers compute at least this number of rows, the last ones perhaps padding: [0, heads x C] has no
+        unique view as [0, heads, C].
     """
 
     shards: Shards | None = None
+    min_rows = 1
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
         super().__init__()
@@ -165,22 +169,7 @@ class Transformer(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
             self.tie_weights()
         if config.adapters is not None:
-            self._add_adapters(config.adapters)
-
-    def _add_adapters(self, adapters: Adapters) -> None:
-        """Give the layers' linear layers adapters, and freeze all else but a scalar head.
-
-        Raises InputError if there are none.
-        """
-        linear = [module for module in self.model.layers.modules() if isinstance(module, Linear)]
-        refuse(
-            not linear,
-            "--lora-rank: this model's layers have no nn.Linear, which gets adapters; leave it out",
-        )
-        for module in linear:
-            module.add_adapter(adapters)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(is_adapter(name) or name == "score.weight")
+            add_adapters(self, self.layers, config.adapters)
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding's, if the config says so. Call it again after replacing them."""
@@ -188,35 +177,55 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, whose linear layers get adapters and are sharded."""
+        return self.model.layers
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        """The embedding of tokens."""
+        return self.model.embed_tokens
+
+    @property
     def head(self) -> Tensor:
         """The weight [V, D] that makes logits of hidden states."""
         return self.lm_head.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Return the hidden states [T, D] after the final norm.
+        """Return the hidden states [T, D] after the final norm, of tokens and positions int64 [T].
 
         Collective among `shards`, if there are any.
-
-        tokens and positions: int64 [T]. The layers have one row of padding if there are none: [0, heads x C] has no
-        unique view as [0, heads, C].
         """
-        padded_tokens = padding.pad_rows(tokens, 1)
-        padded_positions = padding.pad_rows(positions, 1)
-        if self.shards is not None and not self.shards.join(len(padded_tokens), has_tokens=len(tokens) > 0):
-            return self.model.embed_tokens(tokens)  # no rank has tokens
+        positions = padding.pad_rows(positions, self.min_rows)
         tables = rope_table(self.config.ropes, self.config.max_position_embeddings, tokens.device)
-        rotations = [(cos[padded_positions], sin[padded_positions]) for cos, sin in tables]
-        x = self.model.embed_tokens(padded_tokens)
+        rotations = [(cos[positions], sin[positions]) for cos, sin in tables]
+        x = self.embed_tokens(padding.pad_rows(tokens, self.min_rows))
         if self.config.scales_embeddings:
             # Rounded to the dtype of the states, as Gemma was trained.
             factor = math.sqrt(self.config.hidden_size)
             x = x * torch.tensor(factor, dtype=x.dtype, device="cpu").item()
-        for layer, rope in zip(self.model.layers, self.config.layer_ropes, strict=True):
+        for layer, rope in zip(self.layers, self.config.layer_ropes, strict=True):
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, rotations[rope], layout, use_reentrant=False)
             else:
                 x = layer(x, rotations[rope], layout)
         return self.model.norm(x[: len(tokens)])
+
+
+def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) -> None:
+    """Give the linear layers of a model's layers adapters, and freeze all else but a scalar head.
+
+    Raises InputError if there are none.
+    """
+    linear = [module for module in layers.modules() if isinstance(module, Linear)]
+    refuse(
+        not linear,
+        "--lora-rank: this model's layers have no nn.Linear, which gets adapters; leave it out",
+    )
+    for module in linear:
+        module.add_adapter(adapters)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 
 
 def on_meta(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
@@ -238,7 +247,7 @@ def is_batch_invariant(
     if config.other is not None and not config.other.is_exact:
         return False
     model = on_meta(config)
-    parameters = model.model.layers.parameters()
+    parameters = model.layers.parameters()
     # Experts are stacked: [experts, out, in].
     layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
     head = [] if config.scalar_head else [chunk.t().shape for chunk in model.head.split(VOCAB_CHUNK)]

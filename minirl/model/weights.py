@@ -192,7 +192,7 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None =
 
 def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
     """Cut a frozen model's embeddings and head to this number of tokens, if they have more."""
-    for module in (model.model.embed_tokens, model.lm_head):
+    for module in (model.embed_tokens, model.lm_head):
         for parameter in module.parameters():
             parameter.data = parameter.data[:vocab_size]
 

@@ -11,17 +11,17 @@ layers' weights (`model.shards`), the rows of its shards. Training and scoring g
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from minirl.errors import GuardError, refuse
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
-from minirl.model.layers import Linear
-from minirl.model.shards import Shards
+from minirl.model.shards import share_layers
 from minirl.model.transformer import Transformer, on_meta
 from minirl.model.weights import check_weights, fill, load_weights
 from minirl.ranks.process_group import world_size
@@ -79,23 +79,33 @@ class ShardedModel:
         base: a model with which this one shares the weights that both freeze, if their folder is the same and ranks
         hold them whole.
         """
+        check_weights(config, folder)
         self.folder = folder
         self.dtype = dtype
-        check_weights(config, folder)
-        self.module = on_meta(config, recompute_layers=recompute_layers)
-        self.module.to(at_least_fp32(dtype))
-        frozen = self._freeze(is_frozen)
-        self.shards_weights = shard_weights and world_size() > 1
-        shard_gradients = shard_gradients or self.shards_weights
-        if base is not None and base.folder == folder and not self.shards_weights:
-            shared = {name: base._frozen[name] for name in frozen if name in base._frozen}
-            self.module.load_state_dict(shared, strict=False, assign=True)
-            frozen |= shared
-        self._sums_every_microbatch = shard_gradients and (world_size() > 1 or offload_optimizer)
-        # FSDP's units: each layer, and the root with all other parameters.
-        self._units = [*self.module.model.layers, self.module]
-        ignored = set() if self.shards_weights else set(frozen.values())
-        self._shard_units(device, ignored, offload_optimizer=offload_optimizer)
+        self._is_sliced = shard_weights and world_size() > 1
+        has_shards = world_size() > 1 or offload_optimizer
+        self._sums_every_microbatch = self._is_sliced or (shard_gradients and has_shards)
+
+        # 1. Parameters without values. Frozen ones have no masters, so they have the compute dtype.
+        self.module = on_meta(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad or (is_frozen is not None and is_frozen(name)):
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype)
+        if base is not None and base.folder == folder and not self._is_sliced:
+            _assign(self.module, base._frozen)
+        frozen = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if not parameter.requires_grad
+        }
+
+        # 2. Shards of them. Frozen parameters are whole where weights are.
+        self._units = [*self.module.layers, self.module]
+        whole = set() if self._is_sliced else set(frozen.values())
+        self._shard_units(device, whole, offload_optimizer=offload_optimizer)
+
+        # 3. Values.
         place = "cpu" if offload_optimizer else device
         self.module._apply(
             lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
@@ -103,20 +113,22 @@ class ShardedModel:
         if frozen:
             self.module.tie_weights()  # FSDP does it for the parameters that it knows
         load_weights(self.module, folder)
-        parameters: dict[str, Tensor] = dict(self.module.named_parameters())
-        self.masters = {name: parameter for name, parameter in parameters.items() if name not in frozen}
-        self._frozen: dict[str, Any] = {name: parameters[name] for name in frozen}
-        self.compute_weights: dict[str, Tensor]
-        if self.shards_weights:
-            self._share_layers(config, device)
+        self.masters: dict[str, Tensor] = dict(self.module.named_parameters())
+        self._frozen: dict[str, Tensor] = {name: self.masters.pop(name) for name in frozen}
+
+        # 4. Weights to compute with.
+        if self._is_sliced:
+            storage = sliced_weights(self.module, self._frozen, dtype, device)
+            self.compute_weights, self.decoder, self.scorer = storage
+            self._copy(self._frozen)
+            self.refresh()
         else:
-            self._gather_whole(config, device)
+            self.compute_weights, self.decoder, self.scorer = whole_weights(self.module, self._frozen, device)
 
     def _shard_units(
         self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
     ) -> None:
         """Wrap the units in FSDP, which leaves the ignored parameters as they are (collective)."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         precision = MixedPrecisionPolicy(
@@ -127,7 +139,7 @@ class ShardedModel:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         mesh = init_device_mesh(device.type, (world_size(),))
         for unit in self._units:
-            reshards = self.shards_weights and unit is not self.module
+            reshards = self._is_sliced and unit is not self.module
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -140,71 +152,21 @@ class ShardedModel:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
-    def _gather_whole(self, config: ModelConfig, device: torch.device) -> None:
-        """Gather the compute weights: from here on they are the module's parameters (collective)."""
-        for parameter in self._frozen.values():
-            parameter.data = parameter.data.to(device)
-        # FSDP keeps the buffers of the last gather, so the root, with the embedding, is not the last.
-        for unit in reversed(self._units):
-            unit.unshard()
-        self.compute_weights = dict(self.module.named_parameters())
-        self.decoder = self.scorer = on_meta(config)
-        # Both names of a tied parameter.
-        _assign(self.decoder, dict(self.module.named_parameters(remove_duplicate=False)))
-
-    def _freeze(self, is_frozen: Callable[[str], bool] | None) -> dict[str, torch.nn.Parameter]:
-        """Freeze some parameters, on the meta device; returns these by name.
-
-        A rank holds them whole in the compute dtype: they have no masters, and FSDP ignores them.
-        """
-        frozen = {}
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad or (is_frozen is not None and is_frozen(name)):
-                parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(self.dtype)
-                frozen[name] = parameter
-        return frozen
-
-    def _share_layers(self, config: ModelConfig, device: torch.device) -> None:
-        """Gather the root's weights, and make a decoder of this rank's rows if the model decodes (collective)."""
-        self._units[-1].unshard()
-        of_layers = set(self.module.model.layers.parameters())
-        named = self.module.named_parameters(remove_duplicate=False)
-        roots = {name: root for name, root in named if root not in of_layers}
-        self.scorer = self.decoder = self.module
-        self.compute_weights = {name: root for name, root in self.module.named_parameters() if name in roots}
-        if not config.scalar_head and self.masters:
-            self.decoder = on_meta(config).to(self.dtype).requires_grad_(False)
-            self.decoder.shards = Shards()
-            for layer in self.decoder.model.layers.modules():
-                if isinstance(layer, Linear):
-                    layer.shard(self.decoder.shards)
-            self.decoder.model.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
-            _assign(self.decoder, roots)
-            layers = {name: own for name, own in self.decoder.named_parameters() if name not in roots}
-            self.compute_weights |= layers
-            for name in self._frozen.keys() & layers.keys():
-                shard = _local(self._frozen[name])
-                if shard.shape == layers[name].shape and shard.device == layers[name].device:
-                    layers[name].data = shard  # both share one storage
-        self._copy(self._frozen)
-        self.refresh()
-
     def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
         """A checkpoint's weights; {} without `keep`.
 
         These are the compute weights, or of a model with adapters all masters. Masters, and with `shard_weights` all
         weights, are gathered one after another, to the host (collective).
         """
-        sharded = self.masters | self._frozen
-        dtype = self.dtype
         if self.module.config.adapters is not None:
-            sharded, dtype = self.masters, at_least_fp32(dtype)
-        elif not self.shards_weights:
+            sharded, dtype = self.masters, at_least_fp32(self.dtype)
+        elif self._is_sliced:
+            sharded, dtype = self.masters | self._frozen, self.dtype
+        else:
             return self.compute_weights if keep else {}
         gathered = {}
         for name, parameter in sharded.items():
-            whole = parameter.full_tensor()
+            whole = parameter.full_tensor()  # type: ignore[attr-defined]
             if keep:
                 gathered[name] = whole.detach().to("cpu", dtype)
         return gathered
@@ -363,6 +325,55 @@ class ShardedModel:
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
 
+class Storage(NamedTuple):
+    """What `ShardedModel` computes with; see its attributes of these names."""
+
+    compute_weights: dict[str, Tensor]
+    decoder: Transformer
+    scorer: Transformer
+
+
+def whole_weights(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
+    """Gather whole weights on each rank: from here on they are the module's parameters (collective)."""
+    for parameter in frozen.values():
+        parameter.data = parameter.data.to(device)
+    # FSDP keeps the buffers of the last gather, so the root, with the embedding, is not the last.
+    units: list[Any] = [module, *reversed(module.layers)]
+    for unit in units:
+        unit.unshard()
+    decoder = on_meta(module.config)
+    # Both names of a tied parameter.
+    _assign(decoder, dict(module.named_parameters(remove_duplicate=False)))
+    return Storage(dict(module.named_parameters()), decoder, decoder)
+
+
+def sliced_weights(
+    module: Transformer, frozen: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Storage:
+    """Gather the root's weights, and make a decoder whose linear layers have this rank's rows, still 0 (collective).
+
+    Rows of frozen parameters are the shards themselves where these have the same shape and place.
+    """
+    module.unshard()  # type: ignore[operator]
+    in_layers = set(module.layers.parameters())
+    named = module.named_parameters(remove_duplicate=False)
+    roots = {name: root for name, root in named if root not in in_layers}
+    weights: dict[str, Tensor] = {name: root for name, root in module.named_parameters() if name in roots}
+    if module.config.scalar_head or frozen.keys() >= dict(module.named_parameters()).keys():
+        return Storage(weights, module, module)
+    decoder = on_meta(module.config)
+    decoder.shards = share_layers(decoder.layers, module.config.adapters)
+    decoder.to(dtype).requires_grad_(False)
+    decoder.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
+    _assign(decoder, roots)
+    layers = {name: own for name, own in decoder.named_parameters() if name not in roots}
+    for name in frozen.keys() & layers.keys():
+        shard = _local(frozen[name])
+        if shard.shape == layers[name].shape and shard.device == layers[name].device:
+            layers[name].data = shard
+    return Storage(weights | layers, decoder, module)
+
+
 def _total_norm(tensors: Iterable[Tensor]) -> float:
     """The norm of sharded tensors; NaN or infinite if one of them is (collective)."""
     norm = torch.nn.utils.get_total_norm(tensors)
@@ -378,11 +389,11 @@ def _first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str:
 
 
 def _assign(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Let the model compute with the storage of these weights, by name."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # otherwise the assignment would change the `requires_grad` of the storage
-            parameter.requires_grad_(weights[name].requires_grad)
-    model.load_state_dict(weights, strict=False, assign=True)
+    """Let the model compute with the storage of these weights, by name; names that it lacks are left out."""
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        if name in weights:
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, weights[name])
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,8 @@ from minirl.model import batch_invariance, padding
 from minirl.model.attention import Layout, PackedLayout, attend
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
-from minirl.model.transformer import Transformer
+from minirl.model.shards import Shards
+from minirl.model.transformer import add_adapters
 
 # Arguments of attention functions that change nothing here: no model is in training mode, so none drops anything.
 _HARMLESS = frozenset(
@@ -154,35 +154,47 @@ def build_on_meta(config: Any) -> Any:
     return hf.eval()
 
 
-class HFTransformer(Transformer):
-    """See the module."""
+class _Parts(NamedTuple):
+    """transformers' model, and modules of it. In a tuple, so that `HFTransformer` does not register them."""
 
-    _hf: Any
-    model: Any
-    lm_head: Any
+    hf: Any
+    layers: nn.ModuleList
+    embed_tokens: Any
+    head: Any
+
+
+def _layers_of(hf: Any, num_layers: int) -> nn.ModuleList:
+    """Return the model's layers. Raises InputError if there is no list of as many modules."""
+    for module in hf.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise InputError("config.json: it has no list of num_hidden_layers layers")
+
+
+class HFTransformer(nn.Module):
+    """transformers' modules with what minirl uses of a `Transformer`; parameters have transformers' names."""
+
+    shards: Shards | None = None
 
     def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
-        nn.Module.__init__(self)  # the modules are those of `hf`
+        super().__init__()
         self.config = config
-        # Not registered: the parts of it are parts of this model, by the same names.
-        self.__dict__["_hf"] = hf
+        self.stream = Stream()
+
+        # 1. The parts of transformers' model become parts of this one, by the same names.
         head = hf.get_output_embeddings()
+        layers = _layers_of(hf, config.num_hidden_layers)
+        self._parts = _Parts(hf, layers, hf.get_input_embeddings(), head)
         for name, child in hf.named_children():
             if child is not head or not config.scalar_head:
-                self._modules[name] = child
+                setattr(self, name, child)
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
-        else:
-            self.__dict__["lm_head"] = head
-        # The caller multiplies by the head; what the model does to logits is then done to hidden states.
+
+        # 2. The caller multiplies by the head; what the model does to logits is then done to hidden states.
         head.forward = lambda states: states
-        lists = (module for module in hf.modules() if isinstance(module, nn.ModuleList))
-        layers = next((layers for layers in lists if len(layers) == config.num_hidden_layers), None)
-        if layers is None:
-            raise InputError("config.json: it has no list of num_hidden_layers layers")
-        # What the rest asks of a `Decoder`.
-        self.__dict__["model"] = SimpleNamespace(layers=layers, embed_tokens=hf.get_input_embeddings())
-        self.stream = Stream()
+
+        # 3. Attention finds the stream; linear layers can have adapters.
         for module in self.modules():
             module.__dict__["stream"] = self.stream
             if type(module) is nn.Linear:
@@ -190,15 +202,39 @@ class HFTransformer(Transformer):
         if recompute_layers:
             for layer in layers:
                 layer.forward = functools.partial(self._recompute, layer.forward)
+
+        # 4. The values of buffers are kept, and copied to the device of the first forward (`_move`).
         self._values = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
         self._place = torch.device("meta")
+
+        # 5. Parameters that are tied or frozen.
         self.tie_weights()
         if config.adapters is not None:
-            self._add_adapters(config.adapters)
+            add_adapters(self, layers, config.adapters)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """See `Transformer`."""
+        return self._parts.layers
+
+    @property
+    def embed_tokens(self) -> Any:
+        """See `Transformer`."""
+        return self._parts.embed_tokens
+
+    @property
+    def lm_head(self) -> Any:
+        """The head, by any name."""
+        return self._parts.head
+
+    @property
+    def min_rows(self) -> int:
+        """See `Transformer` and MIN_ROWS."""
+        return MIN_ROWS if self.embed_tokens.weight.device.type == "cpu" else 1
 
     def tie_weights(self) -> None:
         """See `Transformer`. Some heads' biases are tied, too."""
-        self._hf.tie_weights()
+        self._parts.hf.tie_weights()
 
     @property
     def head(self) -> Tensor:
@@ -210,31 +246,28 @@ class HFTransformer(Transformer):
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """See `Transformer`."""
-        num_rows = MIN_ROWS if tokens.device.type == "cpu" else 1
-        ids = padding.pad_rows(tokens, num_rows)
-        if self.shards is not None and not self.shards.join(len(ids), has_tokens=len(tokens) > 0):
-            return self.model.embed_tokens(tokens)
+        ids = padding.pad_rows(tokens, self.min_rows)
+        positions = padding.pad_rows(positions, self.min_rows)
         if self._place != tokens.device:
             self._move(tokens.device)
         self.stream.layout = layout
-        hf = self._hf.base_model if self.config.scalar_head else self._hf
+        hf = self._parts.hf.base_model if self.config.scalar_head else self._parts.hf
         with self._invariance():
-            out = hf(
-                input_ids=ids[None], position_ids=padding.pad_rows(positions, num_rows)[None], use_cache=False
-            )
+            out = hf(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         states: Tensor = out[0][0, : len(tokens)]
         if not self.config.scalar_head and self.lm_head.bias is not None:
             states = F.pad(states, (0, 1), value=1.0)
         # A copy, as FSDP warns of views.
-        return states.to(self.model.embed_tokens.weight.dtype, copy=True)
+        return states.to(self.embed_tokens.weight.dtype, copy=True)
 
     def _move(self, device: torch.device) -> None:
         """Copy the buffers to the device; whatever else moved or cast the model left them without values."""
         self._place = device
         for module, name, buffer in self._values:
             module._buffers[name] = buffer.to(device)
-        if self._hf._can_set_experts_implementation():
-            self._hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
+        hf = self._parts.hf
+        if hf._can_set_experts_implementation():
+            hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
 
     def _invariance(self) -> Any:
         return _BatchInvariant() if self._place.type == "cpu" else nullcontext()
