@@ -34,7 +34,7 @@ from minirl.generation.request_table import Group, RequestTable
 from minirl.generation.sampling import sample_packed
 from minirl.model import padding
 from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, upload
-from minirl.model.shards import Pass, Shards
+from minirl.model.shards import Pass
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, Rollout, RolloutId, StopTest
@@ -95,8 +95,8 @@ class Engine:
         )
         # On the device, the newest token of each running request, at its row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
-        # Whether ranks that share the model's layers had tokens in the last pass.
-        self._others_decode = False
+        # Of ranks that share the model's layers.
+        self._last_pass = Pass()
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         # With CUDA graphs, the row of the padding in decode steps. Padding stores keys and values like any request, so
@@ -147,7 +147,7 @@ class Engine:
     @property
     def any_rank_has_work(self) -> bool:
         """Whether `step` has work, or ranks that share the model's layers had some in the last pass."""
-        return self.is_decoding or self._others_decode
+        return self.is_decoding or self._last_pass.others_have_tokens
 
     @property
     def lacks_room(self) -> bool:
@@ -167,8 +167,7 @@ class Engine:
         Returns the rollouts found to be finished. Collective among ranks that share the model's layers.
         """
         if not self.is_decoding:
-            if self.model.shards is not None:
-                self._help_others(is_done=False)
+            self._help_others()
             return []
         # Queued requests would fill the free blocks anyway, so blocks move only if there are none.
         if not self._table.queue:
@@ -212,9 +211,8 @@ class Engine:
 
     def sync(self) -> None:
         """Wait until ranks that share the model's layers are here, and help them meanwhile (collective among them)."""
-        if self.model.shards is not None:
-            while not self._help_others(is_done=True):
-                pass
+        while not self._help_others(is_done=True):
+            pass
 
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
@@ -244,32 +242,30 @@ class Engine:
             self._graphs = DecodeGraphs(max_blocks)
             self._padding_row = self._cache.blocks.add(1)
 
-    def _forward(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """The hidden states [T, D] of tokens. Collective among ranks that share the model's layers."""
-        if self.model.shards is not None:
-            self._begin_pass(self.model.shards, len(tokens), is_done=False)
-        hidden: Tensor = self.model(tokens, layout.positions, layout)
-        return hidden
+    def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
+        """The hidden states [T, D] of tokens. Collective among ranks that share the model's layers: see `shards`.
+
+        is_done: this rank will have no tokens until all are done.
+        """
+        model = self.model
+        if model.shards is not None:
+            num_rows = max(len(tokens), model.min_rows)
+            self._last_pass = model.shards.begin_pass(num_rows, has_tokens=len(tokens) > 0, is_done=is_done)
+            if not self._last_pass.any_has_tokens:
+                return model.embed_tokens(tokens)
+        return model(tokens, layout.positions, layout)
 
     @torch.no_grad()
-    def _help_others(self, *, is_done: bool) -> bool:
-        """Without own tokens, compute those of the ranks that share the model's layers (collective among them).
+    def _help_others(self, *, is_done: bool = False) -> bool:
+        """Without own tokens, compute those of ranks that share the model's layers, if any (collective among them).
 
-        is_done: this rank will have none until all are done; returns whether they are.
+        Returns whether all ranks are done.
         """
-        assert self.model.shards is not None
-        begun = self._begin_pass(self.model.shards, 0, is_done=is_done)
-        if begun.any_has_tokens:
-            nothing = PackedLayout((), self.device)
-            self.model(nothing.positions, nothing.positions, nothing)
-        return begun.all_are_done
-
-    def _begin_pass(self, shards: Shards, num_tokens: int, *, is_done: bool) -> Pass:
-        """Agree with the ranks that share the model's layers on the next forward (collective among them)."""
-        num_rows = max(num_tokens, self.model.min_rows)
-        begun = shards.begin_pass(num_rows, has_tokens=num_tokens > 0, is_done=is_done)
-        self._others_decode = begun.others_have_tokens
-        return begun
+        if self.model.shards is None:
+            return True
+        nothing = PackedLayout((), self.device)
+        self._forward(nothing.positions, nothing, is_done=is_done)
+        return self._last_pass.all_are_done
 
     def _end_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""

@@ -59,9 +59,10 @@ def first_values(name: str, shape: torch.Size) -> Tensor:
 
 @dataclass
 class SavedAdapters:
-    """A folder's adapters, by layers such as model.layers.0.mlp.up_proj; without tensors if it has none.
+    """A folder's adapters; without tensors if it has none.
 
-    `merge` and `pop_module` take tensors out, so that those of no layer are left.
+    tensors: by names such as model.layers.0.mlp.up_proj.lora_A; a module that PEFT saved whole, as a scalar head, has
+        its own name. `merge` takes those of a layer out.
     """
 
     path: Path
@@ -85,10 +86,6 @@ class SavedAdapters:
             f"{list(lora_b.shape)}, with r {self.rank}",
         )
         return base[:].float() + self.alpha / self.rank * (lora_b.float() @ lora_a.float())
-
-    def pop_module(self, layer: str) -> Tensor | None:
-        """The weight of a module that PEFT saved whole, as a scalar head, if it is there."""
-        return self.tensors.pop(layer, None)
 
 
 def read_adapters(folder: Path) -> SavedAdapters:

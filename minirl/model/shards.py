@@ -29,9 +29,9 @@ class Pass(NamedTuple):
     all_are_done: no rank will have tokens again in this phase.
     """
 
-    any_has_tokens: bool
-    others_have_tokens: bool
-    all_are_done: bool
+    any_has_tokens: bool = False
+    others_have_tokens: bool = False
+    all_are_done: bool = False
 
 
 class Shards:
@@ -56,11 +56,7 @@ class Shards:
         dist.all_gather(per_rank, own)
         self._num_rows, have_tokens, are_done = torch.stack(per_rank, 1).tolist()
         self._gathered = None
-        return Pass(
-            any_has_tokens=any(have_tokens),
-            others_have_tokens=sum(have_tokens) > has_tokens,
-            all_are_done=all(are_done),
-        )
+        return Pass(any(have_tokens), sum(have_tokens) > has_tokens, all(are_done))
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Return the rows [A, in] of all ranks, given this rank's x [..., in] (collective)."""

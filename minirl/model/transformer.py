@@ -98,6 +98,9 @@ class MLP(nn.Module):
         return self.down_proj(Gate.apply(gate, up, self.activate))
 
 
+_NO_NORM = nn.Identity()
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -120,16 +123,13 @@ class DecoderLayer(nn.Module):
             self.add_module(name, RMSNorm(config.hidden_size, config))
 
     def forward(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
-        out = self._norm(x, self.norms.before_attention)
+        before_attention, after_attention, before_mlp, after_mlp = (
+            _NO_NORM if name is None else getattr(self, name) for name in self.norms
+        )
+        out = before_attention(x)
         out = self.self_attn(out, rotation, layout) if self.has_attention else self.linear_attn(out, layout)
-        x = x + self._norm(out, self.norms.after_attention)
-        out = self.mlp(self._norm(x, self.norms.before_mlp))
-        return x + self._norm(out, self.norms.after_mlp)
-
-    def _norm(self, x: Tensor, name: str | None) -> Tensor:
-        """Apply the norm of this name; None applies none."""
-        normed: Tensor = x if name is None else getattr(self, name)(x)
-        return normed
+        x = x + after_attention(out)
+        return x + after_mlp(self.mlp(before_mlp(x)))
 
 
 class Decoder(nn.Module):

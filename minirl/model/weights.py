@@ -70,7 +70,7 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
         with open_tensors(path) as file:
             for name in sorted(name for name in expected if files[name] == path):
                 stored = file.get_slice(name)
-                _check_shape(expected[name], stored, f"{path}: {name}")
+                check_shape(stored.get_shape(), expected[name], f"{path}: {name}")
                 dtype = stored.get_dtype()
                 refuse(
                     dtype not in _DTYPES,
@@ -98,13 +98,14 @@ def load_weights(model: Transformer, folder: Path) -> None:
         parts = list(stored_tensors(config, {name: torch.empty(param.shape, device="meta")}))
         if parts[0] in files:
             label = f"{files[parts[0]]}: {parts[0]}"
-            value = _read_joined(config, files, parts)
-            value = adapters.merge(layer, value, label)
-        else:
+            value = adapters.merge(layer, _read_joined(config, files, parts), label)
+        elif layer in adapters.tensors:  # a module that PEFT saved whole
             label = f"{adapters.path}: {layer}"
-            value = adapters.pop_module(layer)
-            if value is None:
-                value = first_values(name, param.shape)
+            value = adapters.tensors.pop(layer)
+            check_shape(value.shape, param, label)
+        else:
+            label = name
+            value = first_values(name, param.shape)
         fill(param, value, label)
     refuse(
         adapters.tensors,
@@ -167,9 +168,8 @@ def _is_kept(config: ModelConfig, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in config.kept_weights)
 
 
-def _check_shape(param: Tensor, stored: Any, label: str) -> None:
+def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
     """Raise InputError, with `label`, if a stored tensor's shape differs from the parameter's."""
-    shape = stored.shape if isinstance(stored, Tensor) else stored.get_shape()
     refuse(
         list(shape) != list(param.shape),
         f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
@@ -253,10 +253,9 @@ def fingerprint(folder: Path) -> int:
 def fill(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
 
-    stored: a whole tensor, or a slice of `safetensors.safe_open`, of which it reads only the needed part.
-    Raises InputError, with `label`, if the shapes differ or a value is not finite.
+    stored: a whole tensor of the parameter's shape, or a slice of `safetensors.safe_open`, of which it reads only the
+    needed part. Raises InputError, with `label`, if a value is not finite.
     """
-    _check_shape(param, stored, label)
     local = param
     rows: Any = ...
     if hasattr(param, "to_local"):

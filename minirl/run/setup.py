@@ -149,7 +149,7 @@ class Setup:
         model_config: ModelConfig,
         folder: Path,
         *,
-        is_frozen: Callable[[str], bool] | None = None,
+        is_frozen: Callable[[str], bool] = lambda name: False,
         base: ShardedModel | None = None,
     ) -> ShardedModel:
         """A folder's model, sharded over the ranks as the flags and sizes say (collective).

@@ -23,7 +23,7 @@ from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.shards import share_layers
 from minirl.model.transformer import Transformer, on_meta
-from minirl.model.weights import check_weights, fill, load_weights
+from minirl.model.weights import check_shape, check_weights, fill, load_weights
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
@@ -59,7 +59,7 @@ class ShardedModel:
         shard_gradients: bool = False,
         offload_optimizer: bool = False,
         shard_weights: bool = False,
-        is_frozen: Callable[[str], bool] | None = None,
+        is_frozen: Callable[[str], bool] = lambda name: False,
         base: "ShardedModel | None" = None,
     ):
         """Load the folder's weights, each rank its own shard, and gather the compute weights in `dtype`.
@@ -73,8 +73,8 @@ class ShardedModel:
 
         shard_weights: see the module. It shards gradients too, and frozen parameters. Without effect on one rank.
 
-        is_frozen: returns whether the parameter of this name is frozen: no master, gradient or moments. None: no
-        parameter is. If `config` has adapters, all but these and a scalar head are frozen.
+        is_frozen: returns whether the parameter of this name is frozen: no master, gradient or moments. If `config` has
+        adapters, all but these and a scalar head are frozen, too.
 
         base: a model with which this one shares the weights that both freeze, if their folder is the same and ranks
         hold them whole.
@@ -88,17 +88,15 @@ class ShardedModel:
 
         # 1. Parameters without values. Frozen ones have no masters, so they have the compute dtype.
         self.module = on_meta(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
+        frozen: dict[str, Any] = {}
         for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad or (is_frozen is not None and is_frozen(name)):
+            if is_frozen(name) or not parameter.requires_grad:
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(dtype)
+                frozen[name] = parameter
         if base is not None and base.folder == folder and not self._is_sliced:
-            _assign(self.module, base._frozen)
-        frozen = {
-            name: parameter
-            for name, parameter in self.module.named_parameters()
-            if not parameter.requires_grad
-        }
+            frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
+            _assign(self.module, frozen)
 
         # 2. Shards of them. Frozen parameters are whole where weights are.
         self._units = [*self.module.layers, self.module]
@@ -118,12 +116,13 @@ class ShardedModel:
 
         # 4. Weights to compute with.
         if self._is_sliced:
-            storage = sliced_weights(self.module, self._frozen, dtype, device)
-            self.compute_weights, self.decoder, self.scorer = storage
+            storage = sliced_storage(self.module, self._frozen, dtype, device)
+        else:
+            storage = whole_storage(self.module, self._frozen, device)
+        self.compute_weights, self.decoder, self.scorer = storage
+        if self._is_sliced:
             self._copy(self._frozen)
             self.refresh()
-        else:
-            self.compute_weights, self.decoder, self.scorer = whole_weights(self.module, self._frozen, device)
 
     def _shard_units(
         self, device: torch.device, ignored: set[torch.nn.Parameter], *, offload_optimizer: bool
@@ -193,17 +192,18 @@ class ShardedModel:
         torch would allocate the moments in the first `step`, in the middle of the memory that the update freed: on
         CUDA that would leave no block as large as the next phase's cache.
         """
-        matrices = [master for master in self.masters.values() if master.ndim > 1]
-        vectors = [master for master in self.masters.values() if master.ndim == 1]
+        masters = self.masters.values()
         groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": [master for master in masters if master.ndim > 1], "weight_decay": weight_decay},
+            {"params": [master for master in masters if master.ndim == 1], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, fused=True)
-        for master in self.masters.values():
-            num_steps = torch.zeros((), dtype=torch.float32, device=master.device)
-            moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[master] = {"step": num_steps, **moments}
+        for master in masters:
+            optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
         return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
@@ -257,7 +257,7 @@ class ShardedModel:
         for name, master in self.masters.items():
             for kind, tensor in {"masters": master, **optimizer.state.get(master, {})}.items():
                 tensors[f"{kind}.{name}"] = _local(tensor).detach()
-        return dict(sorted(tensors.items()))
+        return tensors
 
     @torch.no_grad()
     def load_state(
@@ -282,7 +282,9 @@ class ShardedModel:
                 continue
             if kind not in state:  # some optimizers make their state in the first step
                 state[kind] = torch.zeros_like(master)
-            fill(state[kind], torch.cat(shards), f"{place}: {key}")
+            whole = torch.cat(shards)
+            check_shape(whole.shape, master, f"{place}: {key}")
+            fill(state[kind], whole, f"{place}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -333,7 +335,7 @@ class Storage(NamedTuple):
     scorer: Transformer
 
 
-def whole_weights(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
+def whole_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
     """Gather whole weights on each rank: from here on they are the module's parameters (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
@@ -347,7 +349,7 @@ def whole_weights(module: Transformer, frozen: Mapping[str, Tensor], device: tor
     return Storage(dict(module.named_parameters()), decoder, decoder)
 
 
-def sliced_weights(
+def sliced_storage(
     module: Transformer, frozen: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Storage:
     """Gather the root's weights, and make a decoder whose linear layers have this rank's rows, still 0 (collective).
@@ -389,11 +391,10 @@ def _first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str:
 
 
 def _assign(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Let the model compute with the storage of these weights, by name; names that it lacks are left out."""
-    for name, _ in list(model.named_parameters(remove_duplicate=False)):
-        if name in weights:
-            path, _, last = name.rpartition(".")
-            setattr(model.get_submodule(path), last, weights[name])
+    """Let the model compute with the storage of these of its parameters, by name."""
+    for name, weight in weights.items():
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, weight)
 
 
 def _local(tensor: Tensor) -> Tensor:
