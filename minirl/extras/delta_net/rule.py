@@ -71,16 +71,18 @@ def index_chunks(layout: PackedLayout) -> ChunkIndex:
         sequences = [torch.tensor([num_rows])]  # padding, so that every parameter has a gradient
     chunks = []  # of each sequence, [n, DELTA_CHUNK]
     for rows in sorted(sequences, key=len, reverse=True):
-        padded = F.pad(rows, (0, -len(rows) % DELTA_CHUNK), value=num_rows)
+        num_missing = -len(rows) % DELTA_CHUNK
+        padded = F.pad(rows, (0, num_missing), value=num_rows)
         chunks.append(padded.view(-1, DELTA_CHUNK))
     rounds = pack_sequence(chunks)
     all_rows = rounds.data.flatten()
     # The model's rows have the lowest numbers, so the first place of padding is the last one.
-    _, places = np.unique(all_rows, return_index=True)
+    _, first_places = np.unique(all_rows, return_index=True)
+    places = torch.from_numpy(first_places[:num_rows])
     return ChunkIndex(
         rows=upload(all_rows, layout.device),
         counts=tuple(rounds.batch_sizes.tolist()),
-        places=upload(torch.from_numpy(places[:num_rows]), layout.device),
+        places=upload(places, layout.device),
     )
 
 
@@ -90,14 +92,16 @@ def convolve(window: Iterable[Tensor], weight: Tensor) -> Tensor:
     window: inputs [T, channels] before each row, the oldest first, the row's own last. weight [channels, 1, kernel].
     """
     wide = at_least_fp32(weight.dtype)
-    taps = weight[:, 0].to(wide).unbind(1)
+    taps = weight[:, 0].to(wide).unbind(1)  # [channels] each
     parts = (x.to(wide) * tap for x, tap in zip(window, taps, strict=True))
-    return activate(functools.reduce(torch.add, parts), F.silu)
+    total = functools.reduce(torch.add, parts)
+    return activate(total, F.silu)
 
 
 def normalized(x: Tensor) -> Tensor:
     """Vectors [.., D] of length 1."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    square = (x * x).sum(-1, keepdim=True)
+    return x * torch.rsqrt(square + 1e-6)
 
 
 def run_chunks(
@@ -111,46 +115,63 @@ def run_chunks(
 
     Stores the states after their last rows int64 [sequences] in these slots int64 [sequences].
     """
-    chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))
-    of_rounds = zip(*(x.split(index.counts) for x in chunks), strict=True)
-    end = rows.v.new_zeros(index.counts[0], *rows.k.shape[1:], rows.v.shape[-1])
-    results: list[tuple[Tensor, Tensor, Tensor]] = []
-    for count, own in zip(index.counts, of_rounds, strict=True):
+    chunks = DeltaRows(*(_in_chunks(x, index.rows) for x in rows))  # [N, H, C, ...] each
+    rounds = zip(*(x.split(index.counts) for x in chunks), strict=True)
+
+    # Each round begins with the states that the round before it ended with.
+    num_heads, key_dim = rows.k.shape[1:]
+    value_dim = rows.v.shape[-1]
+    end = rows.v.new_zeros(index.counts[0], num_heads, key_dim, value_dim)
+    outputs: list[Tensor] = []
+    updates: list[Tensor] = []
+    begins: list[Tensor] = []
+    for count, own in zip(index.counts, rounds, strict=True):
         begin = end[:count]
         out, update, end = _run_chunk(DeltaRows(*own), begin)
-        results.append((out, update, begin))
-    outputs, updates, begins = zip(*results, strict=True)
+        outputs.append(out)
+        updates.append(update)
+        begins.append(begin)
+
     if states is not None:
+        last_chunks = index.places[last_rows] // DELTA_CHUNK  # [sequences]
         kept = (torch.cat(begins), chunks.k.mT, torch.cat(updates), chunks.decay)
         for pool, values in zip(states[1:], kept, strict=True):
-            pool[slots] = values[index.places[last_rows] // DELTA_CHUNK]
-    by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+            pool[slots] = values[last_chunks]
+    by_row = torch.cat(outputs).transpose(1, 2).flatten(0, 1)  # [N x C, H, Dv]
     return by_row[index.places]
 
 
 def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of x [T', H, ...] with these indices [N x C], in chunks [N, H, C, ...]; index T' gives zeros."""
-    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    chunks = padded.index_select(0, rows).unflatten(0, (-1, DELTA_CHUNK))
+    zeros = x.new_zeros(1, *x.shape[1:])
+    padded = torch.cat([x, zeros])
+    chunks = padded.index_select(0, rows)  # [N x C, H, ...]
+    chunks = chunks.unflatten(0, (-1, DELTA_CHUNK))
     return chunks.transpose(1, 2).contiguous()
 
 
 def _run_chunk(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """O, U and S' of chunks, from their rows [N, H, C, ...] and S [N, H, Dk, Dv]."""
     q, k, v, decay, beta = rows
-    total = decay.cumsum(-1)
-    between = total[..., :, None] - total[..., None, :]
-    pairs = between.clamp(max=0).exp()
-    grown = total.exp()
     keys = k.mT
+    total = decay.cumsum(-1)  # c, [N, H, C]
+    differences = total[..., :, None] - total[..., None, :]  # c_i - c_j
+    pairs = differences.clamp(max=0).exp()
+    grown = total.exp()
+
+    # A and the weights of U in the outputs, [N, H, C, C].
     a = (k @ keys * pairs * beta[..., None]).tril(-1)
     weights = (q @ keys * pairs).tril()
+
+    # The factors of R and of the outputs, [N, H, C, D].
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     v_in = v * beta[..., None]
+
     update = _Solve.apply(a, v_in - k_in @ state)
+    out = q_in @ state + weights @ update
     end = next_state(state, keys, update, total)
-    return q_in @ state + weights @ update, update, end
+    return out, update, end
 
 
 def run_row(
@@ -164,7 +185,8 @@ def run_row(
     column = positions % DELTA_CHUNK  # of each row in its chunk
     states.keys[slots, :, :, column] = rows.k
     states.decays[slots, :, column] = rows.decay
-    # Which states are read, and where each sequence is among these.
+
+    # Which N states are read, and where each sequence is among these.
     read: slice | Tensor = slots
     sequence = torch.arange(len(slots), device=slots.device)
     place = sequence
@@ -177,28 +199,33 @@ def run_row(
     # The sequence of each state that is read: the first one for idle slots, whose results are dropped.
     sequence_at = slots.new_zeros(len(state))
     sequence_at[place] = sequence
-    q, k, v, _, beta = (x[sequence_at] for x in rows)
+    q, k, v, _, beta = (x[sequence_at] for x in rows)  # [N, H, ...]
     own_column = column[sequence_at][:, None, None]
 
     # Of A a row sees the rows before it, of the weights itself, too.
     columns = torch.arange(DELTA_CHUNK, device=slots.device)
     is_before = columns < own_column
     is_seen = columns <= own_column
-    total = torch.where(is_seen, decays, 0.0).cumsum(-1)
+    total = torch.where(is_seen, decays, 0.0).cumsum(-1)  # c, [N, H, C]
     own_total = total[..., -1:]
     pairs = (own_total - total).clamp(max=0).exp()
-    grown = activate(own_total[..., 0], torch.exp)
+    grown = activate(own_total[..., 0], torch.exp)  # [N, H]
     by_keys = _padded(num_padded, k, q) @ keys
-    a = torch.where(is_before, by_keys[..., 0, :] * pairs, 0.0)
-    weights = torch.where(is_seen, by_keys[..., 1, :] * pairs, 0.0)
+    k_by_keys = by_keys[..., 0, :]  # [N, H, C]
+    q_by_keys = by_keys[..., 1, :]
+    a = torch.where(is_before, k_by_keys * pairs, 0.0)
+    weights = torch.where(is_seen, q_by_keys * pairs, 0.0)
 
+    # The row of U, [N, H, Dv].
     k_in = k * (beta * grown)[..., None]
     q_in = q * grown[..., None]
     by_state = _padded(num_padded, k_in, q_in) @ state
     right = v * beta[..., None] - by_state[..., 0, :]
-    update = _solve_row(a * beta[..., None], right, updates)[place]
+    update = _solve_row(a * beta[..., None], right, updates)
+    update = update[place]
     updates[place, :, column] = update  # for the product below, if it is a copy
     states.updates[slots, :, column] = update
+
     by_weights = _padded(num_padded, weights) @ updates
     out = by_state[..., 1, :] + by_weights[..., 0, :]
     return out[place]
@@ -206,13 +233,16 @@ def run_row(
 
 def _padded(num_padded: int, *rows: Tensor) -> Tensor:
     """Rows [n, H, D] as the first of [n, H, num_padded, D]: fewer would not take the kernel of a chunk."""
+    stacked = torch.stack(rows, 2)
     num_missing = num_padded - len(rows)
-    return F.pad(torch.stack(rows, 2), (0, 0, 0, num_missing))
+    return F.pad(stacked, (0, 0, 0, num_missing))
 
 
 def _solve_row(a: Tensor, right: Tensor, solved: Tensor) -> Tensor:
     """A row [N, H, D] of the solution, from its row a [N, H, C] of A and the solution's earlier rows [N, H, C, D]."""
-    return right - (a[..., None, :].contiguous() @ solved)[..., 0, :]
+    row = a[..., None, :].contiguous()  # [N, H, 1, C]
+    known = row @ solved
+    return right - known[..., 0, :]
 
 
 class _Solve(torch.autograd.Function):
@@ -224,8 +254,7 @@ class _Solve(torch.autograd.Function):
         if a.device.type == "cpu":
             solved = torch.zeros_like(right)
             for i in range(DELTA_CHUNK):
-                row = a[..., i, :], right[..., i, :]
-                solved[..., i, :] = _solve_row(*row, solved)
+                solved[..., i, :] = _solve_row(a[..., i, :], right[..., i, :], solved)
         else:
             solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
         ctx.save_for_backward(a, solved)
@@ -236,7 +265,8 @@ class _Solve(torch.autograd.Function):
         """See the class."""
         a, solved = ctx.saved_tensors
         by_right = torch.linalg.solve_triangular(a.mT, grad, upper=True, unitriangular=True)
-        return -(by_right @ solved.mT).tril(-1), by_right.contiguous()
+        by_a = -(by_right @ solved.mT).tril(-1)
+        return by_a, by_right.contiguous()
 
 
 def padded_rows(shape: DeltaNet, device: torch.device) -> int:
@@ -253,9 +283,14 @@ def least_rows(shape: DeltaNet) -> int | None:
     length = DELTA_CHUNK + 9
     generator = torch.Generator().manual_seed(0)
     randn = functools.partial(torch.randn, 3 * length, shape.num_value_heads, generator=generator)
-    q, k = (normalized(randn(shape.key_head_dim)) for _ in range(2))
-    rows = DeltaRows(q, k, randn(shape.value_head_dim), -randn().abs(), randn().sigmoid())
-    layout = PackedLayout((Sequence(length),) * 3, q.device)
+    rows = DeltaRows(
+        q=normalized(randn(shape.key_head_dim)),
+        k=normalized(randn(shape.key_head_dim)),
+        v=randn(shape.value_head_dim),
+        decay=-randn().abs(),
+        beta=randn().sigmoid(),
+    )
+    layout = PackedLayout((Sequence(length),) * 3, rows.q.device)
     expected = run_chunks(rows, index_chunks(layout))
     for num_padded in (2, 4, 8, 16):
         decoded = (_decode(rows, shape, length, num_sequences, num_padded) for num_sequences in (1, 3))

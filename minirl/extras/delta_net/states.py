@@ -1,5 +1,6 @@
 """The states of cached sequences in layers with a gated delta net (see `rule`)."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,14 +47,18 @@ class StateCache:
         """Zeros, from which sequences begin. dtype: of the model."""
         self._device = device
         self._states: dict[int, DeltaStates] = {}
-        wide = at_least_fp32(dtype)
-        keys, values = shape.key_head_dim, shape.value_head_dim
-        sizes = ((keys, values), (keys, DELTA_CHUNK), (DELTA_CHUNK, values), (DELTA_CHUNK,))
         heads = (num_rows, shape.num_value_heads)
+        key_dim = shape.key_head_dim
+        value_dim = shape.value_head_dim
+        zeros = functools.partial(torch.zeros, dtype=at_least_fp32(dtype), device=device)
         for layer in shape.layers:
-            inputs = torch.zeros(num_rows, shape.kernel_size, shape.num_channels, dtype=dtype, device=device)
-            pools = [torch.zeros(*heads, *size, dtype=wide, device=device) for size in sizes]
-            self._states[layer] = DeltaStates(inputs, *pools)
+            self._states[layer] = DeltaStates(
+                inputs=zeros(num_rows, shape.kernel_size, shape.num_channels, dtype=dtype),
+                state=zeros(*heads, key_dim, value_dim),
+                keys=zeros(*heads, key_dim, DELTA_CHUNK),
+                updates=zeros(*heads, DELTA_CHUNK, value_dim),
+                decays=zeros(*heads, DELTA_CHUNK),
+            )
 
     @property
     def nbytes(self) -> int:
@@ -82,11 +87,13 @@ class StateCache:
         slots = upload(torch.as_tensor(rows[begins_chunk]), self._device)
         for states in self._states.values():
             state, keys, updates, decays = (pool[slots] for pool in states[1:])
-            states.state[slots] = next_state(state, keys, updates, decays.cumsum(-1))
+            total = decays.cumsum(-1)
+            states.state[slots] = next_state(state, keys, updates, total)
 
 
 def next_state(state: Tensor, keys: Tensor, updates: Tensor, total: Tensor) -> Tensor:
     """The state [N, H, Dk, Dv] after a chunk, from the state before it, K^T, U and c."""
-    k_out = keys * (total[..., -1:] - total).exp()[..., None, :]
+    end = total[..., -1:]  # [N, H, 1]
+    k_out = keys * (end - total).exp()[..., None, :]
     kept = state * total.exp()[..., -1, None, None]
     return kept + k_out @ updates
