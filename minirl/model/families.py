@@ -234,12 +234,9 @@ def _head_dim(keys: Mapping[str, Any]) -> int:
 
 def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
-    classes = raw.get("architectures")
-    if classes in (None, []):
-        return False
-    is_known = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith(_CLASSES)
+    classes = raw.get("architectures") or ["Model"]
     refuse(
-        not is_known,
+        not isinstance(classes, list) or len(classes) > 1 or not str(classes[0]).endswith(_CLASSES),
         f"config.json: architectures={classes!r} is not supported; expected one name that ends with one of "
         f"{', '.join(_CLASSES)}",
     )

@@ -251,13 +251,13 @@ def is_batch_invariant(
     # Experts are stacked: [experts, out, in].
     layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]
     head = [] if config.scalar_head else [chunk.t().shape for chunk in model.head.split(VOCAB_CHUNK)]
-    if not batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards):
-        return False
-    if not batch_invariance.is_batch_invariant(head, dtype, device, is_head=True):
-        return False
-    if config.delta_net is not None:
+    is_invariant = (
+        batch_invariance.is_batch_invariant(layers, dtype, device, num_shards=num_shards)
+        and batch_invariance.is_batch_invariant(head, dtype, device, is_head=True)
+        and portable_attention.min_queries(config.head_dim, dtype) is not None
+    )
+    if is_invariant and config.delta_net is not None:
         from minirl.extras.delta_net.rule import least_rows
 
-        if least_rows(config.delta_net) is None:
-            return False
-    return portable_attention.min_queries(config.head_dim, dtype) is not None
+        return least_rows(config.delta_net) is not None
+    return is_invariant

@@ -361,7 +361,8 @@ def sliced_storage(
     named = module.named_parameters(remove_duplicate=False)
     roots = {name: root for name, root in named if root not in in_layers}
     weights: dict[str, Tensor] = {name: root for name, root in module.named_parameters() if name in roots}
-    if module.config.scalar_head or frozen.keys() >= dict(module.named_parameters()).keys():
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    if module.config.scalar_head or not is_trained:
         return Storage(weights, module, module)
     decoder = on_meta(module.config)
     decoder.shards = share_layers(decoder.layers, module.config.adapters)
