@@ -75,7 +75,7 @@ _VISION_MODELS = {
     "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
 # Refused with any value: the gate's small models do not show what these do.
-_UNSEEN_KEYS = "attn_logit_softcapping auto_map final_logit_softcapping quantization_config".split()
+_UNSEEN_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
 # The endings of the only name in `architectures`; other classes may compute something else from the same weights.
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSES = ("ForCausalLM", "Model", "Decoder", _CLASSIFIER)
@@ -190,7 +190,7 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raw.get("tie_word_embeddings", tied) != tied,
         "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
     )
-    unseen = {key: raw[key] for key in _UNSEEN_KEYS if key in raw}
+    unseen = {key: raw[key] for key in raw.keys() & _UNSEEN_KEYS}
     return unseen | {key: value for key, value in text.items() if key != "architectures"}
 
 
@@ -211,9 +211,8 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_values(raw: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
     """Raise InputError for a key of `_UNSEEN_KEYS`, and for a size that is too large."""
-    for key in _UNSEEN_KEYS:
-        value = raw.get(key)
-        refuse(value is not None, f"config.json: {key}={value!r} is not supported")
+    for key in sorted(raw.keys() & _UNSEEN_KEYS):
+        refuse(raw[key] is not None, f"config.json: {key}={raw[key]!r} is not supported")
     for key, largest in _LARGEST.items():
         value = keys.get(key) or 0
         refuse(value > largest, f"config.json: {key}={value!r}; {largest} at most")

@@ -61,7 +61,8 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
     if config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del expected["score.weight"]
     missing = sorted(expected.keys() - files.keys())
-    unexpected = sorted(files.keys() - expected.keys() - _unused_tensors(config, files))
+    others = sorted(files.keys() - expected.keys())
+    unexpected = [name for name in others if not _is_unused(config, name)]
     refuse(
         missing or unexpected,
         f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",
@@ -197,15 +198,14 @@ def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
             parameter.data = parameter.data[:vocab_size]
 
 
-def _unused_tensors(config: ModelConfig, files: Mapping[str, Path]) -> set[str]:
-    """Return the names of tensors that a folder may hold although the model has no such parameter."""
+def _is_unused(config: ModelConfig, name: str) -> bool:
+    """Return whether a folder may hold a tensor of this name although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
-    unused = {name for name in files if name.endswith("rotary_emb.inv_freq") or _is_kept(config, name)}
-    if config.scalar_head:
-        unused |= _stored_shapes(replace(config, scalar_head=False)).keys()
-    if config.tie_word_embeddings:
-        unused.add("lm_head.weight")
-    return unused
+    if name.endswith("rotary_emb.inv_freq") or _is_kept(config, name):
+        return True
+    if config.scalar_head and name in _stored_shapes(replace(config, scalar_head=False)):
+        return True
+    return config.tie_word_embeddings and name == "lm_head.weight"
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
