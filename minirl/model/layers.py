@@ -34,7 +34,8 @@ class RMSNorm(nn.Module):
         if not self.adds_one:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = batch_invariance.at_least_fp32(x.dtype)
-        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
+        weight = 1 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class Gate(torch.autograd.Function):

@@ -64,7 +64,8 @@ class Shards:
             rows = x.reshape(-1, x.shape[-1])  # [T, in]
             copies = rows.repeat(self._num_ranks, 1)
             num_sent = [len(rows)] * self._num_ranks
-            self._gathered = (x, self._exchange(copies, num_sent, self._num_rows))
+            gathered = self._exchange(copies, num_sent, self._num_rows)
+            self._gathered = (x, gathered)
         return self._gathered[1]
 
     def scatter_columns(self, columns: Tensor) -> Tensor:
@@ -95,7 +96,8 @@ class SharedLinear(Linear):
     def __init__(self, whole: Linear, shards: Shards, adapters: Adapters | None):
         """Make room for the rows of `whole`, and with `adapters` for those of an adapter."""
         num_rows = -(-whole.out_features // world_size())
-        super().__init__(whole.in_features, num_rows, whole.bias is not None, device=whole.weight.device)
+        has_bias = whole.bias is not None
+        super().__init__(whole.in_features, num_rows, has_bias, device=whole.weight.device)
         self.num_columns = whole.out_features
         self.shards = shards
         if adapters is not None:
@@ -104,8 +106,9 @@ class SharedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of x [..., in] (collective)."""
         tokens = self.shards.gather_tokens(x)
-        columns = self.shards.scatter_columns(super().forward(tokens))
-        return columns[:, : self.num_columns].unflatten(0, x.shape[:-1])
+        own_columns = super().forward(tokens)
+        columns = self.shards.scatter_columns(own_columns)[:, : self.num_columns]
+        return columns.unflatten(0, x.shape[:-1])
 
 
 def share_layers(layers: nn.Module, adapters: Adapters | None) -> Shards:

@@ -53,9 +53,10 @@ class Attention(nn.Module):
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self._split_heads(self.v_proj(x))
-        if self.config.attention_gate:  # each head's query, then its gate
-            of_heads = q.unflatten(1, (-1, 2, self.head_dim))
-            q, gate = of_heads[:, :, 0].flatten(1), of_heads[:, :, 1].flatten(1)
+        if self.config.attention_gate:
+            per_head = q.unflatten(1, (-1, 2, self.head_dim))  # each head's query, then its gate
+            q = per_head[:, :, 0].flatten(1)
+            gate = per_head[:, :, 1].flatten(1)
         if self.config.qk_norm:
             q = self._norm(q, self.q_norm)
             k = self._norm(k, self.k_norm)

@@ -98,9 +98,11 @@ class _BatchInvariant(TorchFunctionMode):
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func in _ELEMENTWISE and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            shape = args[0].shape
             x = args[0].reshape(-1)
             padded = F.pad(x, (0, -len(x) % batch_invariance.VECTOR_WIDTH))
-            return func(padded, *args[1:], **kwargs)[: len(x)].reshape(args[0].shape)
+            values = func(padded, *args[1:], **kwargs)
+            return values[: len(x)].reshape(shape)
         return func(*args, **kwargs)
 
 
@@ -114,12 +116,14 @@ class _Linear(Linear):
     """A linear layer that can have an adapter, and be sharded, on x [1, T, in]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+        rows = x.reshape(-1, x.shape[-1])
+        return super().forward(rows).unflatten(0, x.shape[:-1])
 
 
 def _fuse_norm(norm: Any) -> None:
     """Let a norm run `F.rms_norm` with its weight, which keeps less for backward, unless it is another norm."""
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = getattr(norm, "weight", None)
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
         return
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +131,8 @@ def _fuse_norm(norm: Any) -> None:
     x, values = torch.randn(2, len(weight), generator=generator)
     with torch.no_grad():
         twin.weight.copy_(values)
-        is_same = torch.allclose(twin(x), F.rms_norm(x, x.shape, values, eps), rtol=1e-5)
+        fused = F.rms_norm(x, x.shape, values, eps)
+        is_same = torch.allclose(twin(x), fused, rtol=1e-5)
     if is_same:
         norm.forward = lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, eps)
 
@@ -196,7 +201,7 @@ class HFTransformer(nn.Module):
 
         # 3. Attention finds the stream; linear layers can have adapters.
         for module in self.modules():
-            module.__dict__["stream"] = self.stream
+            module.stream = self.stream
             if type(module) is nn.Linear:
                 module.__class__ = _Linear
         if recompute_layers:
