@@ -200,7 +200,7 @@ class HFTransformer(nn.Module):
         head.forward = lambda states: states
 
         # 3. Attention finds the stream; linear layers can have adapters.
-        for module in self.modules():
+        for module in hf.modules():
             module.stream = self.stream
             if type(module) is nn.Linear:
                 module.__class__ = _Linear
