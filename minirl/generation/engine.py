@@ -5,7 +5,7 @@ between two turns, and how they share the cache, is in `request_table`; this fil
 
 The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Each rank decodes on its
 own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`): then all of them
-begin each forward together, and a rank without tokens helps the others (`_help_others`). A rollout depends
+begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_others`). A rollout depends
 only on its request and the weights, not on the other requests in the batch. At the end of a generation phase, when no
 request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its memory,
 unless it keeps it with the CUDA graphs that read it.
@@ -95,7 +95,7 @@ class Engine:
         )
         # On the device, the newest token of each running request, at its row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
-        # Of ranks that share the model's layers.
+        # The last pass of ranks that share the model's layers.
         self._last_pass = Pass()
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None

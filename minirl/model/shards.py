@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minirl.model.config import Adapters
 from minirl.model.layers import Linear
-from minirl.ranks.process_group import world_size
+from minirl.ranks.process_group import rank, world_size
 from minirl.ranks.time_account import spent_on
 
 
@@ -73,8 +73,9 @@ class Shards:
 
         Collective.
         """
-        num_own = self._num_rows[dist.get_rank()]
-        received = self._exchange(columns, self._num_rows, [num_own] * self._num_ranks)
+        num_own = self._num_rows[rank()]
+        num_received = [num_own] * self._num_ranks
+        received = self._exchange(columns, self._num_rows, num_received)
         per_rank = received.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
         return per_rank.transpose(0, 1).flatten(1)
 
@@ -88,9 +89,9 @@ class Shards:
 
 
 class SharedLinear(Linear):
-    """A linear layer of which this rank holds the same number of rows as the others. Its forward communicates.
+    """A linear layer whose rows the ranks share. Its forward communicates.
 
-    The number is rounded up: the last ranks have some rows of zeros, whose columns are cut off.
+    Each rank holds equally many rows, rounded up: the last ranks have rows of zeros, whose columns are cut off.
     """
 
     def __init__(self, whole: Linear, shards: Shards, adapters: Adapters | None):
