@@ -100,7 +100,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     layout = Batch((64,), torch.arange(64), torch.arange(64) > 0).layout()
     for name, (raw, _) in PUBLISHED.items():
         config = config_from_dict(raw)
-        rotation = torch.empty(2, 64, 1, 2 * len(config.ropes[0].frequencies), device="meta")
+        rotation = torch.empty(2, 64, 1, 2 * len(config.layer_ropes[0].frequencies), device="meta")
 
         def bytes_of(number, config=config, rotation=rotation):
             with torch.device("meta"):

@@ -102,7 +102,7 @@ def edit_tensors(folder, edit):
 def test_rope_is_read_from_both_places(keys):
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), with both names of the type."""
     raw = TINY | copy.deepcopy(keys)
-    (rope,) = config_from_dict(raw).ropes
+    (rope,) = set(config_from_dict(raw).layer_ropes)
     assert raw == TINY | keys, "what is saved later is what was read"
     # Of the two frequencies only the second one turns less than once in the original context.
     assert rope.frequencies == pytest.approx((1.0, 500**-0.5 / 8))

@@ -98,9 +98,8 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    # The different ropes, and which of them each layer has.
-    ropes: tuple[Rope, ...]
-    layer_ropes: tuple[int, ...]
+    # Each layer's rope.
+    layer_ropes: tuple[Rope, ...]
     # How many tokens each layer's attention sees, the token itself included. None: all.
     layer_windows: tuple[int | None, ...]
     tie_word_embeddings: bool

@@ -153,7 +153,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     fields = {field: keys[key] for field, key in _FIELDS_AND_KEYS if keys.get(key) is not None}
     fields["head_dim"] = head_dim = _head_dim(keys)
     kinds = _kinds_of_layers(keys)
-    fields["ropes"], fields["layer_ropes"] = _ropes(config, keys, kinds, head_dim)
+    fields["layer_ropes"] = _layer_ropes(config, keys, kinds, head_dim)
     if keys["rope_parameters"].get("rope_type") == "yarn":
         fields["max_position_embeddings"] = _stretched_positions(keys)
     fields["layer_windows"] = tuple(
@@ -271,17 +271,16 @@ def _stretched_positions(keys: Mapping[str, Any]) -> int:
     return min(max(keys["max_position_embeddings"], stretched), _LARGEST["max_position_embeddings"])
 
 
-def _ropes(
+def _layer_ropes(
     config: Any, keys: Mapping[str, Any], kinds: Sequence[str], head_dim: int
-) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """Return the distinct ropes of layers of these kinds, and which of them each layer has. Raises InputError."""
-    rope_of = {kind: _rope(config, kind, head_dim) for kind in set(kinds)}
-    layer_ropes = [rope_of[kind] for kind in kinds]
-    if "no_rope_layers" in keys:  # 0 where a layer has none
-        pairs = zip(layer_ropes, keys["no_rope_layers"], strict=True)
-        layer_ropes = [rope if has_rope else Rope(()) for rope, has_rope in pairs]
-    ropes = tuple(dict.fromkeys(layer_ropes))
-    return ropes, tuple(map(ropes.index, layer_ropes))
+) -> tuple[Rope, ...]:
+    """Return the ropes of layers of these kinds. Raises InputError if one is not supported."""
+    ropes = {kind: _rope(config, kind, head_dim) for kind in set(kinds)}
+    if "no_rope_layers" not in keys:
+        return tuple(ropes[kind] for kind in kinds)
+    # 0 where a layer has none.
+    pairs = zip(kinds, keys["no_rope_layers"], strict=True)
+    return tuple(ropes[kind] if has_rope else Rope(()) for kind, has_rope in pairs)
 
 
 def _rope(config: Any, kind: str, head_dim: int) -> Rope:

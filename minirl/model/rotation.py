@@ -13,21 +13,18 @@ Rotation = tuple[Tensor, Tensor]
 
 
 @functools.cache
-def rope_table(ropes: tuple[Rope, ...], num_positions: int, device: torch.device) -> tuple[Rotation, ...]:
-    """Return the rotation of each of a model's ropes, at each of its positions.
+def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation:
+    """Return a rope's rotation at each position.
 
     A table, because the vectorised cosine and its scalar tail differ in the last bit. All models with
-    these ropes share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
+    this rope share it. It is not a buffer of theirs, because it must survive the meta device and never be cast.
     """
     position = torch.arange(num_positions, dtype=torch.float32)
-    tables = []
-    for rope in ropes:
-        angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
-        cos, sin = angle.cos(), angle.sin()
-        rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-        cos_table, sin_table = (rope.amplitude * rotation[:, :, None]).to(device)
-        tables.append((cos_table, sin_table))
-    return tuple(tables)
+    angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
+    cos, sin = angle.cos(), angle.sin()
+    rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+    cos_table, sin_table = (rope.amplitude * rotation[:, :, None]).to(device)
+    return cos_table, sin_table
 
 
 def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:

@@ -198,8 +198,10 @@ class Transformer(nn.Module):
         Collective among `shards`, if there are any.
         """
         positions = padding.pad_rows(positions, self.min_rows)
-        tables = rope_table(self.config.ropes, self.config.max_position_embeddings, tokens.device)
-        rotations = [(cos[positions], sin[positions]) for cos, sin in tables]
+        rotations = {}
+        for rope in set(self.config.layer_ropes):
+            cos, sin = rope_table(rope, self.config.max_position_embeddings, tokens.device)
+            rotations[rope] = (cos[positions], sin[positions])
         x = self.embed_tokens(padding.pad_rows(tokens, self.min_rows))
         if self.config.scales_embeddings:
             # Rounded to the dtype of the states, as Gemma was trained.

@@ -132,7 +132,6 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
         or text.hidden_size // num_heads,
         max_position_embeddings=num_positions,
         rms_norm_eps=0.0,
-        ropes=(),
         layer_ropes=(),
         layer_windows=(),
         tie_word_embeddings=is_tied,
