@@ -124,7 +124,7 @@ def advantages_and_returns(
         batch.num_loss_tokens,
         kl_coef=config.kl_reward_coef,
     )
-    is_bootstrapped = batch.is_truncated[batch.last_index] & config.bootstrap_truncated
+    is_bootstrapped = batch.is_truncated & config.bootstrap_truncated
     estimates = gae(
         rewards,
         old_values,

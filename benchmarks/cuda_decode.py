@@ -7,7 +7,6 @@ once, and each request's keys and values once. MFU (model-FLOPs utilisation) cou
 and 6 x in update. The shape `tiny` runs on the CPU too, to check the program.
 """
 
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -180,7 +179,8 @@ def measure_update(
 ) -> Iterator[dict[str, float]]:
     """The logprob gap of some rollouts, MFU of prefill and update, the refresh, and the peak memory of each."""
     # Each prompt is computed as often as it is there.
-    batch = dataclasses.replace(pack(rollouts).to(device), prefixes=())
+    batch = pack(rollouts).to(device)
+    batch = batch.replace(sequences=tuple(one._replace(num_prompt_tokens=0) for one in batch.sequences))
     layout, num_tokens = batch.layout(), len(batch.tokens)
 
     def forward() -> Tensor:

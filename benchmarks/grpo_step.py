@@ -94,16 +94,15 @@ class GrpoLoop:
         rewarded = RewardedRollouts(list(rollouts), [""] * len(rollouts), column)
         weight = torch.ones(1, dtype=torch.float64)
         groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
-        table = groups.table
+        sequences = groups.sequences
         plan = plan_updates(
-            [range(len(table.num_tokens))],
-            table.num_tokens.tolist(),
-            table.prefixes,
+            [range(len(sequences))],
+            sequences,
             num_ranks=world_size(),
             max_tokens=args.max_tokens_per_microbatch,
         )
         (microbatches,) = plan.of_rank(rank())
-        batch = exchange(groups.rewarded.rollouts, table, plan.rank_of)
+        batch = exchange(groups.rewarded.rollouts, sequences, plan.rank_of)
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),

@@ -17,7 +17,7 @@ from minirl.training.advantages import (
     weighted_scores,
     whiten,
 )
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.losses import loss_weights
 from support.worked import (
     DR_GRPO,
@@ -208,7 +208,7 @@ def test_token_rewards_and_returns_equal_the_worked_numbers():
 def with_kl(rank, baseline):
     """The script's advantages of the worked responses under a KL term in the reward."""
     tokens = torch.arange(14)
-    batch = Batch(LENGTHS, tokens, tokens >= 0, double(flat(K1)), rollout=torch.arange(4))
+    batch = Batch(independent_sequences(LENGTHS), tokens, tokens >= 0, double(flat(K1)))
     config = train_grpo.Config(baseline=baseline, advantage_norm="none", kl_reward_coef=0.05)
     batch = batch.replace(ref_logprobs=double([0.0] * 14))
     return train_grpo.token_advantages(config, groups_of(REWARDS), batch)

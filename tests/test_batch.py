@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from minirl.episodes.step_groups import Groups
 from minirl.rollouts import RolloutId, all_branches, rollout_of
-from minirl.training.batch import NOT_MADE, Batch, exchange, gather_table, gather_to_rollouts, pack
+from minirl.training.batch import NOT_MADE, Batch, exchange, gather_infos, gather_to_rollouts, pack
 from support.rollouts import in_two_branches, sampled
 
-IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in the order of the table
+IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in order
 
 
 def make_rollout(prompt, sample):
@@ -43,19 +44,20 @@ def exchange_branches(rank, first_share, rank_of):
     # Rank 0 has the last `first_share`.
     rollouts = rollouts_of(IDS[9 - first_share :] if rank == 0 else IDS[: 9 - first_share])
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
-    table = gather_table(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
+    infos = gather_infos(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
+    sequences = Groups(None, infos, None, None, None).sequences
     streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
-    batch = exchange(rollouts, table, rank_of, streams, TaughtBatch)
-    return table, batch, gather_to_rollouts(batch, batch.tokens[batch.last_index], 9)
+    batch = exchange(rollouts, sequences, rank_of, streams, TaughtBatch)
+    return infos, batch, gather_to_rollouts(batch, batch.tokens[batch.last_index], 9)
 
 
-ROLLOUT_OF_ROW = [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
-SOME = [None, 1, 0, None, 0, 0, None, 1, 1, None, 0, 1]
+ROLLOUT_OF = [0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8]
+SOME = [-1, 1, 0, -1, 0, 0, -1, 1, 1, -1, 0, 1]
 
 
 @pytest.mark.parametrize("rank_of", [[1] * 12, SOME])
 @pytest.mark.parametrize("first_share", [0, 4])
-def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first_share, rank_of):
+def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, first_share, rank_of):
     """In order of their ids; branches of a rollout are trained on any rank or none, with all streams, a fork's own too,
     and summed again by rollout.
 
@@ -64,30 +66,26 @@ def test_branches_are_rows_that_share_a_rollout_and_its_rewards(two_ranks, first
     branches = all_branches(rollouts_of(IDS))
     ids = [branch.rollout_id for branch in branches]
     sums = [0] * 9
-    for branch, i, receiver in zip(branches, ROLLOUT_OF_ROW, rank_of, strict=True):
-        sums[i] += int(branch.tokens[-1]) * (receiver is not None)
+    for branch, i, receiver in zip(branches, ROLLOUT_OF, rank_of, strict=True):
+        sums[i] += int(branch.tokens[-1]) * (receiver >= 0)
     answers = two_ranks.run(exchange_branches, first_share, rank_of)
-    for rank, (table, batch, lasts) in enumerate(answers):
-        assert table.ids == ids
-        assert table.rollout.tolist() == ROLLOUT_OF_ROW
-        assert table.is_truncated.tolist() == [i.sample == 2 for i in ids]
-        assert table.rewards.tolist() == [[i.prompt_ordinal + 0.1, i.sample / 3] for i in ids]
-        assert table.num_loss_tokens.tolist() == [int(branch.loss_mask.sum()) for branch in branches]
-        assert table.num_tokens.tolist() == [len(branch.tokens) for branch in branches]
-        by_rollout = table.by_rollout()
-        assert by_rollout.ids == [RolloutId(p, s) for p, s in IDS]
-        assert by_rollout.num_loss_tokens.tolist() == [1 + s for _, s in IDS]
-        assert table[np.array([3, 6, 7])].rollout.tolist() == [0, 1, 1]
+    for rank, (infos, batch, lasts) in enumerate(answers):
+        assert [info.id for info in infos] == [RolloutId(p, s) for p, s in IDS]
+        assert [info.is_truncated for info in infos] == [s == 2 for _, s in IDS]
+        assert [info.rewards for info in infos] == [[p + 0.1, s / 3] for p, s in IDS]
+        assert [info.num_loss_tokens for info in infos] == [1 + s for _, s in IDS]
+        sequences = [sequence for info in infos for sequence in info.sequences]
+        assert [sequence.id for sequence in sequences] == ids
         own = [i for i, receiver in enumerate(rank_of) if receiver == rank]
-        assert batch.rollout.tolist() == [ROLLOUT_OF_ROW[i] for i in own]
+        assert batch.rollout.tolist() == [ROLLOUT_OF[i] for i in own]
         expected = pack([branches[i] for i in own])
+        assert [one[:6] for one in batch.sequences] == [one[:6] for one in expected.sequences]
         for name, stream in expected._streams().items():
             # And the same dtypes.
             torch.testing.assert_close(getattr(batch, name), stream, rtol=0, atol=0)
         cut_off = [(3, 2, 1), (7, 2, 1)]
-        assert batch.is_truncated[batch.last_index].tolist() == [ids[i] in cut_off for i in own]
+        assert batch.is_truncated.tolist() == [ids[i] in cut_off for i in own]
         assert torch.equal(batch.taught, 3.0 * batch.sample_logprobs)
-        assert batch.prefixes == expected.prefixes
         assert lasts.tolist() == sums
 
 
@@ -97,7 +95,7 @@ def shared_prompts(rank, changed, has_branches=False):
     rollouts[1].tokens[changed] += 1
     if has_branches:
         rollouts = list(map(in_two_branches, rollouts))
-    batch = exchange(rollouts, gather_table(rollouts, torch.zeros(2, 1)), [0] * (2 + 2 * has_branches))
+    batch = exchange(rollouts, pack(all_branches(rollouts)).sequences, [0] * (2 + 2 * has_branches))
     return [(sequence.parent, sequence.num_shared) for sequence in batch.layout().sequences]
 
 

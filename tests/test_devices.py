@@ -18,7 +18,7 @@ from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
 from minirl.model.weights import fill
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.losses import value_loss
 from minirl.training.scoring import value_batch
@@ -115,7 +115,7 @@ def make_batch():
     mask = torch.cat([torch.arange(length) >= length // 2 for length in lengths])
     streams = [torch.where(mask, -torch.rand(len(tokens), generator=generator), 0.0) for _ in range(7)]
     names = ("old_logprobs", "ref_logprobs", "advantages", "loss_weights", "values", "returns")
-    batch = Batch(lengths, tokens, mask, streams[0], weight_version=mask.int(), rollout=torch.arange(3))
+    batch = Batch(independent_sequences(lengths), tokens, mask, streams[0], weight_version=mask.int())
     return batch.replace(**dict(zip(names, streams[1:], strict=True)))
 
 

@@ -94,7 +94,7 @@ def test_row_56_a_limit_cuts_off_the_branch_that_reached_it_and_not_its_whole_ep
         assert [branch.own_end for branch in rollout.branches] == ends
     assert set(groups.is_truncated.flatten().tolist()) == {reason in CUT_OFF}
     batch = pack(all_branches(groups.rewarded.rollouts))
-    assert batch.is_truncated[batch.last_index].tolist() == [end in CUT_OFF for end in ends] * 6
+    assert batch.is_truncated.tolist() == [end in CUT_OFF for end in ends] * 6
 
 
 @pytest.mark.parametrize("function", [branching, out_of_order])

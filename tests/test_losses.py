@@ -12,7 +12,7 @@ import torch
 
 import train_grpo
 from minirl.training.advantages import group_advantages
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.kl import kl_penalty
 from minirl.training.losses import (
     cispo_loss,
@@ -202,7 +202,8 @@ def test_by_default_a_gap_of_the_sampled_logprobs_is_corrected_and_without_one_n
 
     def loss(sampled, correction="auto"):
         config = train_grpo.Config(correction=correction)
-        micro = Batch(WITH_PROMPTS, MASK, MASK, sampled, old_logprobs=OLD, advantages=advantages_of())
+        sequences, streams = independent_sequences(WITH_PROMPTS), {"advantages": advantages_of()}
+        micro = Batch(sequences, MASK, MASK, sampled, old_logprobs=OLD, **streams)
         return train_grpo.token_loss(config, micro, NEW, OLD)[0].tolist()
 
     assert loss(SAMPLED) == loss(SAMPLED, "token_truncate") != loss(SAMPLED, "none")

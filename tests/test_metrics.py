@@ -28,7 +28,7 @@ from minirl.report.metrics import (
     derived,
 )
 from minirl.rollouts import RolloutId, rollout_of
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from support.processes import file_limit
 from support.rollouts import in_two_branches, sampled
 
@@ -77,13 +77,14 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     ranks = StepMetrics(), StepMetrics()
+    skipped = [one._replace(num_loss_tokens=one.num_tokens) for one in independent_sequences([6, 1, 1, 2])]
     rollouts = [make_rollout(9, 1), in_two_branches(make_rollout(1, 5, "length"))]
     correct = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     short = torch.tensor([[-1.0, -3.0], [math.nan, -5.0]]).double()
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_skipped(metrics, [6, 1, 1, 2], [None, 0, 1, None])
+        add_skipped(metrics, skipped, [-1, 0, 1, -1])
     # 8 requests, of which 2 run on alone for as many steps again.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, drops=3))
@@ -94,7 +95,7 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     ratio = torch.tensor([9.0, 1.31, 1.4, 0.79, 3.0])
     to_ref = [0.5, -0.25, 0.5, -0.25]
     micro = Batch(
-        (5,),
+        independent_sequences([5]),
         torch.arange(5),
         torch.arange(5) > 0,
         sample_logprobs=torch.tensor([0.0, -1.5, -1.0, math.nan, 1.25]),

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout, Sequence
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.scoring import value_batch
 from support.engines import CPU, hidden_states, score_at
 from support.families import CASES, make_checkpoint, twin
@@ -26,7 +26,8 @@ def random_tokens(model, lengths, seed=0):
 
 def batch_of(tokens, lengths):
     """A batch in which all tokens but the first of each sequence are sampled."""
-    return Batch(lengths, tokens, loss_mask=PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0)
+    mask = PackedLayout(tuple(map(Sequence, lengths)), CPU).positions > 0
+    return Batch(independent_sequences(lengths), tokens, mask)
 
 
 def logits(model, tokens, lengths):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, TurnFacts
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from support.resuming import resume
 from support.rollouts import sampled
 from support.scripts import (
@@ -52,7 +52,7 @@ def test_an_objective_of_the_page_trains_and_resumes(one_rank, two_ranks, runs, 
 def make_batch(lengths, sampled, **streams):
     """Sequences of sampled tokens alone."""
     tokens = torch.arange(len(sampled))
-    return Batch(lengths, tokens, tokens >= 0, sampled, rollout=torch.arange(len(lengths)), **streams)
+    return Batch(independent_sequences(lengths), tokens, tokens >= 0, sampled, **streams)
 
 
 def advantages_of_group(fork, rewards, **config):

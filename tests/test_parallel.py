@@ -16,7 +16,7 @@ from minirl.model.weights import load_replica
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import RolloutId, rollout_of
 from minirl.training.assignment import plan_updates
-from minirl.training.batch import Batch, exchange, gather_table, pack
+from minirl.training.batch import Batch, exchange, gather_infos, independent_sequences, pack
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
@@ -55,17 +55,18 @@ def shared_out(rank, max_tokens, config, can_skip=None):
     last = world_size() - 1
     mine = [rollout for i, rollout in enumerate(make_rollouts()) if min(i // 5, last) == rank]
     rewards = [0.1 if r.rollout_id.prompt_ordinal < 4 else r.rollout_id.sample == 0 for r in mine]
-    table = gather_table(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
-    rewards = torch.from_numpy(table.by_rollout().rewards).view(7, 3, 1)
-    groups = Groups(None, table, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
-    is_trained = torch.ones(len(table.ids), dtype=torch.bool)
+    infos = gather_infos(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
+    rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64).view(7, 3, 1)
+    groups = Groups(None, infos, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
+    sequences = groups.sequences
+    is_trained = torch.ones(len(sequences), dtype=torch.bool)
     if can_skip is not None:
         is_skipped = can_skip(config, groups, train_grpo.rollout_weights(config, groups, 64))
-        is_trained = ~is_skipped.flatten()[table.rollout]
+        is_trained = ~is_skipped.flatten()[[sequence.rollout for sequence in sequences]]
     minibatch = is_trained.nonzero()[:, 0].tolist()
     split = {"num_ranks": world_size(), "max_tokens": max_tokens}
-    plan = plan_updates([minibatch], table.num_tokens.tolist(), table.prefixes, **split)
-    return groups, exchange(mine, table, plan.rank_of), plan.of_rank(rank)[0]
+    plan = plan_updates([minibatch], sequences, **split)
+    return groups, exchange(mine, sequences, plan.rank_of), plan.of_rank(rank)[0]
 
 
 def moved_since_old(micro, scale=0.6):
@@ -149,7 +150,7 @@ def test_gradients_do_not_depend_on_how_models_are_sharded(request, one_rank, fo
 def loss_of_one_sequence(model, tokens=None):
     """Of 20 tokens; if none are given, of the same ones on every rank."""
     tokens = torch.arange(20) if tokens is None else tokens
-    new, _ = score_batch(model.module, Batch((20,), tokens, torch.arange(20) > 0))
+    new, _ = score_batch(model.module, Batch(independent_sequences([20]), tokens, torch.arange(20) > 0))
     return -new.sum()
 
 

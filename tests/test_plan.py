@@ -5,13 +5,21 @@ import random
 import pytest
 
 from minirl.errors import InputError
-from minirl.training.assignment import PromptPrefix, plan_microbatches, plan_updates
+from minirl.rollouts import RolloutId
+from minirl.training.assignment import plan_microbatches, plan_updates
+from minirl.training.batch import SequenceInfo, independent_sequences
 
 
-def num_computed(sequences, lengths, prompts):
+def info(num_prompt_tokens, num_own, prompt):
+    return SequenceInfo(num_prompt_tokens + num_own, RolloutId(prompt, 0), num_prompt_tokens)
+
+
+def num_computed(sequences):
     """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
-    own = sum(lengths[i] - prompts[i].num_tokens for i in sequences)
-    return own + sum(prompt.num_tokens for prompt in {prompts[i] for i in sequences})
+    own = sum(one.num_tokens - one.num_prompt_tokens for one in sequences)
+    return own + sum(
+        num_tokens for _, num_tokens in {(one.prompt, one.num_prompt_tokens) for one in sequences}
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -23,34 +31,34 @@ def test_trained_sequences_are_in_one_microbatch_each_and_no_others_in_any(seed)
     """
     rng = random.Random(seed)
     num_ordinals = rng.choice([1, 2, 9, 20])
-    kinds = [PromptPrefix(i, rng.choice([0, 3, rng.randint(1, 300)])) for i in range(num_ordinals)]
-    prompts = rng.choices(kinds, k=rng.randint(0, 5 * num_ordinals))
-    lengths = [prompt.num_tokens + rng.randint(1, 200) for prompt in prompts]
-    longest = max(lengths, default=1)
+    sizes = [rng.choice([0, 3, rng.randint(1, 300)]) for _ in range(num_ordinals)]
+    prompts = rng.choices(range(num_ordinals), k=rng.randint(0, 5 * num_ordinals))
+    sequences = [info(sizes[prompt], rng.randint(1, 200), prompt) for prompt in prompts]
+    longest = max((one.num_tokens for one in sequences), default=1)
     max_tokens, num_ranks = rng.choice([longest, 2 * longest, 4096]), rng.choice([1, 2, 3, 8])
-    drawn = [rng.randrange(4) for _ in lengths]
+    drawn = [rng.randrange(4) for _ in sequences]
     trained = [[row for row, number in enumerate(drawn) if number == i] for i in (0, 1)] + [[]]
-    plan = plan_updates(trained, lengths, prompts, num_ranks=num_ranks, max_tokens=max_tokens)
+    plan = plan_updates(trained, sequences, num_ranks=num_ranks, max_tokens=max_tokens)
     for rows, ranks in zip(trained, plan.microbatches, strict=True):
         micros = [micro for rank in ranks for micro in rank]
         assert sorted(row for micro in micros for row in micro) == rows
-        assert all(num_computed(micro, lengths, prompts) <= max_tokens for micro in micros)
+        assert all(num_computed([sequences[row] for row in micro]) <= max_tokens for micro in micros)
         assert [len(rank) for rank in ranks] == [len(ranks[0])] * num_ranks
         assert any(rank[-1] for rank in ranks) if rows else not any(ranks)
     for rank in range(num_ranks):
         rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
         as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
         assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-    assert plan.rank_of.count(None) == len(lengths) - sum(map(len, trained))
+    assert (plan.rank_of < 0).sum() == len(sequences) - sum(map(len, trained))
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may():
     """Eight rollouts of a prompt of 90 tokens and 10 own tokens are 170 tokens to compute, not 800."""
-    lengths, prompts = [100] * 8, [PromptPrefix(3, 90)] * 8
-    assert plan_microbatches(range(8), lengths, prompts, num_ranks=1, max_tokens=170) == [[list(range(8))]]
-    assert len(plan_microbatches(range(8), lengths, prompts, num_ranks=1, max_tokens=169)[0]) == 2
+    shared = [info(90, 10, 3)] * 8
+    assert plan_microbatches(range(8), shared, num_ranks=1, max_tokens=170) == [[list(range(8))]]
+    assert len(plan_microbatches(range(8), shared, num_ranks=1, max_tokens=169)[0]) == 2
     with pytest.raises(InputError, match=r"100 tokens.*--max-tokens-per-microbatch 99"):
-        plan_microbatches(range(8), lengths, num_ranks=1, max_tokens=99)
+        plan_microbatches(range(8), independent_sequences([100] * 8), num_ranks=1, max_tokens=99)
 
 
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
@@ -59,9 +67,11 @@ def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
     Prompts are computed so seldom twice that all ranks together compute at most 6 % more than the fewest possible.
     """
     rng = random.Random(0)
-    prompts = [PromptPrefix(i // 8, 20 + 47 * (i // 8) % 380) for i in range(512)]
-    lengths = [p.num_tokens + min(2048, 20 + int(rng.expovariate(1 / 280))) for p in prompts]
-    plan = plan_microbatches(range(512), lengths, prompts, num_ranks=8, max_tokens=8192)
-    loads = [sum(num_computed(micro, lengths, prompts) for micro in rank) for rank in plan]
+    sequences = [
+        info(20 + 47 * (i // 8) % 380, min(2048, 20 + int(rng.expovariate(1 / 280))), i // 8)
+        for i in range(512)
+    ]
+    plan = plan_microbatches(range(512), sequences, num_ranks=8, max_tokens=8192)
+    loads = [sum(num_computed([sequences[row] for row in micro]) for micro in rank) for rank in plan]
     assert max(loads) <= 1.03 * sum(loads) / 8
-    assert sum(loads) <= 1.06 * num_computed(range(512), lengths, prompts)
+    assert sum(loads) <= 1.06 * num_computed(sequences)

@@ -12,10 +12,10 @@ from minirl.generation.sampling import sample
 from minirl.model import batch_invariance
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import ChunkedLogprobs, value_batch
-from support.engines import CPU, score_at
+from support.engines import CPU, score_at, with_infos
 from support.layouts import shuffled_members
 from support.marks import slow
 from support.memory import allocated_bytes
@@ -144,7 +144,9 @@ def test_an_empty_microbatch_gives_zero_gradients_not_none(lengths, scalar_head)
     """A rank without tokens still runs the same forward and backward, and adds zeros: else the others would wait."""
     model = make_model(torch.bfloat16, scalar_head=scalar_head)
     tokens = torch.arange(sum(lengths))
-    outputs = (value_batch if scalar_head else score_sampled)(model, Batch(lengths, tokens, tokens < 0))
+    outputs = (value_batch if scalar_head else score_sampled)(
+        model, Batch(independent_sequences(lengths), tokens, tokens < 0)
+    )
     assert not outputs[0].any()
     torch.cat(outputs).sum().mul(0 if scalar_head else 1).backward()
     for name, param in model.named_parameters():
@@ -161,15 +163,16 @@ def make_groups(seed):
     One rollout is nothing but its prompt.
     """
     generator = torch.Generator().manual_seed(seed)
-    members = shuffled_members(GROUPS, seed)
+    infos = shuffled_members(GROUPS, seed)
     openings = [torch.randint(0, VOCAB, (prompt,), generator=generator) for prompt, *_ in GROUPS]
-    # By the member, so that the two of 7 tokens are equal.
-    own = {(prefix, n): torch.randint(0, VOCAB, (n,), generator=generator) for prefix, n in members}
-    tokens = torch.cat([torch.cat([openings[member[0].ordinal], own[member]]) for member in members])
-    mask = torch.cat([torch.arange(prefix.num_tokens + n) >= prefix.num_tokens for prefix, n in members])
-    lengths = tuple(prefix.num_tokens + n for prefix, n in members)
-    prefixes = tuple(prefix for prefix, _ in members)
-    return Batch(lengths, tokens, mask, rollout=torch.arange(len(lengths)), prefixes=prefixes)
+    # By the info, so that the two of 7 tokens are equal.
+    own = {
+        one: torch.randint(0, VOCAB, (one.num_tokens - one.num_prompt_tokens,), generator=generator)
+        for one in infos
+    }
+    tokens = torch.cat([torch.cat([openings[one.id.prompt_ordinal], own[one]]) for one in infos])
+    mask = torch.cat([torch.arange(one.num_tokens) >= one.num_prompt_tokens for one in infos])
+    return Batch(infos, tokens, mask)
 
 
 def frozen_results(language, scalar, batch, cut):
@@ -195,7 +198,7 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
     is_exact = is_batch_invariant(language.config, dtype, CPU)
     tolerance = 0 if is_exact else 1e-6 if dtype == torch.float32 else 0.1
     batch = make_groups(seed)
-    unshared = dataclasses.replace(batch, prefixes=())
+    unshared = with_infos(batch, num_prompt_tokens=0)
     num_computed, num_tokens = (len(b.layout().computed_tokens) for b in (batch, unshared))
     assert num_computed < num_tokens - 700
     places = list(range(len(batch.lengths)))

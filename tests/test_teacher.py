@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import train_grpo
 from minirl.errors import InputError
 from minirl.model.weights import cut_vocabulary, load_replica
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.scoring import score_batch
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 
@@ -89,7 +89,7 @@ def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(te
     """
     model = load_replica(teacher, dtype=torch.float32)
     tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
-    logprobs, _ = score_batch(model, Batch((3,) * 24, tokens, torch.arange(72) % 3 > 0))
+    logprobs, _ = score_batch(model, Batch(independent_sequences([3] * 24), tokens, torch.arange(72) % 3 > 0))
     assert logprobs.isfinite().all()
     assert logprobs[1::3].exp().sum() == pytest.approx(1)
     cut_vocabulary(model, 16)

@@ -24,7 +24,7 @@ from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.scoring import value_batch
 
 
@@ -61,8 +61,8 @@ def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
 
 def share_of(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
     """This rank's pairs in microbatches; every rank has equally many of these, some perhaps empty."""
-    lengths = [len(chosen) + len(rejected) for chosen, rejected in pairs]
-    by_rank = plan_microbatches(range(len(lengths)), lengths, num_ranks=world_size(), max_tokens=max_tokens)
+    sequences = independent_sequences(len(chosen) + len(rejected) for chosen, rejected in pairs)
+    by_rank = plan_microbatches(range(len(pairs)), sequences, num_ranks=world_size(), max_tokens=max_tokens)
     return [[pairs[member] for member in members] for members in by_rank[rank()]]
 
 
@@ -70,7 +70,8 @@ def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -
     """Scores fp32 [n] of the chosen completions and of the rejected ones."""
     sequences = [ids for pair in pairs for ids in pair]
     tokens = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64, device=device)
-    batch = Batch(tuple(map(len, sequences)), tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
+    is_sampled = torch.zeros_like(tokens, dtype=torch.bool)
+    batch = Batch(independent_sequences(map(len, sequences)), tokens, is_sampled)
     _, end_values = value_batch(model, batch)
     scores = end_values[batch.last_index]
     return scores[::2], scores[1::2]

@@ -21,7 +21,7 @@ from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import pack
+from minirl.training.batch import independent_sequences, pack
 from minirl.training.scoring import score_batch
 
 
@@ -70,7 +70,7 @@ def main(config: Config) -> int:
         num_tokens = sum(rollout.num_sampled for rollout in rollouts)
         microbatches = plan_microbatches(
             range(len(rollouts)),
-            [len(rollout.tokens) for rollout in rollouts],
+            independent_sequences(len(rollout.tokens) for rollout in rollouts),
             num_ranks=world_size(),
             max_tokens=setup.sizes.max_tokens_per_microbatch,
         )[rank()]

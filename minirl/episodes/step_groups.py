@@ -1,25 +1,23 @@
 """Select the groups of a step. A group is all rollouts of one prompt; every rank knows the rewards of all."""
 
-import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import are_equal, select_groups, weighted_scores
-from minirl.training.batch import RolloutTable, gather_table
+from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
 
 
 @dataclass(frozen=True)
 class Groups:
     """P groups of G rollouts to train on. All but `rewarded` is the same on every rank."""
 
-    # This rank's rollouts of these groups, in the table's order.
+    # This rank's rollouts of these groups.
     rewarded: RewardedRollouts
-    # The sequences of all P * G rollouts, one group after the other.
-    table: RolloutTable
+    # All P * G rollouts, one group after the other.
+    infos: list[RolloutInfo]
     # fp64 [P, G, K]; NaN where a reward does not apply to the rollout
     rewards: Tensor
     # fp64 [P, 0 or 1, K]: the rewards of the greedy rollouts, which are not trained on.
@@ -40,16 +38,21 @@ class Groups:
     @property
     def num_loss_tokens(self) -> Tensor:
         """How many tokens the policy sampled in each rollout, int64 [P, G]."""
-        return torch.from_numpy(self._rollouts.num_loss_tokens).view(self.rewards.shape[:2])
+        return torch.tensor([info.num_loss_tokens for info in self.infos]).view(self.rewards.shape[:2])
 
     @property
     def is_truncated(self) -> Tensor:
         """Whether a limit cut off each rollout, bool [P, G]."""
-        return torch.from_numpy(self._rollouts.is_truncated).view(self.rewards.shape[:2])
+        return torch.tensor([info.is_truncated for info in self.infos]).view(self.rewards.shape[:2])
 
-    @functools.cached_property
-    def _rollouts(self) -> RolloutTable:
-        return self.table.by_rollout()
+    @property
+    def sequences(self) -> list[SequenceInfo]:
+        """The sequences of all rollouts, one rollout after the other; `rollout` is p * G + g."""
+        return [
+            sequence._replace(rollout=number)
+            for number, info in enumerate(self.infos)
+            for sequence in info.sequences
+        ]
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,19 @@ def select_step(
     replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
     are dropped if they are not selected.
     """
-    table = gather_table(rewarded.rollouts, rewarded.rewards)
-    rollouts = table.by_rollout()
-    # The table is in order of the ids: the rollouts of one prompt are adjacent, the greedy ones last.
+    infos = gather_infos(rewarded.rollouts, rewarded.rewards)
+    # They are in order of the ids: the rollouts of one prompt are adjacent, the greedy ones last.
     per_prompt = group_size + num_greedy
-    ordinals = rollouts.prompt_ordinal[::per_prompt]
-    rewards = torch.from_numpy(rollouts.rewards).view(len(ordinals), per_prompt, len(reward_weights))
+    ordinals = torch.tensor([info.id.prompt_ordinal for info in infos[::per_prompt]])
+    rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64)
+    rewards = rewards.view(len(ordinals), per_prompt, len(reward_weights))
 
     is_equal = torch.zeros(len(ordinals), dtype=torch.bool)
     if replaces_equal:
         is_equal = are_equal(rewards[:, :group_size, 0])
     selected = select_groups(is_equal, num_groups)
     taken = {*ordinals[selected].tolist()}
-    ended = taken.union(ordinals[is_equal.numpy()].tolist())
+    ended = taken.union(ordinals[is_equal].tolist())
 
     # This rank's part, also in order of the ids.
     own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
@@ -103,7 +106,7 @@ def select_step(
     own_left = [i for ids, i in own if ids.prompt_ordinal not in ended]
     groups = Groups(
         rewarded=rewarded.select(own_taken),
-        table=table[np.isin(table.prompt_ordinal, ordinals[selected]) & (table.sample < group_size)],
+        infos=[info for info in infos if info.id.prompt_ordinal in taken and info.id.sample < group_size],
         rewards=rewards[selected][:, :group_size],
         greedy_rewards=rewards[selected][:, group_size:],
         reward_weights=reward_weights,

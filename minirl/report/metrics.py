@@ -1,10 +1,13 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.generation.engine_stats import EngineStats
@@ -12,22 +15,31 @@ from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
-from minirl.training.batch import Batch
+from minirl.training.assignment import NO_RANK
+from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
+
+# How the numbers of each kind are merged, over a step and over ranks: from which number on, and by which function. A
+# mean is a sum and a weight, since microbatches and ranks have different sizes. `np.maximum` keeps a NaN.
+KINDS: dict[str, tuple[float, Callable[[float, float], float]]] = {
+    "sum": (0.0, operator.add),
+    "weight": (0.0, operator.add),
+    "total": (0.0, operator.add),
+    "maximum": (-math.inf, np.maximum),
+}
+Key = tuple[str, str]  # a kind, and the name of a metric
 
 
 class StepMetrics:
     """The metrics of one step on one rank, by name: weighted means, maxima and totals.
 
-    A mean is kept as (sum, weight), to be added up over microbatches and ranks of different sizes. A tensor that is
-    added is kept on its device until `reduce`: to read each at once would make the host wait for the device many times
-    per microbatch.
+    A tensor that is added is kept on its device until `reduce`: to read each at once would make the host wait for the
+    device many times per microbatch.
     """
 
     def __init__(self, step: int = 0) -> None:
         self._step = step
-        # Each with its kind ("sum" and "weight" of a mean, "maximum", "total") and name.
-        self._numbers: list[tuple[tuple[str, str], float | Tensor]] = []
+        self._numbers: list[tuple[Key, float | Tensor]] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
@@ -71,14 +83,15 @@ class StepMetrics:
     def reduce(self) -> dict[str, float]:
         """Means, maxima and totals so far over all ranks; the same on every rank (collective).
 
-        A mean without values is left out.
+        A mean or maximum without values is left out.
         """
         of_ranks = gather_objects(_merge(self._numbers))
         merged = _merge(item for numbers in of_ranks for item in numbers.items())
         reduced = {}
         for (kind, name), number in merged.items():
             weight = merged["weight", name] if kind == "sum" else 1.0
-            if kind != "weight" and weight:
+            is_empty = weight == 0 or (kind, number) == ("maximum", -math.inf)
+            if kind != "weight" and not is_empty:
                 reduced[name] = number / weight
         return reduced
 
@@ -88,18 +101,12 @@ class StepMetrics:
         self._numbers.append(((kind, name), kept))
 
 
-def _merge(numbers: Iterable[tuple[tuple[str, str], float | Tensor]]) -> dict[tuple[str, str], float]:
-    """Take maxima, and add up all other numbers, in their order. The first tensor of a device waits for it.
-
-    A maximum of NaN stays NaN; -inf (no values) is dropped.
-    """
-    merged: dict[tuple[str, str], float] = {}
-    for key, tensor in numbers:
-        number = float(tensor)
-        if key[0] != "maximum":
-            merged[key] = merged.get(key, 0.0) + number
-        elif number > merged.get(key, -math.inf) or math.isnan(number):
-            merged[key] = number
+def _merge(numbers: Iterable[tuple[Key, float | Tensor]]) -> dict[Key, float]:
+    """Merge the numbers with the same key, in their order. The first tensor of a device waits for it."""
+    merged: dict[Key, float] = {}
+    for key, number in numbers:
+        start, merge = KINDS[key[0]]
+        merged[key] = float(merge(merged.get(key, start), float(number)))
     return merged
 
 
@@ -113,20 +120,18 @@ def add_rollouts(
 
     Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
     """
-    lengths = [rollout.num_sampled for rollout in rollouts]
-    metrics.add("len/mean", sum(lengths), len(rollouts))
-    metrics.add_max("len/max", torch.tensor(lengths))
-    metrics.add("len/truncated", sum(rollout.is_truncated for rollout in rollouts), len(rollouts))
-    metrics.add_total("count/tokens", sum(lengths))
-    metrics.add_total("count/rollouts", len(rollouts))
     for rollout in rollouts:
+        num_sampled, turns = rollout.num_sampled, rollout.episode.turns
+        metrics.add("len/mean", num_sampled)
+        metrics.add_max("len/max", torch.tensor(num_sampled))
+        metrics.add("len/truncated", rollout.is_truncated)
+        metrics.add_total("count/tokens", num_sampled)
+        metrics.add_total("count/rollouts", 1)
         metrics.add_total(f"finish/{rollout.finish_reason}", 1)
-    turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
-    num_turns = sum(len(rollout.episode.turns) or 1 for rollout in rollouts)
-    metrics.add("env/turns_mean", num_turns, len(rollouts))
-    metrics.add_total("env/tokens", sum(len(rollout.completion) for rollout in rollouts) - sum(lengths))
-    if num_parse_errors := sum(turn.parse_error is not None for turn in turns):
-        metrics.add_total("count/parse_errors", num_parse_errors)
+        metrics.add("env/turns_mean", len(turns) or 1)
+        metrics.add_total("env/tokens", len(rollout.completion) - num_sampled)
+        if num_parse_errors := sum(turn.parse_error is not None for turn in turns):
+            metrics.add_total("count/parse_errors", num_parse_errors)
     scored = without_nan(grouped_rewards)
     if scored.numel() < grouped_rewards.numel():
         metrics.add("reward/not_applicable", 1 - scored.numel() / grouped_rewards.numel())
@@ -148,13 +153,15 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
         metrics.add_total("count/dropped", stats.drops)
 
 
-def add_skipped(metrics: StepMetrics, num_loss_tokens: Sequence[int], rank_of: Sequence[int | None]) -> None:
-    """Add the share of the step's completion tokens that the update leaves out.
+def add_skipped(metrics: StepMetrics, sequences: Sequence[SequenceInfo], rank_of: NDArray[np.int64]) -> None:
+    """Add the fraction of the step's completion tokens that the update leaves out.
 
-    num_loss_tokens [S]: of all ranks' sequences, the same on every rank. rank_of: `UpdatePlan.rank_of`.
+    sequences: those of all ranks, the same on every rank. rank_of: `UpdatePlan.rank_of`.
     """
-    skipped = [num for num, rank in zip(num_loss_tokens, rank_of, strict=True) if rank is None]
-    metrics.add("perf/skipped_tokens", sum(skipped), sum(num_loss_tokens))
+    for sequence, rank in zip(sequences, rank_of, strict=True):
+        metrics.add(
+            "perf/skipped_tokens", sequence.num_loss_tokens * (rank == NO_RANK), sequence.num_loss_tokens
+        )
 
 
 def without_nan(values: Tensor) -> Tensor:

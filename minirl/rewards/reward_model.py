@@ -16,7 +16,7 @@ from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import StepReward
 from minirl.training.assignment import plan_microbatches
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import value_batch
 
@@ -64,9 +64,10 @@ def load_reward_model(
 
         tokens = torch.tensor(list(itertools.chain(*sequences)), device=device)
         # Only the value after each last token matters, not those of single tokens.
-        batch = Batch(tuple(lengths), tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
+        infos = independent_sequences(lengths)
+        batch = Batch(infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
         # Each rank scores its own completions: one rank in the assignment.
-        (microbatches,) = plan_microbatches(range(len(lengths)), lengths, num_ranks=1, max_tokens=max_tokens)
+        (microbatches,) = plan_microbatches(range(len(infos)), infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
             batch = scorer.add_to(batch, microbatches)
         return batch.end_values[batch.last_index].float().tolist()

@@ -23,7 +23,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks.process_group import barrier, print0, rank
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, independent_sequences
 from minirl.training.scoring import score_batch
 
 CONFIG: dict[str, Any] = {
@@ -128,7 +128,7 @@ def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
         sequences.append(prompt_ids + answer_ids)
         is_answer += [False] * len(prompt_ids) + [True] * len(answer_ids)
     tokens = torch.tensor(list(itertools.chain(*sequences)))
-    batch = Batch(tuple(map(len, sequences)), tokens, loss_mask=torch.tensor(is_answer))
+    batch = Batch(independent_sequences(map(len, sequences)), tokens, loss_mask=torch.tensor(is_answer))
     logprobs, _ = score_batch(model, batch)
     return -logprobs.sum() / sum(is_answer)
 

@@ -132,23 +132,23 @@ class Run:
         is computed all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
         streams, batch_type: see `exchange`.
         """
-        table = groups.table
+        sequences = groups.sequences
+        rollout = torch.tensor([sequence.rollout for sequence in sequences])
         num_minibatches = self._config.minibatches_per_epoch
-        minibatch = minibatch_of(groups.num_loss_tokens.numel(), num_minibatches)[table.rollout]
+        minibatch = minibatch_of(len(groups.infos), num_minibatches)[rollout]
         if is_skipped is not None and is_skipped.any():
-            skipped = is_skipped.flatten()[table.rollout].nonzero()[:, 0].tolist()
+            skipped = is_skipped.flatten()[rollout].nonzero()[:, 0].tolist()
             skipped.remove(random.Random(self.progress.step).choice(skipped))
             minibatch[skipped] = num_minibatches  # none of them
         plan = plan_updates(
             [(minibatch == number).nonzero()[:, 0].tolist() for number in range(num_minibatches)],
-            table.num_tokens.tolist(),
-            table.prefixes,
+            sequences,
             num_ranks=world_size(),
             max_tokens=self._setup.sizes.max_tokens_per_microbatch,
         )
         if is_skipped is not None:
-            add_skipped(metrics, table.num_loss_tokens.tolist(), plan.rank_of)
-        batch = exchange(groups.rewarded.rollouts, table, plan.rank_of, streams, batch_type)
+            add_skipped(metrics, sequences, plan.rank_of)
+        batch = exchange(groups.rewarded.rollouts, sequences, plan.rank_of, streams, batch_type)
         return batch, plan.of_rank(rank())
 
     def score(
@@ -191,7 +191,7 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        is_own = groups.table.by_rollout().holder == rank()
+        is_own = [info.holder == rank() for info in groups.infos]
         records = rollout_records(
             groups.rewarded,
             self._setup.reward_functions,

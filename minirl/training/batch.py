@@ -2,16 +2,17 @@
 
 A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. Each is
 a sequence of a `Batch`, which holds N of them end to end, T tokens in all, on the device: a stream is a tensor [T]
-whose element t is about token t. The `RolloutTable` describes the sequences of all ranks to every rank. Only
-`gather_table`, `gather_to_rollouts` and `exchange` communicate.
+whose element t is about token t. Every rank knows a `RolloutInfo` of each rollout of a step, and so a `SequenceInfo` of
+each sequence; the plan of an update and the batches are made of these. Only `gather_infos`, `gather_to_rollouts` and
+`exchange` communicate.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,67 +25,49 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, join_streams
-from minirl.training.assignment import PromptPrefix
 from minirl.training.losses import over_tokens, sequence_sums
 
-Column = NDArray[np.int64]  # of a table
 
+class SequenceInfo(NamedTuple):
+    """A sequence without its tokens: a branch of a rollout, and so usually the whole rollout.
 
-@dataclass(frozen=True)
-class RolloutTable:
-    """The S sequences of R rollouts, the same on every rank, in order of their ids. Arrays [S].
-
-    A rollout is one sequence, or one for each of its branches. Example: two prompts, two rollouts of each, of which the
-    second has two branches.
-
-        prompt_ordinal  7  7  7  9  9
-        sample          0  1  1  0  1
-        branch          0  0  1  0  0
-        rollout         0  1  1  2  3
-        holder          0  1  1  1  0
+    num_tokens: those of the prompt included. is_truncated: a limit cut off this branch. holder: the rank that has the
+    rollout. rollout: the rollout's number in the step, p * G + g in groups [P, G].
     """
 
-    prompt_ordinal: Column
-    sample: Column
-    branch: Column
-    holder: Column  # the rank that has the rollout
-    num_prompt_tokens: Column
-    num_tokens: Column
-    num_loss_tokens: Column
-    is_truncated: NDArray[np.bool_]  # whether a limit cut off the rollout
-    rewards: NDArray[np.float64]  # [S, K], those of the rollout
+    num_tokens: int
+    id: RolloutId
+    num_prompt_tokens: int = 0
+    num_loss_tokens: int = 0
+    temperature: float = 1.0  # that its tokens were sampled at
+    is_truncated: bool = False
+    holder: int = 0
+    rollout: int = 0
 
     @property
-    def ids(self) -> list[RolloutId]:
-        """One id per sequence."""
-        columns = (self.prompt_ordinal, self.sample, self.branch)
-        return list(map(RolloutId, *(column.tolist() for column in columns)))
+    def prompt(self) -> RolloutId:
+        """Identifies the prompt, which the first branches of its rollouts share; other branches have their own."""
+        return self.id if self.id.branch else RolloutId(self.id.prompt_ordinal, 0)
+
+
+class RolloutInfo(NamedTuple):
+    """What every rank knows of a rollout. Infos sort by id."""
+
+    id: RolloutId  # of the first branch
+    holder: int  # the rank that has the rollout
+    is_truncated: bool
+    rewards: list[float]  # [K]
+    sequences: list[SequenceInfo]  # one for each branch
 
     @property
-    def is_first(self) -> NDArray[np.bool_]:
-        """Whether each sequence is the first of its rollout, [S]."""
-        is_new = np.diff([self.prompt_ordinal, self.sample], prepend=-1) != 0
-        return is_new.any(0)
+    def num_loss_tokens(self) -> int:
+        """How many tokens the policy sampled, in all branches."""
+        return sum(sequence.num_loss_tokens for sequence in self.sequences)
 
-    @functools.cached_property
-    def rollout(self) -> Column:
-        """The rollout of each sequence, 0 to R - 1, [S]. In a step's groups [P, G] that is p * G + g."""
-        return self.is_first.cumsum() - 1
 
-    @property
-    def prefixes(self) -> list[PromptPrefix]:
-        """The prompt of each sequence."""
-        return list(map(_prefix, self.ids, self.num_prompt_tokens.tolist()))
-
-    def by_rollout(self) -> "RolloutTable":
-        """The R rows of the rollouts' first sequences, with the tokens that the policy sampled in all of them."""
-        firsts = self.is_first.nonzero()[0]
-        sums = np.add.reduceat(self.num_loss_tokens, firsts)
-        return dataclasses.replace(self[firsts], num_loss_tokens=sums)
-
-    def __getitem__(self, rows: NDArray[Any]) -> "RolloutTable":
-        """The sequences in these rows: indices, in this order, or a mask [S]."""
-        return RolloutTable(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
+def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
+    """Sequences of different rollouts and prompts, with these lengths."""
+    return tuple(SequenceInfo(n, RolloutId(i, 0), rollout=i) for i, n in enumerate(lengths))
 
 
 NOT_MADE: Any = None  # a stream that does not exist yet
@@ -99,19 +82,17 @@ STREAMS_OF_ROLLOUTS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """N sequences of rollouts end to end, T tokens in all. Streams are tensors [T], or None before they exist.
+    """N sequences of rollouts end to end, T tokens in all. All other fields are streams [T]; None before they exist.
 
     A subclass may add a stream with one line: `exchange` makes the subclass, and `select`, `to` and `replace` treat all
-    streams alike. With `prefixes`, the model computes a prompt once for all its rollouts in the batch.
+    streams alike. The model computes a prompt once for all its rollouts in the batch.
     """
 
-    lengths: tuple[int, ...]
+    sequences: tuple[SequenceInfo, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: the policy sampled this token
     sample_logprobs: Tensor = NOT_MADE  # fp32, as are the streams below except two
     weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
-    temperature: Tensor = NOT_MADE  # that this token was sampled at; None: 1 for all
-    is_truncated: Tensor = NOT_MADE  # bool: a limit cut off the sequence of this token
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE
     old_logprobs: Tensor = NOT_MADE
@@ -121,9 +102,21 @@ class Batch:
     # The value of the state after the last token, at the last token; 0 elsewhere.
     end_values: Tensor = NOT_MADE
     returns: Tensor = NOT_MADE
-    # Always on the host: the rollout of each sequence, int64 [N], see `RolloutTable.rollout`.
-    rollout: Tensor = NOT_MADE
-    prefixes: tuple[PromptPrefix, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens each sequence has, [N]."""
+        return tuple(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def rollout(self) -> Tensor:
+        """The number of each sequence's rollout in the step, int64 [N] on the host."""
+        return torch.tensor([sequence.rollout for sequence in self.sequences], dtype=torch.int64)
+
+    @property
+    def is_truncated(self) -> Tensor:
+        """Whether a limit cut off each sequence, bool [N] on the host."""
+        return torch.tensor([sequence.is_truncated for sequence in self.sequences], dtype=torch.bool)
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
@@ -145,11 +138,11 @@ class Batch:
         sequences 0, 1 and 3 have one prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
         """
         sequences = list(map(attention.Sequence, self.lengths))
-        parent_of: dict[PromptPrefix, int] = {}
-        for i, prefix in enumerate(self.prefixes):
-            parent = parent_of.setdefault(prefix, i)
+        parent_of: dict[RolloutId, int] = {}
+        for i, sequence in enumerate(self.sequences):
+            parent = parent_of.setdefault(sequence.prompt, i)
             if parent != i:
-                sequences[i] = attention.Sequence(self.lengths[i], parent, prefix.num_tokens)
+                sequences[i] = attention.Sequence(sequence.num_tokens, parent, sequence.num_prompt_tokens)
         return PackedLayout(tuple(sequences), self.tokens.device)
 
     def replace(self, **fields: Any) -> Self:
@@ -169,13 +162,9 @@ class Batch:
 
     def select(self, indices: Sequence[int]) -> Self:
         """A batch of the sequences at these indices, in this order."""
-        lengths = tuple(self.lengths[i] for i in indices)
-        prefixes = tuple(self.prefixes[i] for i in indices) if self.prefixes else ()
         token_index = self.token_index(indices)
-        fields = {name: stream[token_index] for name, stream in self._streams().items()}
-        if self.rollout is not None:
-            fields["rollout"] = self.rollout[list(indices)]
-        return self.replace(lengths=lengths, prefixes=prefixes, **fields)
+        streams = {name: stream[token_index] for name, stream in self._streams().items()}
+        return self.replace(sequences=tuple(self.sequences[i] for i in indices), **streams)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -199,29 +188,18 @@ class Batch:
 
     def _streams(self) -> dict[str, Tensor]:
         """All streams that exist, by name."""
-        streams = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor) and field.name != "rollout":
-                streams[field.name] = value
-        return streams
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def gather_table(rollouts: Sequence[Rollout], rewards: Tensor) -> RolloutTable:
-    """Make the table of all ranks' rollouts (collective). rewards [n, K] belong to this rank's n rollouts."""
+def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
+    """The infos of all ranks' rollouts, sorted (collective). rewards fp64 [n, K] belong to this rank's n rollouts."""
     own = []
-    holder = rank()
-    for rollout, rewards_of_rollout in zip(rollouts, rewards.tolist(), strict=True):
-        for branch in rollout.branches:
-            num_sampled = int(np.count_nonzero(branch.loss_mask))
-            lengths = branch.num_prompt_tokens, len(branch.stream), num_sampled
-            own.append((*branch.rollout_id, holder, *lengths, rollout.is_truncated, *rewards_of_rollout))
-    # No two branches have the same id.
-    rows = sorted(itertools.chain(*gather_objects(own)))
-    # fp64 has every integer of the table.
-    numbers = np.array(rows, np.float64).reshape(-1, 8 + rewards.shape[1])
-    columns = [*numbers[:, :7].astype(np.int64).T, numbers[:, 7] == 1, numbers[:, 8:]]
-    return RolloutTable(*columns)
+    for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True):
+        sequences = list(map(_info_of, rollout.branches))
+        own.append(RolloutInfo(sequences[0].id, rank(), rollout.is_truncated, rollout_rewards, sequences))
+    # No two rollouts have the same id.
+    return sorted(itertools.chain(*gather_objects(own)))
 
 
 def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
@@ -235,78 +213,70 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
 
 def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host, without their rollouts. Not collective."""
-    prefixes = tuple(_prefix(branch.rollout_id, branch.num_prompt_tokens) for branch in branches)
-    lengths = tuple(len(branch.stream) for branch in branches)
-    temperatures = torch.tensor([branch.temperature for branch in branches], dtype=torch.float32)
-    is_truncated = torch.tensor([branch.own_end in CUT_OFF for branch in branches], dtype=torch.bool)
     packed = join_streams(*(branch.stream for branch in branches))
     streams = {name: torch.from_numpy(packed[field].copy()) for name, field in STREAMS_OF_ROLLOUTS.items()}
-    return batch_type(
-        lengths=lengths,
-        temperature=over_tokens(temperatures, lengths),
-        is_truncated=over_tokens(is_truncated, lengths),
-        prefixes=prefixes,
-        **streams,
-    )
+    return batch_type(sequences=tuple(map(_info_of, branches)), **streams)
 
 
 def exchange(
     rollouts: Sequence[Rollout],
-    table: RolloutTable,
-    rank_of: Sequence[int | None],
+    sequences: Sequence[SequenceInfo],
+    rank_of: NDArray[np.int64],
     streams: Mapping[str, Tensor] | None = None,
     batch_type: type[Batch] = Batch,
 ) -> Batch:
-    """Send each branch to rank_of[its row in the table]; returns this rank's batch, in table order, on the host.
+    """Send each of the step's S sequences to the rank in rank_of [S]; returns this rank's batch, on the host.
 
-    Collective. rollouts: this rank's, in the table's order. A branch with rank None is not sent. The first branches of
+    Collective. The batch has its sequences in order of their ids. sequences: those of all ranks' rollouts. rollouts: at
+    least those that this rank holds. One whose rank is not that of a process, as -1, is not sent. The first branches of
     rollouts with the same prompt ordinal must begin with the same prompt. streams: more fields of the batch, each over
     the branches of these rollouts end to end; every rank passes the same names. batch_type: `Batch`, or a subclass that
     has these fields.
 
-    Example: the table of `RolloutTable`, whose ranks hold rows 0, 4 and 1, 2, 3; rank_of = [1, 1, None, 0, 1].
+    Example: the ranks hold the sequences 0, 4 and 1, 2, 3; rank_of = [1, 1, -1, 0, 1].
 
-        rank 0 sends rows 0, 4 to rank 1, and receives row 3
-        rank 1 sends row 3 to rank 0 and row 1 to itself, and receives rows 0, 4 and 1, which it sorts
+        rank 0 sends 0, 4 to rank 1, and receives 3
+        rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
     """
-    branches = all_branches(rollouts)
-    own = pack(branches, batch_type).replace(**(streams or {}))
-    own_rows = (table.holder == rank()).nonzero()[0]
-    assert table[own_rows].ids == [branch.rollout_id for branch in branches], (
-        "rollouts are not in the table's order"
+    own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
+    index_of = {sequence.id: i for i, sequence in enumerate(own.sequences)}
+
+    def from_to(sender: int, receiver: int) -> list[SequenceInfo]:
+        return [
+            sequence
+            for sequence, trained_on in zip(sequences, rank_of, strict=True)
+            if (sequence.holder, trained_on) == (sender, receiver)
+        ]
+
+    sent = [from_to(rank(), other) for other in range(world_size())]
+    received = [from_to(other, rank()) for other in range(world_size())]
+    num_sent, num_received = (
+        [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
     )
-    receivers = np.array(rank_of)
-    is_received = receivers == rank()
-    # Indices into `own` for each rank, and rows from each rank.
-    sent_indices = [(receivers[own_rows] == other).nonzero()[0] for other in range(world_size())]
-    received_rows = [(is_received & (table.holder == other)).nonzero()[0] for other in range(world_size())]
-    outgoing = own.select(np.concatenate(sent_indices).tolist())
-    num_sent = [int(table.num_tokens[own_rows[indices]].sum()) for indices in sent_indices]
-    num_received = [int(table.num_tokens[rows].sum()) for rows in received_rows]
-    received = {}
+    outgoing = own.select([index_of[sequence.id] for sequence in itertools.chain(*sent)])
+    incoming = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing._streams().items():
-            received[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
-            dist.all_to_all_single(received[name], stream, num_received, num_sent)
-    rows = np.concatenate(received_rows)
-    unsorted = own.replace(
-        lengths=tuple(table.num_tokens[rows].tolist()),
-        prefixes=tuple(table[rows].prefixes),
-        rollout=torch.from_numpy(table.rollout[rows]),
-        **received,
-    )
-    batch = unsorted.select(rows.argsort().tolist())
+            incoming[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
+            dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
+    unsorted = own.replace(sequences=tuple(itertools.chain(*received)), **incoming)
+    by_id = sorted(range(len(unsorted.sequences)), key=lambda i: unsorted.sequences[i].id)
+    batch = unsorted.select(by_id)
     # The model computes the tokens of a shared prompt once.
-    tokens, starts = batch.tokens.numpy(), itertools.accumulate(batch.lengths, initial=0)
-    prompts = {
-        (prefix, tokens[start : start + prefix.num_tokens].tobytes())
-        for prefix, start in zip(batch.prefixes, starts, strict=False)
-    }
-    assert len(prompts) == len({*batch.prefixes}), "one prompt's rollouts begin differently"
+    parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
+    prompts = {(info.prompt, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
+    assert len(prompts) == len({prompt for prompt, _ in prompts}), "one prompt's rollouts begin differently"
     return batch
 
 
-def _prefix(rollout_id: RolloutId, num_prompt_tokens: int) -> PromptPrefix:
-    """The prompt of a branch: the first branches of a prompt's rollouts share one, every other branch has its own."""
-    own = (rollout_id.sample, rollout_id.branch) if rollout_id.branch else ()
-    return PromptPrefix(rollout_id.prompt_ordinal, num_prompt_tokens, own)
+def _info_of(branch: Rollout) -> SequenceInfo:
+    """The info of a branch of this rank."""
+    return SequenceInfo(
+        num_tokens=len(branch.stream),
+        id=branch.rollout_id,
+        num_prompt_tokens=branch.num_prompt_tokens,
+        num_loss_tokens=int(np.count_nonzero(branch.loss_mask)),
+        temperature=branch.temperature,
+        is_truncated=branch.own_end in CUT_OFF,
+        holder=rank(),
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minirl.errors import refuse
+from minirl.model.attention import upload
 from minirl.model.batch_invariance import at_least_fp32, wide_mm
 from minirl.model.logprobs import (
     VOCAB_CHUNK,
@@ -25,6 +26,7 @@ from minirl.model.logprobs import (
 )
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
+from minirl.training.losses import over_tokens
 
 TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
@@ -88,9 +90,9 @@ def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
 
 def divisor_of_batch(batch: Batch) -> Tensor:
     """The `divisor_of` the temperatures of a batch's sampled tokens, [M, 1]."""
-    if batch.temperature is None:
-        return torch.ones(len(batch.loss_index), 1, device=batch.tokens.device)
-    return divisor_of(batch.temperature[batch.loss_index])
+    temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
+    on_device = over_tokens(upload(temperatures, batch.tokens.device), batch.lengths)
+    return divisor_of(on_device[batch.loss_index])
 
 
 def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,10 +147,14 @@ def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
 
 def scores_of(model: Transformer, rollouts: Sequence[Rollout]) -> Tensor:
     """The scoring path's logprobs of rollouts that are packed end to end."""
-    return score_batch(model, replace(pack(rollouts), prefixes=()))[0]
+    return score_batch(model, with_infos(pack(rollouts), num_prompt_tokens=0))[0]
 
 
 def score_at(model: Transformer, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """`score_batch` of tokens that were all sampled at this temperature."""
-    temperatures = torch.full(batch.tokens.shape, temperature, device=batch.tokens.device)
-    return score_batch(model, batch.replace(temperature=temperatures))
+    return score_batch(model, with_infos(batch, temperature=temperature))
+
+
+def with_infos(batch: Batch, **fields: Any) -> Batch:
+    """A copy whose sequences have these fields."""
+    return batch.replace(sequences=tuple(sequence._replace(**fields) for sequence in batch.sequences))

@@ -4,26 +4,25 @@ import random
 
 import torch
 
-from minirl.training.assignment import PromptPrefix
-from minirl.training.batch import Batch
+from minirl.rollouts import RolloutId
+from minirl.training.batch import Batch, SequenceInfo
 
 
 def shared_layout(families, seed=0):
     """Sequences of families (prompt, own tokens of each member), shuffled; the first of a family is the parent."""
-    return layout_of(shuffled_members(families, seed))
+    nothing = torch.empty(0)
+    return Batch(shuffled_members(families, seed), nothing, nothing).layout()
 
 
 def shuffled_members(families, seed):
-    """The prompt and the number of own tokens of each member of these families."""
-    members = [(PromptPrefix(i, prompt), n) for i, (prompt, *owns) in enumerate(families) for n in owns]
-    random.Random(seed).shuffle(members)
-    return members
-
-
-def layout_of(members):
-    """The layout of a batch of these members."""
-    lengths, nothing = tuple(prompt.num_tokens + n for prompt, n in members), torch.empty(0)
-    return Batch(lengths, nothing, nothing, prefixes=tuple(prefix for prefix, _ in members)).layout()
+    """The infos of the members of these families."""
+    infos = [
+        SequenceInfo(prompt + n, RolloutId(i, 0), prompt)
+        for i, (prompt, *owns) in enumerate(families)
+        for n in owns
+    ]
+    random.Random(seed).shuffle(infos)
+    return tuple(infos)
 
 
 # Prompts around the borders of blocks, of one to five members, one without own tokens; two share nothing.

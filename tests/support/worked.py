@@ -3,7 +3,7 @@
 import torch
 
 from minirl.episodes.step_groups import Groups
-from minirl.training.batch import RolloutTable
+from minirl.training.batch import RolloutInfo, independent_sequences
 
 
 def double(values):
@@ -21,13 +21,13 @@ def assert_six_decimals(actual, expected):
 
 def groups_of(rewards, counts=None, *, greedy=None):
     """The groups of a reward fp64 [P, G], of rollouts that sampled these numbers of tokens [P, G] or one each."""
-    num_prompts, group_size = rewards.shape
-    prompts, samples = torch.meshgrid(torch.arange(num_prompts), torch.arange(group_size), indexing="ij")
-    counts = torch.ones_like(prompts) if counts is None else counts
-    columns = prompts, samples, prompts * 0, prompts * 0, counts, counts, counts, rewards.isinf()
-    table = RolloutTable(*(column.flatten().numpy() for column in columns), rewards.view(-1, 1).numpy())
-    greedy_rewards = rewards[:, :0, None] if greedy is None else greedy.view(num_prompts, -1, 1)
-    return Groups(None, table, rewards[..., None], greedy_rewards, double([1.0]))
+    counts = torch.ones_like(rewards).long() if counts is None else counts
+    infos = [
+        RolloutInfo(one.id, 0, False, [], [one._replace(num_loss_tokens=one.num_tokens)])
+        for one in independent_sequences(counts.flatten().tolist())
+    ]
+    greedy_rewards = rewards[:, :0, None] if greedy is None else greedy.view(len(rewards), -1, 1)
+    return Groups(None, infos, rewards[..., None], greedy_rewards, double([1.0]))
 
 
 LENGTHS = (3, 5, 2, 4)
