@@ -11,7 +11,7 @@ from minirl.training.batch import SequenceInfo, independent_sequences
 
 
 def info(num_prompt_tokens, num_own, prompt):
-    return SequenceInfo(num_prompt_tokens + num_own, RolloutId(prompt, 0), num_prompt_tokens)
+    return SequenceInfo(RolloutId(prompt, 0), num_prompt_tokens + num_own, num_prompt_tokens)
 
 
 def num_computed(sequences):

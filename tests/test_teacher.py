@@ -12,7 +12,7 @@ import train_grpo
 from minirl.errors import InputError
 from minirl.model.weights import cut_vocabulary, load_replica
 from minirl.training.batch import Batch, independent_sequences
-from minirl.training.scoring import score_batch
+from minirl.training.scoring import score_teacher
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
 
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 3 --num-minibatches 1 --save-every 1"
@@ -89,7 +89,9 @@ def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(te
     """
     model = load_replica(teacher, dtype=torch.float32)
     tokens = torch.nn.functional.pad(torch.arange(24)[:, None], (1, 1), value=1).flatten()
-    logprobs, _ = score_batch(model, Batch(independent_sequences([3] * 24), tokens, torch.arange(72) % 3 > 0))
+    logprobs, _ = score_teacher(
+        model, Batch(independent_sequences([3] * 24), tokens, torch.arange(72) % 3 > 0)
+    )
     assert logprobs.isfinite().all()
     assert logprobs[1::3].exp().sum() == pytest.approx(1)
     cut_vocabulary(model, 16)

@@ -66,7 +66,8 @@ class Logger:
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
-            _cut_metrics(self._metrics_file, after_step)
+            if self._metrics_file.is_file():
+                _cut_metrics(self._metrics_file, after_step)
             if wandb_mode != "off":
                 self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
 
@@ -165,6 +166,5 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
 
 def _cut_metrics(path: Path, last_step: int) -> None:
     """Cut metrics.jsonl back to this step, without damaged lines."""
-    lines = read_json_lines(path) if path.is_file() else []
-    steps = [line for line in lines if line.get("step") in range(last_step + 1)]
+    steps = [line for line in read_json_lines(path) if line.get("step") in range(last_step + 1)]
     durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))

@@ -47,7 +47,7 @@ from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_tas
 from minirl.run.planning import lines, memory_plan, plan, this_machine, workload
 from minirl.run.run_folder import runs_root, starting_run
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
-from minirl.training.scoring import score_batch
+from minirl.training.scoring import score_batch, score_teacher
 from minirl.training.sharded_model import ShardedModel
 
 
@@ -180,7 +180,7 @@ class Setup:
             outputs = under_adapters(score_batch) if self.config.adapters else score_batch
             models.append(self.frozen(source, outputs, ["ref_logprobs"]))
         if teacher := named_folder(self.config, "teacher"):
-            models.append(self.frozen(teacher, score_batch, ["teacher_logprobs"]))
+            models.append(self.frozen(teacher, score_teacher, ["teacher_logprobs"]))
         return models
 
     def frozen(

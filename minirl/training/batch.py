@@ -10,6 +10,7 @@ each sequence; the plan of an update and the batches are made of these. Only `ga
 import dataclasses
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -29,14 +30,14 @@ from minirl.training.losses import over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
-    """A sequence without its tokens: a branch of a rollout, and so usually the whole rollout.
+    """What is known of a sequence without its tokens: a branch of a rollout, usually the only one. Infos sort by id.
 
     num_tokens: those of the prompt included. is_truncated: a limit cut off this branch. holder: the rank that has the
     rollout. rollout: the rollout's number in the step, p * G + g in groups [P, G].
     """
 
-    num_tokens: int
     id: RolloutId
+    num_tokens: int
     num_prompt_tokens: int = 0
     num_loss_tokens: int = 0
     temperature: float = 1.0  # that its tokens were sampled at
@@ -67,7 +68,7 @@ class RolloutInfo(NamedTuple):
 
 def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
     """Sequences of different rollouts and prompts, with these lengths."""
-    return tuple(SequenceInfo(n, RolloutId(i, 0), rollout=i) for i, n in enumerate(lengths))
+    return tuple(SequenceInfo(RolloutId(i, 0), n, rollout=i) for i, n in enumerate(lengths))
 
 
 NOT_MADE: Any = None  # a stream that does not exist yet
@@ -151,13 +152,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Self:
         """A copy with its streams on `device`."""
-        moved = {name: stream.to(device) for name, stream in self._streams().items()}
-        return self.replace(**moved)
+        return self.replace(**{name: stream.to(device) for name, stream in self._streams().items()})
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Where the tokens of the sequences at these indices are in the streams, int64."""
-        starts = [0, *itertools.accumulate(self.lengths)]
-        places = concatenated_ranges([starts[i] for i in indices], [self.lengths[i] for i in indices])
+        lengths = np.array(self.lengths, np.int64)
+        starts = lengths.cumsum() - lengths
+        places = concatenated_ranges(starts[list(indices)], lengths[list(indices)])
         return upload(places, self.tokens.device)
 
     def select(self, indices: Sequence[int]) -> Self:
@@ -165,6 +166,11 @@ class Batch:
         token_index = self.token_index(indices)
         streams = {name: stream[token_index] for name, stream in self._streams().items()}
         return self.replace(sequences=tuple(self.sequences[i] for i in indices), **streams)
+
+    def in_order(self, infos: Iterable[SequenceInfo]) -> Self:
+        """A batch of the sequences with the ids of these infos, in this order."""
+        index_of = {sequence.id: i for i, sequence in enumerate(self.sequences)}
+        return self.select([index_of[info.id] for info in infos])
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -239,41 +245,35 @@ def exchange(
         rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
     """
     own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
-    index_of = {sequence.id: i for i, sequence in enumerate(own.sequences)}
-
-    def from_to(sender: int, receiver: int) -> list[SequenceInfo]:
-        return [
-            sequence
-            for sequence, trained_on in zip(sequences, rank_of, strict=True)
-            if (sequence.holder, trained_on) == (sender, receiver)
-        ]
-
-    sent = [from_to(rank(), other) for other in range(world_size())]
-    received = [from_to(other, rank()) for other in range(world_size())]
+    # By the rank that has them and the one that gets them.
+    routes: dict[tuple[int, int], list[SequenceInfo]] = defaultdict(list)
+    for sequence, receiver in zip(sequences, rank_of, strict=True):
+        routes[sequence.holder, receiver].append(sequence)
+    sent = [routes[rank(), other] for other in range(world_size())]
+    received = [routes[other, rank()] for other in range(world_size())]
     num_sent, num_received = (
         [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
     )
-    outgoing = own.select([index_of[sequence.id] for sequence in itertools.chain(*sent)])
+    outgoing = own.in_order(itertools.chain(*sent))
     incoming = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing._streams().items():
             incoming[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
             dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
     unsorted = own.replace(sequences=tuple(itertools.chain(*received)), **incoming)
-    by_id = sorted(range(len(unsorted.sequences)), key=lambda i: unsorted.sequences[i].id)
-    batch = unsorted.select(by_id)
+    batch = unsorted.in_order(sorted(unsorted.sequences))
     # The model computes the tokens of a shared prompt once.
     parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
     prompts = {(info.prompt, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
-    assert len(prompts) == len({prompt for prompt, _ in prompts}), "one prompt's rollouts begin differently"
+    assert len(prompts) == len(dict(prompts)), "one prompt's rollouts begin differently"
     return batch
 
 
 def _info_of(branch: Rollout) -> SequenceInfo:
     """The info of a branch of this rank."""
     return SequenceInfo(
-        num_tokens=len(branch.stream),
-        id=branch.rollout_id,
+        branch.rollout_id,
+        len(branch.stream),
         num_prompt_tokens=branch.num_prompt_tokens,
         num_loss_tokens=int(np.count_nonzero(branch.loss_mask)),
         temperature=branch.temperature,

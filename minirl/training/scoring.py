@@ -40,14 +40,23 @@ LOGPROB_OF_UNKNOWN = -87.0
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
 
-    Each token is scored at the temperature that it was sampled at; one that the model lacks, as a teacher may lack the
-    padding of the policy's vocabulary, has LOGPROB_OF_UNKNOWN. Differentiable in the parameters. Not collective.
+    Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
     """
     targets = batch.tokens[batch.loss_index]
-    is_known = targets < model.config.vocab_size
     states, divisor = states_before(model, batch), divisor_of_batch(batch)
-    logprobs, entropies = outputs_of_head(states, model.head, targets.where(is_known, 0), divisor)
-    return batch.scatter(logprobs.where(is_known, LOGPROB_OF_UNKNOWN)), batch.scatter(entropies)
+    logprobs, entropies = outputs_of_head(states, model.head, targets, divisor)
+    return batch.scatter(logprobs), batch.scatter(entropies)
+
+
+def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`score_batch` under a model that may lack tokens, as the padding of the policy's vocabulary.
+
+    A sampled token that it lacks has LOGPROB_OF_UNKNOWN.
+    """
+    is_known = batch.tokens < model.config.vocab_size
+    known = batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
+    logprobs, entropies = score_batch(model, known)
+    return logprobs.where(is_known | ~batch.loss_mask, LOGPROB_OF_UNKNOWN), entropies
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -91,8 +100,8 @@ def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
 def divisor_of_batch(batch: Batch) -> Tensor:
     """The `divisor_of` the temperatures of a batch's sampled tokens, [M, 1]."""
     temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
-    on_device = over_tokens(upload(temperatures, batch.tokens.device), batch.lengths)
-    return divisor_of(on_device[batch.loss_index])
+    temperatures = upload(temperatures, batch.tokens.device)
+    return divisor_of(over_tokens(temperatures, batch.lengths)[batch.loss_index])
 
 
 def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,9 +128,8 @@ def refuse_gradient(
     if not of_micro.any():
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
-    is_moved = torch.stack([gradient.abs() > 0 for gradient in gradients]).any(0)
     refuse(
-        (is_moved & micro.spread(of_micro)).any(),
+        any((micro.spread(of_micro) & (gradient.abs() > 0)).any() for gradient in gradients),
         "can_skip: skips rollouts which token_loss or token_advantages of this script teach something. Make their "
         "advantages in `advantages`, or let can_skip return False for them: "
         "torch.zeros_like(weights, dtype=torch.bool) for all",
@@ -153,17 +161,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         """See the class."""
         divisor = divisor.to(at_least_fp32(hidden.dtype))
         head_chunks = head.split(vocab_chunk)
-        results = []
-        for start in range(0, max(1, len(hidden)), token_chunk):
-            chunk = slice(start, start + token_chunk)
-            wanted = targets[chunk, None]
-            results.append(_score_token_chunk(hidden[chunk], head_chunks, wanted, divisor[chunk]))
+        token_chunks = zip(*(x.split(token_chunk) for x in (hidden, targets[:, None], divisor)), strict=True)
+        results = [_score_token_chunk(head_chunks, *chunk) for chunk in token_chunks]
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
         # A loss without the entropies does not pay for their gradient.
         ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
-        ctx.has_totals = len(head_chunks) > 1
         ctx.save_for_backward(hidden, head, targets, divisor, entropies, totals)
         return logprobs, entropies
 
@@ -187,7 +191,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             for start in range(0, len(hidden), ctx.token_chunk):
                 chunk = slice(start, start + ctx.token_chunk)
                 logits = chunk_logits(hidden[chunk], head_chunk, divisor[chunk])
-                logprobs = log_softmax(logits, totals[chunk] if ctx.has_totals else None)
+                logprobs = log_softmax(logits, totals[chunk] if totals.numel() else None)
                 grad = _logit_gradient(
                     logprobs,
                     targets[chunk, None] - first,
@@ -204,8 +208,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 def _score_token_chunk(
-    hidden: Tensor,
     head_chunks: Sequence[Tensor],
+    hidden: Tensor,
     targets: Tensor,
     divisor: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ def shared_layout(families, seed=0):
 def shuffled_members(families, seed):
     """The infos of the members of these families."""
     infos = [
-        SequenceInfo(prompt + n, RolloutId(i, 0), prompt)
+        SequenceInfo(RolloutId(i, 0), prompt + n, prompt)
         for i, (prompt, *owns) in enumerate(families)
         for n in owns
     ]
