@@ -36,8 +36,8 @@ from minirl.ranks.process_group import all_reduce_sum, rank, world_size
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.rollouts import Rollout
-from minirl.training.assignment import plan_updates
-from minirl.training.batch import Batch, exchange
+from minirl.training.assignment import plan_microbatches
+from minirl.training.batch import Batch, Microbatch, exchange
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
@@ -87,22 +87,20 @@ class GrpoLoop:
             rewards.append(text.count("e") / max(1, len(text)))
         return rewards
 
-    def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[list[int]]]:
+    def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[Microbatch]]:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
         column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
         rewarded = RewardedRollouts(list(rollouts), [""] * len(rollouts), column)
         weight = torch.ones(1, dtype=torch.float64)
         groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
-        sequences = groups.sequences
-        plan = plan_updates(
-            [range(len(sequences))],
-            sequences,
+        by_rank = plan_microbatches(
+            groups.sequences,
             num_ranks=world_size(),
             max_tokens=args.max_tokens_per_microbatch,
         )
-        (microbatches,) = plan.of_rank(rank())
-        batch = exchange(groups.rewarded.rollouts, sequences, plan.rank_of)
+        microbatches = by_rank[rank()]
+        batch = exchange(groups.rewarded.rollouts, [by_rank])
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),
@@ -112,7 +110,7 @@ class GrpoLoop:
             batch = self.reference.add_to(batch, microbatches)
         return batch, microbatches
 
-    def backward(self, batch: Batch, microbatches: Sequence[Sequence[int]]) -> None:
+    def backward(self, batch: Batch, microbatches: Sequence[Microbatch]) -> None:
         """Forward and backward of every microbatch (collective)."""
         config = self.config
         for i, sequences in enumerate(microbatches):

@@ -46,8 +46,10 @@ def exchange_branches(rank, first_share, rank_of):
     rewards = [[r.rollout_id.prompt_ordinal + 0.1, r.rollout_id.sample / 3] for r in rollouts]
     infos = gather_infos(rollouts, torch.tensor(rewards, dtype=torch.float64).view(-1, 2))
     sequences = Groups(None, infos, None, None, None).sequences
+    pairs = list(zip(sequences, rank_of, strict=True))
+    plan = [[[[sequence for sequence, receiver in pairs if receiver == other]] for other in (0, 1)]]
     streams = {"taught": 3.0 * pack(all_branches(rollouts)).sample_logprobs}
-    batch = exchange(rollouts, sequences, rank_of, streams, TaughtBatch)
+    batch = exchange(rollouts, plan, streams, TaughtBatch)
     return infos, batch, gather_to_rollouts(batch, batch.tokens[batch.last_index], 9)
 
 
@@ -95,7 +97,7 @@ def shared_prompts(rank, changed, has_branches=False):
     rollouts[1].tokens[changed] += 1
     if has_branches:
         rollouts = list(map(in_two_branches, rollouts))
-    batch = exchange(rollouts, pack(all_branches(rollouts)).sequences, [0] * (2 + 2 * has_branches))
+    batch = exchange(rollouts, [[[list(pack(all_branches(rollouts)).sequences)]]])
     return [(sequence.parent, sequence.num_shared) for sequence in batch.layout().sequences]
 
 

@@ -148,7 +148,8 @@ def test_an_update_on_a_device_has_the_gradients_of_the_host(
     gradients = []
     for place in (CPU, device):
         model = make_model(attention, torch.float64, adapters=adapters).to(place)
-        micro = make_batch().to(place).select(lengths)
+        batch = make_batch().to(place)
+        micro = batch.select([batch.sequences[i] for i in lengths])
         new, entropy = score_at(model, micro, 0.75)
         loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
         objective = (micro.loss_weights * loss).sum()
@@ -179,8 +180,9 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         model = Transformer(config).to(place)
         batch = make_batch().to(place)
         scorer = FrozenModel(model, value_batch, names=names, device=place)
-        scored = scorer.add_to(batch, [[2], [], [0, 1]])
-        micro = batch.select(lengths)
+        first, second, third = batch.sequences
+        scored = scorer.add_to(batch, [[third], [], [first, second]])
+        micro = batch.select([batch.sequences[i] for i in lengths])
         values, _ = value_batch(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)
         (micro.loss_weights * loss).sum().backward()

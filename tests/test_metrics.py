@@ -77,14 +77,14 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     ranks = StepMetrics(), StepMetrics()
-    skipped = [one._replace(num_loss_tokens=one.num_tokens) for one in independent_sequences([6, 1, 1, 2])]
+    sequences = [one._replace(num_loss_tokens=one.num_tokens) for one in independent_sequences([6, 1, 1, 2])]
     rollouts = [make_rollout(9, 1), in_two_branches(make_rollout(1, 5, "length"))]
     correct = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     short = torch.tensor([[-1.0, -3.0], [math.nan, -5.0]]).double()
     for metrics, of_rank in zip(ranks, (rollouts, []), strict=True):
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
-        add_skipped(metrics, skipped, [-1, 0, 1, -1])
+        add_skipped(metrics, sequences, [sequences[0], sequences[3]])
     # 8 requests, of which 2 run on alone for as many steps again.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, drops=3))

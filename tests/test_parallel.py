@@ -15,7 +15,7 @@ from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica
 from minirl.ranks.process_group import world_size
 from minirl.rollouts import RolloutId, rollout_of
-from minirl.training.assignment import plan_updates
+from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, exchange, gather_infos, independent_sequences, pack
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine
@@ -58,15 +58,12 @@ def shared_out(rank, max_tokens, config, can_skip=None):
     infos = gather_infos(mine, torch.tensor(rewards, dtype=torch.float64).view(-1, 1))
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64).view(7, 3, 1)
     groups = Groups(None, infos, rewards, rewards[:, :0], torch.ones(1, dtype=torch.float64))
-    sequences = groups.sequences
-    is_trained = torch.ones(len(sequences), dtype=torch.bool)
+    is_skipped = torch.zeros(21, dtype=torch.bool)
     if can_skip is not None:
-        is_skipped = can_skip(config, groups, train_grpo.rollout_weights(config, groups, 64))
-        is_trained = ~is_skipped.flatten()[[sequence.rollout for sequence in sequences]]
-    minibatch = is_trained.nonzero()[:, 0].tolist()
-    split = {"num_ranks": world_size(), "max_tokens": max_tokens}
-    plan = plan_updates([minibatch], sequences, **split)
-    return groups, exchange(mine, sequences, plan.rank_of), plan.of_rank(rank)[0]
+        is_skipped = can_skip(config, groups, train_grpo.rollout_weights(config, groups, 64)).flatten()
+    trained = [sequence for sequence in groups.sequences if not is_skipped[sequence.rollout]]
+    plan = plan_microbatches(trained, num_ranks=world_size(), max_tokens=max_tokens)
+    return groups, exchange(mine, [plan]), plan[rank]
 
 
 def moved_since_old(micro, scale=0.6):

@@ -6,12 +6,12 @@ import pytest
 
 from minirl.errors import InputError
 from minirl.rollouts import RolloutId
-from minirl.training.assignment import plan_microbatches, plan_updates
+from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import SequenceInfo, independent_sequences
 
 
-def info(num_prompt_tokens, num_own, prompt):
-    return SequenceInfo(RolloutId(prompt, 0), num_prompt_tokens + num_own, num_prompt_tokens)
+def info(num_prompt_tokens, num_own, prompt, sample):
+    return SequenceInfo(RolloutId(prompt, sample), num_prompt_tokens + num_own, num_prompt_tokens)
 
 
 def num_computed(sequences):
@@ -23,42 +23,34 @@ def num_computed(sequences):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_trained_sequences_are_in_one_microbatch_each_and_no_others_in_any(seed):
-    """Of up to max_tokens computed; all ranks have equally many, of a minibatch without sequences none.
+def test_sequences_are_in_one_microbatch_each(seed):
+    """Of up to max_tokens computed; all ranks have equally many, without sequences none.
 
-    So ranks without a sequence have empty microbatches (pitfall 45). A rank's own batch holds its sequences in the
-    order of their rows. Some prompts are longer than any completion, some of no token; budgets may be tight.
+    So ranks without a sequence have empty microbatches (pitfall 45). Some prompts are longer than any completion, some
+    of no token; budgets may be tight.
     """
     rng = random.Random(seed)
     num_ordinals = rng.choice([1, 2, 9, 20])
     sizes = [rng.choice([0, 3, rng.randint(1, 300)]) for _ in range(num_ordinals)]
     prompts = rng.choices(range(num_ordinals), k=rng.randint(0, 5 * num_ordinals))
-    sequences = [info(sizes[prompt], rng.randint(1, 200), prompt) for prompt in prompts]
+    sequences = [info(sizes[prompt], rng.randint(1, 200), prompt, i) for i, prompt in enumerate(prompts)]
     longest = max((one.num_tokens for one in sequences), default=1)
     max_tokens, num_ranks = rng.choice([longest, 2 * longest, 4096]), rng.choice([1, 2, 3, 8])
-    drawn = [rng.randrange(4) for _ in sequences]
-    trained = [[row for row, number in enumerate(drawn) if number == i] for i in (0, 1)] + [[]]
-    plan = plan_updates(trained, sequences, num_ranks=num_ranks, max_tokens=max_tokens)
-    for rows, ranks in zip(trained, plan.microbatches, strict=True):
-        micros = [micro for rank in ranks for micro in rank]
-        assert sorted(row for micro in micros for row in micro) == rows
-        assert all(num_computed([sequences[row] for row in micro]) <= max_tokens for micro in micros)
-        assert [len(rank) for rank in ranks] == [len(ranks[0])] * num_ranks
-        assert any(rank[-1] for rank in ranks) if rows else not any(ranks)
-    for rank in range(num_ranks):
-        rows = [row for row, owner in enumerate(plan.rank_of) if owner == rank]
-        as_rows = [[[rows[i] for i in micro] for micro in minibatch] for minibatch in plan.of_rank(rank)]
-        assert as_rows == [ranks[rank] for ranks in plan.microbatches]
-    assert (plan.rank_of < 0).sum() == len(sequences) - sum(map(len, trained))
+    ranks = plan_microbatches(sequences, num_ranks=num_ranks, max_tokens=max_tokens)
+    micros = [micro for rank in ranks for micro in rank]
+    assert sorted(one for micro in micros for one in micro) == sorted(sequences)
+    assert all(num_computed(micro) <= max_tokens for micro in micros)
+    assert [len(rank) for rank in ranks] == [len(ranks[0])] * num_ranks
+    assert any(rank[-1] for rank in ranks) if sequences else not any(ranks)
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may():
     """Eight rollouts of a prompt of 90 tokens and 10 own tokens are 170 tokens to compute, not 800."""
-    shared = [info(90, 10, 3)] * 8
-    assert plan_microbatches(range(8), shared, num_ranks=1, max_tokens=170) == [[list(range(8))]]
-    assert len(plan_microbatches(range(8), shared, num_ranks=1, max_tokens=169)[0]) == 2
+    shared = [info(90, 10, 3, sample) for sample in range(8)]
+    assert plan_microbatches(shared, num_ranks=1, max_tokens=170) == [[shared]]
+    assert len(plan_microbatches(shared, num_ranks=1, max_tokens=169)[0]) == 2
     with pytest.raises(InputError, match=r"100 tokens.*--max-tokens-per-microbatch 99"):
-        plan_microbatches(range(8), independent_sequences([100] * 8), num_ranks=1, max_tokens=99)
+        plan_microbatches(independent_sequences([100] * 8), num_ranks=1, max_tokens=99)
 
 
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
@@ -68,10 +60,10 @@ def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
     """
     rng = random.Random(0)
     sequences = [
-        info(20 + 47 * (i // 8) % 380, min(2048, 20 + int(rng.expovariate(1 / 280))), i // 8)
+        info(20 + 47 * (i // 8) % 380, min(2048, 20 + int(rng.expovariate(1 / 280))), i // 8, i)
         for i in range(512)
     ]
-    plan = plan_microbatches(range(512), sequences, num_ranks=8, max_tokens=8192)
-    loads = [sum(num_computed([sequences[row] for row in micro]) for micro in rank) for rank in plan]
+    plan = plan_microbatches(sequences, num_ranks=8, max_tokens=8192)
+    loads = [sum(map(num_computed, rank)) for rank in plan]
     assert max(loads) <= 1.03 * sum(loads) / 8
     assert sum(loads) <= 1.06 * num_computed(sequences)

@@ -165,12 +165,10 @@ def make_groups(seed):
     generator = torch.Generator().manual_seed(seed)
     infos = shuffled_members(GROUPS, seed)
     openings = [torch.randint(0, VOCAB, (prompt,), generator=generator) for prompt, *_ in GROUPS]
-    # By the info, so that the two of 7 tokens are equal.
-    own = {
-        one: torch.randint(0, VOCAB, (one.num_tokens - one.num_prompt_tokens,), generator=generator)
-        for one in infos
-    }
-    tokens = torch.cat([torch.cat([openings[one.id.prompt_ordinal], own[one]]) for one in infos])
+    # By the numbers of tokens, so that the two of 7 own tokens are equal.
+    sizes = [one[1:] for one in infos]
+    own = {size: torch.randint(0, VOCAB, (size[0] - size[1],), generator=generator) for size in sizes}
+    tokens = torch.cat([torch.cat([openings[one.id.prompt_ordinal], own[one[1:]]]) for one in infos])
     mask = torch.cat([torch.arange(one.num_tokens) >= one.num_prompt_tokens for one in infos])
     return Batch(infos, tokens, mask)
 
@@ -201,19 +199,19 @@ def test_results_depend_neither_on_microbatches_nor_on_sharing_prompts(dtype, se
     unshared = with_infos(batch, num_prompt_tokens=0)
     num_computed, num_tokens = (len(b.layout().computed_tokens) for b in (batch, unshared))
     assert num_computed < num_tokens - 700
-    places = list(range(len(batch.lengths)))
+    every = list(batch.sequences)
     logprobs, entropies = score_sampled(language, unshared)
     values, end_values = value_batch(scalar, unshared)
     expected = logprobs, values, end_values[batch.last_index]
     assert (score_sampled(language, batch)[1] - entropies).abs().max() <= tolerance
-    for cut in ([places], [places[::2], [], places[1::2]], [places[::-1]], [[i] for i in places]):
+    for cut in ([every], [every[::2], [], every[1::2]], [every[::-1]], [[one] for one in every]):
         for x, y in zip(frozen_results(language, scalar, batch, cut), expected, strict=True):
             assert x.dtype == torch.float32
             assert y.std() > 0.1
             assert (x - y).abs().max() <= tolerance
-    *streams, scores = frozen_results(language, scalar, batch, [[3], [1]])
+    *streams, scores = frozen_results(language, scalar, batch, [[every[3]], [every[1]]])
     is_chosen = torch.zeros(len(batch.tokens), dtype=torch.bool)
-    is_chosen[batch.token_index([1, 3])] = True
+    is_chosen[batch.token_index([every[1], every[3]])] = True
     assert all(torch.equal(~stream.isnan(), is_chosen) for stream in streams)
     assert torch.equal(~scores.isnan(), is_chosen[batch.last_index])
 
@@ -232,5 +230,6 @@ def test_parking_a_frozen_model_copies_nothing_back(monkeypatch):
 
     frozen = FrozenModel(model, check_device, names=["ref_logprobs"], device=torch.device("cuda"))
     for _ in range(2):
-        frozen.add_to(make_groups(0), [[0]])
+        batch = make_groups(0)
+        frozen.add_to(batch, [batch.sequences[:1]])
         assert on_host == [parameter.data_ptr() for parameter in model.parameters()]

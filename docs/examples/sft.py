@@ -69,13 +69,12 @@ def main(config: Config) -> int:
         rollouts = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
         num_tokens = sum(rollout.num_sampled for rollout in rollouts)
         microbatches = plan_microbatches(
-            range(len(rollouts)),
             independent_sequences(len(rollout.tokens) for rollout in rollouts),
             num_ranks=world_size(),
             max_tokens=setup.sizes.max_tokens_per_microbatch,
         )[rank()]
         for i, members in enumerate(microbatches):
-            micro = pack([rollouts[member] for member in members]).to(run.device)
+            micro = pack([rollouts[sequence.rollout] for sequence in members]).to(run.device)
             logprobs, _ = score_batch(policy.module, micro)
             loss = -logprobs.sum() / num_tokens  # logprobs are 0 in the prompts
             policy.backward(loss, is_last=i == len(microbatches) - 1)

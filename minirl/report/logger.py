@@ -66,7 +66,7 @@ class Logger:
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
-            if self._metrics_file.is_file():
+            if self._metrics_file.exists():
                 _cut_metrics(self._metrics_file, after_step)
             if wandb_mode != "off":
                 self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.generation.engine_stats import EngineStats
@@ -15,7 +14,6 @@ from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
 from minirl.training.advantages import are_equal
-from minirl.training.assignment import NO_RANK
 from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
 
@@ -153,15 +151,15 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
         metrics.add_total("count/dropped", stats.drops)
 
 
-def add_skipped(metrics: StepMetrics, sequences: Sequence[SequenceInfo], rank_of: NDArray[np.int64]) -> None:
+def add_skipped(
+    metrics: StepMetrics, sequences: Iterable[SequenceInfo], skipped: Collection[SequenceInfo]
+) -> None:
     """Add the fraction of the step's completion tokens that the update leaves out.
 
-    sequences: those of all ranks, the same on every rank. rank_of: `UpdatePlan.rank_of`.
+    sequences: those of all ranks, the same on every rank. skipped: those left out.
     """
-    for sequence, rank in zip(sequences, rank_of, strict=True):
-        metrics.add(
-            "perf/skipped_tokens", sequence.num_loss_tokens * (rank == NO_RANK), sequence.num_loss_tokens
-        )
+    total = sum(sequence.num_loss_tokens for sequence in sequences)
+    metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), total)
 
 
 def without_nan(values: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def load_reward_model(
         infos = independent_sequences(lengths)
         batch = Batch(infos, tokens, loss_mask=torch.zeros_like(tokens, dtype=torch.bool))
         # Each rank scores its own completions: one rank in the assignment.
-        (microbatches,) = plan_microbatches(range(len(infos)), infos, num_ranks=1, max_tokens=max_tokens)
+        (microbatches,) = plan_microbatches(infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
             batch = scorer.add_to(batch, microbatches)
         return batch.end_values[batch.last_index].float().tolist()

@@ -36,8 +36,8 @@ from minirl.report.records import mean_rewards, rollout_records
 from minirl.run.checkpoint import Checkpoints, Models
 from minirl.run.progress import Progress
 from minirl.run.setup import Setup
-from minirl.training.assignment import plan_updates
-from minirl.training.batch import Batch, exchange, gather_to_rollouts
+from minirl.training.assignment import plan_microbatches
+from minirl.training.batch import Batch, Microbatch, SequenceInfo, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
 from minirl.training.losses import minibatch_of, sequence_sums
 from minirl.training.scoring import score_batch
@@ -123,38 +123,41 @@ class Run:
         *,
         streams: Mapping[str, Tensor] | None = None,
         batch_type: type[Batch] = Batch,
-    ) -> tuple[Batch, list[list[list[int]]]]:
+    ) -> tuple[Batch, list[list[Microbatch]]]:
         """Send each rollout to the rank that trains on it (collective).
 
-        Returns this rank's batch, on the host, and the indices of its sequences [minibatch][microbatch][...].
+        Returns this rank's batch, on the host, and its microbatches [minibatch][...].
 
         is_skipped bool [P, G]: the rollouts that the loss learns nothing from; None: no rollout. One of their sequences
         is computed all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
         streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
-        rollout = torch.tensor([sequence.rollout for sequence in sequences])
-        num_minibatches = self._config.minibatches_per_epoch
-        minibatch = minibatch_of(len(groups.infos), num_minibatches)[rollout]
-        if is_skipped is not None and is_skipped.any():
-            skipped = is_skipped.flatten()[rollout].nonzero()[:, 0].tolist()
-            skipped.remove(random.Random(self.progress.step).choice(skipped))
-            minibatch[skipped] = num_minibatches  # none of them
-        plan = plan_updates(
-            [(minibatch == number).nonzero()[:, 0].tolist() for number in range(num_minibatches)],
-            sequences,
-            num_ranks=world_size(),
-            max_tokens=self._setup.sizes.max_tokens_per_microbatch,
-        )
+        skipped: list[SequenceInfo] = []
         if is_skipped is not None:
-            add_skipped(metrics, sequences, plan.rank_of)
-        batch = exchange(groups.rewarded.rollouts, sequences, plan.rank_of, streams, batch_type)
-        return batch, plan.of_rank(rank())
+            is_left_out = is_skipped.flatten().tolist()
+            skipped = [sequence for sequence in sequences if is_left_out[sequence.rollout]]
+            if skipped:
+                skipped.remove(random.Random(self.progress.step).choice(skipped))
+            add_skipped(metrics, sequences, skipped)
+        trained = sorted({*sequences}.difference(skipped))
+        num_minibatches = self._config.minibatches_per_epoch
+        minibatch = minibatch_of(len(groups.infos), num_minibatches).tolist()
+        plan = [
+            plan_microbatches(
+                [sequence for sequence in trained if minibatch[sequence.rollout] == number],
+                num_ranks=world_size(),
+                max_tokens=self._setup.sizes.max_tokens_per_microbatch,
+            )
+            for number in range(num_minibatches)
+        ]
+        batch = exchange(groups.rewarded.rollouts, plan, streams, batch_type)
+        return batch, [by_rank[rank()] for by_rank in plan]
 
     def score(
         self,
         batch: Batch,
-        minibatches: Sequence[Sequence[list[int]]],
+        minibatches: Sequence[Sequence[Microbatch]],
         policy: ShardedModel,
         frozen: Sequence[FrozenModel],
     ) -> Batch:

@@ -1,84 +1,21 @@
-"""Assign the sequences of a step to microbatches and ranks.
+"""Assign the sequences of a step to microbatches (forward-backward passes) and ranks.
 
-`plan_updates` cuts each minibatch (optimizer step) into microbatches (forward-backward passes) so that all ranks
-compute about equally many tokens. A prompt is computed once for all its sequences in a microbatch, so the sequences of
-one prompt stay together as far as the balance allows.
+All ranks compute about equally many tokens. A prompt is computed once for all its sequences in a microbatch, so the
+sequences of one prompt stay together as far as the balance allows.
 
-Everything in this file is a pure function of lengths that every rank holds. Nothing communicates.
+Everything in this file is a pure function of what every rank knows. Nothing communicates.
 """
 
 import heapq
-import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from minirl.errors import refuse
 from minirl.rollouts import RolloutId
-from minirl.training.batch import SequenceInfo
-
-# The sequences of one forward-backward pass, by their numbers in the step or indices into a rank's batch.
-Microbatch = list[int]
-NO_RANK = -1  # in `UpdatePlan.rank_of`: no rank trains on the sequence
-
-
-@dataclass(frozen=True)
-class UpdatePlan:
-    """Which rank trains on which of a step's sequences; the same on every rank.
-
-    microbatches[i][rank] are the forward-backward passes of a rank for minibatch i, by the sequences' numbers in the
-    step. Within a minibatch all ranks have equally many microbatches; some may be empty.
-
-    Example: 6 sequences with 60, 40, 90, 50, 90 and 40 tokens; minibatches [[0, 1, 2], [3, 4, 5]], 2 ranks, at most 95
-    tokens.
-
-        microbatches = [
-            [[[2], []], [[0], [1]]],  # minibatch 0: rank 0 computes [2], then nothing; rank 1 [0], then [1]
-            [[[4]], [[3, 5]]],  # minibatch 1: one microbatch on each rank
-        ]
-        rank_of = [1, 1, 0, 1, 0, 1]
-    """
-
-    microbatches: list[list[list[Microbatch]]]
-    # int64 [S]: the rank that trains on each sequence of the step, or NO_RANK.
-    rank_of: NDArray[np.int64]
-
-    def of_rank(self, rank: int) -> list[list[Microbatch]]:
-        """Return the rank's microbatches [minibatch][microbatch], as indices into its own batch.
-
-        `exchange` makes this batch: it holds the rank's sequences in the step's order. In the example above, the
-        batch of rank 1 holds the sequences [0, 1, 3, 5], and of_rank(1) is [[[0], [1]], [[2, 3]]].
-        """
-        own = (self.rank_of == rank).nonzero()[0]
-        return [
-            [own.searchsorted(micro).tolist() for micro in by_rank[rank]] for by_rank in self.microbatches
-        ]
-
-
-def plan_updates(
-    minibatches: Sequence[Sequence[int]],
-    sequences: Sequence[SequenceInfo],
-    *,
-    num_ranks: int,
-    max_tokens: int,
-) -> UpdatePlan:
-    """Cut each minibatch, the numbers of its sequences in the step, into balanced microbatches.
-
-    Sequences in no minibatch are not trained on. The other arguments are those of `plan_microbatches`.
-    """
-    microbatches = []
-    rank_of = np.full(len(sequences), NO_RANK)
-    for numbers in minibatches:
-        by_rank = plan_microbatches(numbers, sequences, num_ranks=num_ranks, max_tokens=max_tokens)
-        for rank, own in enumerate(by_rank):
-            rank_of[list(itertools.chain(*own))] = rank
-        microbatches.append(by_rank)
-    return UpdatePlan(microbatches, rank_of)
+from minirl.training.batch import Microbatch, SequenceInfo
 
 
 def shuffled_minibatches(
@@ -94,13 +31,9 @@ def shuffled_minibatches(
 
 
 def plan_microbatches(
-    numbers: Sequence[int],
-    sequences: Sequence[SequenceInfo],
-    *,
-    num_ranks: int,
-    max_tokens: int,
+    sequences: Iterable[SequenceInfo], *, num_ranks: int, max_tokens: int
 ) -> list[list[Microbatch]]:
-    """Cut the sequences with these numbers into microbatches; returns those of each rank.
+    """Cut a minibatch (optimizer step) into microbatches; returns those of each rank.
 
     A microbatch computes at most `max_tokens` tokens, and the ranks compute about equally many. A prompt is
     computed, and counted, once in each microbatch that contains it. All ranks get equally many microbatches, so a
@@ -112,18 +45,15 @@ def plan_microbatches(
     is halved instead, down to single sequences. So most prompts are computed on one rank only, and the loads are as
     equal as if single sequences were placed.
 
+    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens: rank 0 computes the last, then nothing;
+    rank 1 the first, then the second.
+
     Raises InputError if a sequence is longer than `max_tokens`.
     """
-
-    def piece_of(members: list[int]) -> _Piece:
-        num_shared = sequences[members[0]].num_prompt_tokens
-        num_own = sum(sequences[number].num_tokens - num_shared for number in members)
-        return _Piece(-num_shared - num_own, members, sequences[members[0]].prompt, num_shared)
-
-    by_prompt: dict[RolloutId, list[int]] = defaultdict(list)
-    for number in sorted(numbers, key=lambda number: (-sequences[number].num_tokens, number)):
-        by_prompt[sequences[number].prompt].append(number)
-    pieces = list(map(piece_of, by_prompt.values()))
+    by_prompt: dict[RolloutId, list[SequenceInfo]] = defaultdict(list)
+    for sequence in sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence)):
+        by_prompt[sequence.prompt].append(sequence)
+    pieces = list(map(_piece_of, by_prompt.values()))
     equal_share = -sum(piece.minus_size for piece in pieces) / num_ranks
     heapq.heapify(pieces)
     ranks = [_Rank() for _ in range(num_ranks)]
@@ -133,8 +63,8 @@ def plan_microbatches(
         is_too_large = rank.load_with(piece) > equal_share or -piece.minus_size > max_tokens
         if is_too_large and len(piece.members) > 1:
             # Sorted by length, every second member makes about half of the tokens.
-            heapq.heappush(pieces, piece_of(piece.members[::2]))
-            heapq.heappush(pieces, piece_of(piece.members[1::2]))
+            heapq.heappush(pieces, _piece_of(piece.members[::2]))
+            heapq.heappush(pieces, _piece_of(piece.members[1::2]))
             continue
         refuse(
             -piece.minus_size > max_tokens,
@@ -145,7 +75,7 @@ def plan_microbatches(
             fitting = [_Load()]
             rank.microbatches += fitting
         rank.add(piece)
-        min(fitting, key=lambda micro: piece.prompt not in micro.prompts).add(piece)
+        min(fitting, key=lambda micro: piece.first.prompt not in micro.prompts).add(piece)
     num_microbatches = max(len(rank.microbatches) for rank in ranks)
     for rank in ranks:
         rank.microbatches += [_Load()] * (num_microbatches - len(rank.microbatches))
@@ -157,29 +87,38 @@ class _Piece(NamedTuple):
 
     # Negated number of tokens to compute for these sequences: the prompt once and every completion.
     minus_size: int
-    members: list[int]  # longest first
-    prompt: RolloutId
-    num_prompt_tokens: int
+    members: list[SequenceInfo]  # longest first
+
+    @property
+    def first(self) -> SequenceInfo:
+        """The first sequence, which has the prompt of all."""
+        return self.members[0]
+
+
+def _piece_of(members: list[SequenceInfo]) -> _Piece:
+    num_shared = members[0].num_prompt_tokens
+    num_own = sum(sequence.num_tokens - num_shared for sequence in members)
+    return _Piece(-num_shared - num_own, members)
 
 
 @dataclass
 class _Load:
     """The sequences that a rank, or one of its microbatches, computes. A prompt that they share counts once."""
 
-    members: list[int] = field(default_factory=list)
+    members: list[SequenceInfo] = field(default_factory=list)
     prompts: set[RolloutId] = field(default_factory=set)
     num_tokens: int = 0
 
     def load_with(self, piece: _Piece) -> int:
         """The number of tokens after adding the piece, whose prompt is free if it is already here."""
-        shared = piece.num_prompt_tokens if piece.prompt in self.prompts else 0
+        shared = piece.first.num_prompt_tokens if piece.first.prompt in self.prompts else 0
         return self.num_tokens - piece.minus_size - shared
 
     def add(self, piece: _Piece) -> None:
         """Compute the piece here."""
         self.num_tokens = self.load_with(piece)
         self.members += piece.members
-        self.prompts.add(piece.prompt)
+        self.prompts.add(piece.first.prompt)
 
 
 @dataclass

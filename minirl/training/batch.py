@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minirl.model import attention
@@ -49,6 +48,9 @@ class SequenceInfo(NamedTuple):
     def prompt(self) -> RolloutId:
         """Identifies the prompt, which the first branches of its rollouts share; other branches have their own."""
         return self.id if self.id.branch else RolloutId(self.id.prompt_ordinal, 0)
+
+
+Microbatch = list[SequenceInfo]  # the sequences of one forward-backward pass
 
 
 class RolloutInfo(NamedTuple):
@@ -154,23 +156,22 @@ class Batch:
         """A copy with its streams on `device`."""
         return self.replace(**{name: stream.to(device) for name, stream in self._streams().items()})
 
-    def token_index(self, indices: Sequence[int]) -> Tensor:
-        """Where the tokens of the sequences at these indices are in the streams, int64."""
-        lengths = np.array(self.lengths, np.int64)
-        starts = lengths.cumsum() - lengths
-        places = concatenated_ranges(starts[list(indices)], lengths[list(indices)])
+    def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
+        """Where the tokens of these sequences, which it has by their ids, are in the streams, int64."""
+        ids, starts = (
+            (sequence.id for sequence in self.sequences),
+            itertools.accumulate(self.lengths, initial=0),
+        )
+        start_of = dict(zip(ids, starts, strict=False))
+        lengths = [sequence.num_tokens for sequence in sequences]
+        places = concatenated_ranges([start_of[sequence.id] for sequence in sequences], lengths)
         return upload(places, self.tokens.device)
 
-    def select(self, indices: Sequence[int]) -> Self:
-        """A batch of the sequences at these indices, in this order."""
-        token_index = self.token_index(indices)
+    def select(self, sequences: Sequence[SequenceInfo]) -> Self:
+        """A batch of these sequences, which this one has by their ids, in this order."""
+        token_index = self.token_index(sequences)
         streams = {name: stream[token_index] for name, stream in self._streams().items()}
-        return self.replace(sequences=tuple(self.sequences[i] for i in indices), **streams)
-
-    def in_order(self, infos: Iterable[SequenceInfo]) -> Self:
-        """A batch of the sequences with the ids of these infos, in this order."""
-        index_of = {sequence.id: i for i, sequence in enumerate(self.sequences)}
-        return self.select([index_of[info.id] for info in infos])
+        return self.replace(sequences=tuple(sequences), **streams)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -226,20 +227,19 @@ def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
 
 def exchange(
     rollouts: Sequence[Rollout],
-    sequences: Sequence[SequenceInfo],
-    rank_of: NDArray[np.int64],
+    plan: Sequence[Sequence[Sequence[Microbatch]]],
     streams: Mapping[str, Tensor] | None = None,
     batch_type: type[Batch] = Batch,
 ) -> Batch:
-    """Send each of the step's S sequences to the rank in rank_of [S]; returns this rank's batch, on the host.
+    """Send each sequence to the rank that trains on it; returns this rank's batch, on the host (collective).
 
-    Collective. The batch has its sequences in order of their ids. sequences: those of all ranks' rollouts. rollouts: at
-    least those that this rank holds. One whose rank is not that of a process, as -1, is not sent. The first branches of
-    rollouts with the same prompt ordinal must begin with the same prompt. streams: more fields of the batch, each over
-    the branches of these rollouts end to end; every rank passes the same names. batch_type: `Batch`, or a subclass that
-    has these fields.
+    The batch has its sequences in order of their ids. rollouts: those that this rank holds, in any order. plan: the
+    microbatches [minibatch][rank] of all ranks; what is in none is not sent. The first branches of rollouts with the
+    same prompt ordinal must begin with the same prompt. streams: more fields of the batch, each over the branches of
+    these rollouts end to end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these
+    fields.
 
-    Example: the ranks hold the sequences 0, 4 and 1, 2, 3; rank_of = [1, 1, -1, 0, 1].
+    Example: rank 0 holds the sequences 0, 4 and rank 1 holds 1, 2, 3; plan = [[[[3]], [[0, 1, 4]]]].
 
         rank 0 sends 0, 4 to rank 1, and receives 3
         rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
@@ -247,21 +247,23 @@ def exchange(
     own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     # By the rank that has them and the one that gets them.
     routes: dict[tuple[int, int], list[SequenceInfo]] = defaultdict(list)
-    for sequence, receiver in zip(sequences, rank_of, strict=True):
-        routes[sequence.holder, receiver].append(sequence)
+    for by_rank in plan:
+        for receiver, microbatches in enumerate(by_rank):
+            for sequence in itertools.chain(*microbatches):
+                routes[sequence.holder, receiver].append(sequence)
     sent = [routes[rank(), other] for other in range(world_size())]
     received = [routes[other, rank()] for other in range(world_size())]
     num_sent, num_received = (
         [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
     )
-    outgoing = own.in_order(itertools.chain(*sent))
+    outgoing = own.select(list(itertools.chain(*sent)))
     incoming = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing._streams().items():
             incoming[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
             dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
     unsorted = own.replace(sequences=tuple(itertools.chain(*received)), **incoming)
-    batch = unsorted.in_order(sorted(unsorted.sequences))
+    batch = unsorted.select(sorted(unsorted.sequences))
     # The model computes the tokens of a shared prompt once.
     parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
     prompts = {(info.prompt, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}

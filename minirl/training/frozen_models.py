@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minirl.model.layers import Linear
 from minirl.model.transformer import Transformer
-from minirl.training.batch import Batch
+from minirl.training.batch import Batch, Microbatch
 from minirl.training.sharded_model import ShardedModel
 
 # Streams [T, ...] of a batch, computed without gradient.
@@ -63,16 +63,16 @@ class FrozenModel:
         self._device = device
 
     @torch.no_grad()
-    def add_to(self, batch: Batch, microbatches: Iterable[Sequence[int]]) -> Batch:
+    def add_to(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
         """The batch, on the model's device, with the streams of the sequences in these microbatches; NaN elsewhere.
 
         Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
         with unparked(self.model, self._device) if self._is_parked else nullcontext():
-            for indices in microbatches:
-                token_index = batch.token_index(indices)
-                outputs = self._outputs(self.model, batch.select(indices))
+            for sequences in microbatches:
+                token_index = batch.token_index(sequences)
+                outputs = self._outputs(self.model, batch.select(sequences))
                 for name, output in zip(self._names, outputs, strict=False):
                     if name not in streams:
                         streams[name] = output.new_full((len(batch.tokens), *output.shape[1:]), torch.nan)

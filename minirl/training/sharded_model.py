@@ -176,7 +176,7 @@ class ShardedModel:
         With `is_last`, the last microbatch of an optimizer step, also sum them over the ranks (collective).
         Ranks may have different numbers of microbatches, but each has at least one (it may be empty), or no
         rank has any. With `shard_gradients` every call sums (collective), so all ranks must have equally many
-        microbatches; `assignment.plan_updates` sees to that.
+        microbatches; `assignment.plan_microbatches` sees to that.
         """
         for unit in self._units:
             unit.set_requires_gradient_sync(is_last or self._sums_every_microbatch, recurse=False)

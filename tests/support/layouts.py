@@ -17,9 +17,9 @@ def shared_layout(families, seed=0):
 def shuffled_members(families, seed):
     """The infos of the members of these families."""
     infos = [
-        SequenceInfo(RolloutId(i, 0), prompt + n, prompt)
+        SequenceInfo(RolloutId(i, sample), prompt + n, prompt)
         for i, (prompt, *owns) in enumerate(families)
-        for n in owns
+        for sample, n in enumerate(owns)
     ]
     random.Random(seed).shuffle(infos)
     return tuple(infos)

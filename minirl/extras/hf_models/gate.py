@@ -226,8 +226,12 @@ def _compare(model: Any, oracle: Any) -> bool:
     decoded = batch.sample_logprobs[batch.loss_index]
     # In the order in which a difference has the plainest reason.
     for got, wanted, reason in (
-        (scored(batch.select([0])), expected[:1], "its attention, or what it does to logits after the head"),
-        (scored(batch.select([1])), expected[1:2], "later positions, by windows or ropes"),
+        (
+            scored(batch.select(batch.sequences[:1])),
+            expected[:1],
+            "its attention, or what it does to logits after the head",
+        ),
+        (scored(batch.select(batch.sequences[1:2])), expected[1:2], "later positions, by windows or ropes"),
         (
             packed,
             expected,
