@@ -68,6 +68,7 @@ class Logger:
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
             if self._metrics_file.exists():
                 _cut_metrics(self._metrics_file, after_step)
+            self._metrics_file.touch()
             if wandb_mode != "off":
                 self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
 

@@ -104,7 +104,7 @@ def _merge(numbers: Iterable[tuple[Key, float | Tensor]]) -> dict[Key, float]:
     merged: dict[Key, float] = {}
     for key, number in numbers:
         start, merge = KINDS[key[0]]
-        merged[key] = float(merge(merged.get(key, start), float(number)))
+        merged[key] = merge(merged.get(key, start), float(number))
     return merged
 
 
@@ -198,21 +198,18 @@ def add_tokens(
     sampling and of training is measured; after an update these are none.
     """
     index = micro.loss_index
-    kl_to_old = kl_penalty(micro.old_logprobs, logprobs, "k3")
     metrics.add_values("policy/entropy", entropy[index])
-    metrics.add_values("policy/kl_old_k3", kl_to_old[index])
+    metrics.add_values("policy/kl_old_k3", kl_penalty(micro.old_logprobs, logprobs, "k3")[index])
     metrics.add_max("policy/ratio_max", ratio[index])
     if micro.ref_logprobs is not None:
-        kl_to_ref = kl_penalty(logprobs, micro.ref_logprobs, "k3")
-        metrics.add_values("policy/kl_ref_k3", kl_to_ref[index])
+        metrics.add_values("policy/kl_ref_k3", kl_penalty(logprobs, micro.ref_logprobs, "k3")[index])
     if micro.teacher_logprobs is not None:
-        kl_to_teacher = kl_penalty(logprobs, micro.teacher_logprobs, "k1")
-        metrics.add_values("teacher/kl_k1", kl_to_teacher[index])
+        metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index])
     gap = (logprobs - micro.sample_logprobs)[index].abs()
     chosen = micro.weight_version[index] == weight_version
     # Not with a mask as an index, for which the host would wait.
-    metrics.add("policy/logp_gap_mean", torch.where(chosen, gap, 0.0).double().sum(), chosen.sum())
-    metrics.add_max("policy/logp_gap_max", torch.where(chosen, gap, -math.inf))
+    metrics.add("policy/logp_gap_mean", gap.where(chosen, 0.0).double().sum(), chosen.sum())
+    metrics.add_max("policy/logp_gap_max", gap.where(chosen, -math.inf))
     metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), chosen.sum())
 
 

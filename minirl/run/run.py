@@ -194,7 +194,7 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        is_own = [info.holder == rank() for info in groups.infos]
+        is_own = [info.sequences[0].holder == rank() for info in groups.infos]
         records = rollout_records(
             groups.rewarded,
             self._setup.reward_functions,

@@ -75,7 +75,7 @@ def plan_microbatches(
             fitting = [_Load()]
             rank.microbatches += fitting
         rank.add(piece)
-        min(fitting, key=lambda micro: piece.first.prompt not in micro.prompts).add(piece)
+        min(fitting, key=lambda micro: piece.prompt not in micro.prompts).add(piece)
     num_microbatches = max(len(rank.microbatches) for rank in ranks)
     for rank in ranks:
         rank.microbatches += [_Load()] * (num_microbatches - len(rank.microbatches))
@@ -88,17 +88,14 @@ class _Piece(NamedTuple):
     # Negated number of tokens to compute for these sequences: the prompt once and every completion.
     minus_size: int
     members: list[SequenceInfo]  # longest first
-
-    @property
-    def first(self) -> SequenceInfo:
-        """The first sequence, which has the prompt of all."""
-        return self.members[0]
+    prompt: RolloutId
+    num_prompt_tokens: int
 
 
 def _piece_of(members: list[SequenceInfo]) -> _Piece:
-    num_shared = members[0].num_prompt_tokens
-    num_own = sum(sequence.num_tokens - num_shared for sequence in members)
-    return _Piece(-num_shared - num_own, members)
+    first = members[0]
+    num_own = sum(sequence.num_tokens - first.num_prompt_tokens for sequence in members)
+    return _Piece(-first.num_prompt_tokens - num_own, members, first.prompt, first.num_prompt_tokens)
 
 
 @dataclass
@@ -111,14 +108,14 @@ class _Load:
 
     def load_with(self, piece: _Piece) -> int:
         """The number of tokens after adding the piece, whose prompt is free if it is already here."""
-        shared = piece.first.num_prompt_tokens if piece.first.prompt in self.prompts else 0
+        shared = piece.num_prompt_tokens if piece.prompt in self.prompts else 0
         return self.num_tokens - piece.minus_size - shared
 
     def add(self, piece: _Piece) -> None:
         """Compute the piece here."""
         self.num_tokens = self.load_with(piece)
         self.members += piece.members
-        self.prompts.add(piece.first.prompt)
+        self.prompts.add(piece.prompt)
 
 
 @dataclass

@@ -56,11 +56,14 @@ Microbatch = list[SequenceInfo]  # the sequences of one forward-backward pass
 class RolloutInfo(NamedTuple):
     """What every rank knows of a rollout. Infos sort by id."""
 
-    id: RolloutId  # of the first branch
-    holder: int  # the rank that has the rollout
-    is_truncated: bool
-    rewards: list[float]  # [K]
     sequences: list[SequenceInfo]  # one for each branch
+    is_truncated: bool  # whether a limit cut off the rollout
+    rewards: list[float]  # [K]
+
+    @property
+    def id(self) -> RolloutId:
+        """The id of the rollout's first branch."""
+        return self.sequences[0].id
 
     @property
     def num_loss_tokens(self) -> int:
@@ -158,13 +161,10 @@ class Batch:
 
     def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
         """Where the tokens of these sequences, which it has by their ids, are in the streams, int64."""
-        ids, starts = (
-            (sequence.id for sequence in self.sequences),
-            itertools.accumulate(self.lengths, initial=0),
-        )
-        start_of = dict(zip(ids, starts, strict=False))
-        lengths = [sequence.num_tokens for sequence in sequences]
-        places = concatenated_ranges([start_of[sequence.id] for sequence in sequences], lengths)
+        ends = itertools.accumulate(self.lengths)
+        end_of = {sequence.id: end for sequence, end in zip(self.sequences, ends, strict=True)}
+        starts = [end_of[sequence.id] - sequence.num_tokens for sequence in sequences]
+        places = concatenated_ranges(starts, [sequence.num_tokens for sequence in sequences])
         return upload(places, self.tokens.device)
 
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
@@ -201,10 +201,10 @@ class Batch:
 
 def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
     """The infos of all ranks' rollouts, sorted (collective). rewards fp64 [n, K] belong to this rank's n rollouts."""
-    own = []
-    for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True):
-        sequences = list(map(_info_of, rollout.branches))
-        own.append(RolloutInfo(sequences[0].id, rank(), rollout.is_truncated, rollout_rewards, sequences))
+    own = [
+        RolloutInfo(list(map(_info_of, rollout.branches)), rollout.is_truncated, rollout_rewards)
+        for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True)
+    ]
     # No two rollouts have the same id.
     return sorted(itertools.chain(*gather_objects(own)))
 

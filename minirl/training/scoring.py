@@ -54,8 +54,7 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     A sampled token that it lacks has LOGPROB_OF_UNKNOWN.
     """
     is_known = batch.tokens < model.config.vocab_size
-    known = batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
-    logprobs, entropies = score_batch(model, known)
+    logprobs, entropies = score_batch(model, with_known_tokens(model, batch))
     return logprobs.where(is_known | ~batch.loss_mask, LOGPROB_OF_UNKNOWN), entropies
 
 
@@ -67,7 +66,7 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     collective.
     """
     before, last = _places_before(batch), batch.last_index
-    states = _states_at(model, batch, torch.cat([before, last]))
+    states = _states_at(model, with_known_tokens(model, batch), torch.cat([before, last]))
     # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
     wide = at_least_fp32(states.dtype)
     weight = model.score.weight.to(wide)
@@ -76,6 +75,14 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     end_values = values.new_zeros(len(batch.tokens))
     end_values[last] = scores
     return batch.scatter(values), end_values
+
+
+def with_known_tokens(model: Transformer, batch: Batch) -> Batch:
+    """The batch as a teacher or value model reads it, which may have fewer tokens than the policy sampled from.
+
+    It reads its last token in place of those that it lacks.
+    """
+    return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
 
 def states_before(model: Transformer, batch: Batch) -> Tensor:
@@ -91,9 +98,7 @@ def _places_before(batch: Batch) -> Tensor:
 def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
     layout = batch.layout()
-    # A teacher or value model may have fewer tokens than the policy sampled from, and reads its last one instead.
-    tokens = batch.tokens[layout.computed_tokens].clamp(max=model.config.vocab_size - 1)
-    hidden = model(tokens, layout.positions, layout)
+    hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[places])
 
 
@@ -184,8 +189,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         by_entropy = None if grad_entropies is None else grad_entropies[:, None] / divisor
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
-        for first in range(0, len(head), ctx.vocab_chunk):
-            head_chunk = head[first : first + ctx.vocab_chunk]
+        for i, head_chunk in enumerate(head.split(ctx.vocab_chunk)):
+            first = i * ctx.vocab_chunk
             # In fp32: it is rounded to the head's dtype once, after the sum over all token chunks.
             grad_head_chunk = torch.zeros_like(head_chunk, dtype=divisor.dtype)
             for start in range(0, len(hidden), ctx.token_chunk):

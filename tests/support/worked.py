@@ -23,7 +23,7 @@ def groups_of(rewards, counts=None, *, greedy=None):
     """The groups of a reward fp64 [P, G], of rollouts that sampled these numbers of tokens [P, G] or one each."""
     counts = torch.ones_like(rewards).long() if counts is None else counts
     infos = [
-        RolloutInfo(one.id, 0, False, [], [one._replace(num_loss_tokens=one.num_tokens)])
+        RolloutInfo([one._replace(num_loss_tokens=one.num_tokens)], False, [])
         for one in independent_sequences(counts.flatten().tolist())
     ]
     greedy_rewards = rewards[:, :0, None] if greedy is None else greedy.view(len(rewards), -1, 1)
