@@ -1,5 +1,6 @@
 """Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
 
+import itertools
 import math
 import operator
 from collections import defaultdict
@@ -17,15 +18,15 @@ from minirl.training.advantages import are_equal
 from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
 
-# How the numbers of each kind are merged, over a step and over ranks: from which number on, and by which function. A
-# mean is a sum and a weight, since microbatches and ranks have different sizes. `np.maximum` keeps a NaN.
+# How the numbers of each kind of metric are merged, over a step and over ranks: the number before the first, and the
+# function. A mean is divided by its weight in the end. `np.maximum` keeps a NaN.
 KINDS: dict[str, tuple[float, Callable[[float, float], float]]] = {
-    "sum": (0.0, operator.add),
-    "weight": (0.0, operator.add),
+    "mean": (0.0, operator.add),
     "total": (0.0, operator.add),
     "maximum": (-math.inf, np.maximum),
 }
-Key = tuple[str, str]  # a kind, and the name of a metric
+# A kind and a name, a number, and its weight: for how many values it stands. Without weight a metric is left out.
+Entry = tuple[tuple[str, str], float | Tensor, float | Tensor]
 
 
 class StepMetrics:
@@ -37,21 +38,20 @@ class StepMetrics:
 
     def __init__(self, step: int = 0) -> None:
         self._step = step
-        self._numbers: list[tuple[Key, float | Tensor]] = []
+        self._entries: list[Entry] = []
 
     def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` values that sum to `total` to a mean."""
-        self._keep("sum", name, total)
-        self._keep("weight", name, weight)
+        self._keep("mean", name, total, weight)
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to a mean."""
         self.add(name, values.double().sum(), values.numel())
 
-    def add_max(self, name: str, values: Tensor) -> None:
-        """Raise a maximum to the greatest element of `values`; without any, do nothing."""
+    def add_max(self, name: str, values: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Raise a maximum to the greatest element of `values`, if any. weight: 0 if that element does not count."""
         if values.numel():
-            self._keep("maximum", name, values.max())
+            self._keep("maximum", name, values.max(), weight)
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total, which is summed over ranks too."""
@@ -83,29 +83,28 @@ class StepMetrics:
 
         A mean or maximum without values is left out.
         """
-        of_ranks = gather_objects(_merge(self._numbers))
-        merged = _merge(item for numbers in of_ranks for item in numbers.items())
-        reduced = {}
-        for (kind, name), number in merged.items():
-            weight = merged["weight", name] if kind == "sum" else 1.0
-            is_empty = weight == 0 or (kind, number) == ("maximum", -math.inf)
-            if kind != "weight" and not is_empty:
-                reduced[name] = number / weight
-        return reduced
+        of_ranks = gather_objects(_merge(self._entries))
+        merged = _merge(itertools.chain(*of_ranks))
+        return {
+            name: number / weight if kind == "mean" else number
+            for (kind, name), number, weight in merged
+            if weight
+        }
 
-    def _keep(self, kind: str, name: str, number: float | Tensor) -> None:
-        """Keep a number, which may be a tensor of one element."""
+    def _keep(self, kind: str, name: str, number: float | Tensor, weight: float | Tensor = 1.0) -> None:
+        """Keep a number and its weight, which may be tensors of one element."""
         kept = number.detach() if isinstance(number, Tensor) else number
-        self._numbers.append(((kind, name), kept))
+        self._entries.append(((kind, name), kept, weight))
 
 
-def _merge(numbers: Iterable[tuple[Key, float | Tensor]]) -> dict[Key, float]:
-    """Merge the numbers with the same key, in their order. The first tensor of a device waits for it."""
-    merged: dict[Key, float] = {}
-    for key, number in numbers:
+def _merge(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float]]:
+    """Merge the numbers of each metric, in their order. The first tensor of a device waits for it."""
+    merged: dict[tuple[str, str], tuple[float, float]] = {}
+    for key, number, weight in entries:
         start, merge = KINDS[key[0]]
-        merged[key] = merge(merged.get(key, start), float(number))
-    return merged
+        before, weight_before = merged.get(key, (start, 0.0))
+        merged[key] = merge(before, float(number)), weight_before + float(weight)
+    return [(key, *number_and_weight) for key, number_and_weight in merged.items()]
 
 
 def add_rollouts(
@@ -128,8 +127,9 @@ def add_rollouts(
         metrics.add_total(f"finish/{rollout.finish_reason}", 1)
         metrics.add("env/turns_mean", len(turns) or 1)
         metrics.add_total("env/tokens", len(rollout.completion) - num_sampled)
-        if num_parse_errors := sum(turn.parse_error is not None for turn in turns):
-            metrics.add_total("count/parse_errors", num_parse_errors)
+        for turn in turns:
+            if turn.parse_error is not None:
+                metrics.add_total("count/parse_errors", 1)
     scored = without_nan(grouped_rewards)
     if scored.numel() < grouped_rewards.numel():
         metrics.add("reward/not_applicable", 1 - scored.numel() / grouped_rewards.numel())
@@ -207,10 +207,11 @@ def add_tokens(
         metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index])
     gap = (logprobs - micro.sample_logprobs)[index].abs()
     chosen = micro.weight_version[index] == weight_version
+    num_chosen = chosen.sum()
     # Not with a mask as an index, for which the host would wait.
-    metrics.add("policy/logp_gap_mean", gap.where(chosen, 0.0).double().sum(), chosen.sum())
-    metrics.add_max("policy/logp_gap_max", gap.where(chosen, -math.inf))
-    metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), chosen.sum())
+    metrics.add("policy/logp_gap_mean", gap.where(chosen, 0.0).double().sum(), num_chosen)
+    metrics.add_max("policy/logp_gap_max", gap.where(chosen, -math.inf), num_chosen)
+    metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), num_chosen)
 
 
 @torch.no_grad()
