@@ -39,7 +39,9 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     assert [facts(rollout) for rollout in groups.rewarded.rollouts] == [facts(rollout) for rollout in trained]
     assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
-    assert groups.table.num_tokens.tolist() == [len(rollout.tokens) for rollout in trained]
+    assert [sequence.num_tokens for sequence in groups.sequences] == [
+        len(rollout.tokens) for rollout in trained
+    ]
     assert collector.num_served == 5
     assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
 
@@ -160,7 +162,7 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
     ages = []
     for step in range(12):
         groups = collector.collect(3, weight_version=step)
-        ordinals = groups.table.prompt_ordinal.tolist()
+        ordinals = [info.id.prompt_ordinal for info in groups.infos]
         assert ordinals == sorted(ordinals)
         assert len(set(ordinals)) == 3
         waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts}
@@ -183,7 +185,7 @@ def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step()
     collector = make_collector(prompts, functions=functions, group_size=2, max_refills=1)
     for taken, num_served in (([0, 1, 4], 5), ([6, 7, 8], 9)):
         groups = collector.collect(3)
-        assert groups.table.prompt_ordinal[::2].tolist() == taken
+        assert [info.id.prompt_ordinal for info in groups.infos[::2]] == taken
         assert collector.num_served == num_served
         expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
         assert groups.rewards[:, :, 0].tolist() == expected

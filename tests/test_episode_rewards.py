@@ -71,7 +71,7 @@ def branches_of_a_step(rank):
     """Of two groups: the mean advantage that GRPO gives each branch, PPO's returns, and the groups."""
     prompts = Prompts(lambda rollout_id: 5)
     groups = make_collector(prompts, functions={"reward": EpisodeReward()}, rollout=rewriting).collect(2)
-    batch = exchange(groups.rewarded.rollouts, groups.table, [0] * 12)
+    batch = exchange(groups.rewarded.rollouts, [[[groups.sequences]]])
     stream = train_grpo.token_advantages(train_grpo.Config(), groups, batch)
     means = sequence_sums(stream, batch.lengths) / batch.num_loss_tokens
     config = train_ppo.Config(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
