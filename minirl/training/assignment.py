@@ -27,7 +27,7 @@ def shuffled_minibatches(
     """
     for epoch in range(num_epochs):
         generator = random.Random(f"{seed} {epoch}")
-        yield from generator.sample(list(minibatches), len(minibatches))
+        yield from generator.sample(minibatches, len(minibatches))
 
 
 def plan_microbatches(
@@ -76,10 +76,9 @@ def plan_microbatches(
             rank.microbatches += fitting
         rank.add(piece)
         min(fitting, key=lambda micro: piece.prompt not in micro.prompts).add(piece)
-    num_microbatches = max(len(rank.microbatches) for rank in ranks)
-    for rank in ranks:
-        rank.microbatches += [_Load()] * (num_microbatches - len(rank.microbatches))
-    return [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
+    by_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
+    num_microbatches = max(map(len, by_rank))
+    return [own + [[]] * (num_microbatches - len(own)) for own in by_rank]
 
 
 class _Piece(NamedTuple):
