@@ -57,6 +57,7 @@ def test_a_nan_is_not_hidden_by_a_maximum_and_a_metric_without_values_is_missing
         metrics.add_max("nan", torch.tensor(values))
     second.add_max("max", torch.tensor([-5.0, -3.0]))
     first.add_max("none", torch.tensor([]))
+    first.add_max("none", torch.tensor([1.0]), weight=0)
     first.add_values("none", torch.tensor([]))
     for reduced in reduce_over_ranks(*ranks):
         assert math.isnan(reduced.pop("nan"))
