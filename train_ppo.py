@@ -175,6 +175,10 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_shared(config)
+    if config.dry_run:
+        from minirl.extras.dry_run import print_plan
+
+        return print_plan(config)
     setup = Setup(config, name="ppo")
     policy = setup.load_model(setup.model_config, setup.model_folder)
     optimizer = policy.make_optimizer()

@@ -208,7 +208,7 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
     config = policy.decoder.config
     work = Workload(
         device_type="cuda",
-        free=0.0,
+        free_bytes=0.0,
         num_ranks=1,
         dtype=torch.bfloat16,
         trained=[config],

@@ -63,9 +63,9 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
     slower = Sizes(0, 0, 0, recompute_layers=True, shard_gradients=True)
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
-        work = dataclasses.replace(WORKLOADS[name], free=free)
-        sizes = choose_sizes(work, TOGETHER if work.trained == [QWEN_32B] else {})
-        needed = budget(work, sizes)
+        work = dataclasses.replace(WORKLOADS[name], free_bytes=free)
+        needed = choose_sizes(work, TOGETHER if work.trained == [QWEN_32B] else {})
+        sizes = needed.sizes
         fitted.append(needed.fits())
         if not fitted[-1]:
             continue
@@ -112,7 +112,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
         saved = sum(
             len(layers) * bytes_of(min(layers)) for layers in (config.attention_windows, delta_nets) if layers
         )
-        counted = 64 * config.num_hidden_layers * module._layer_bytes(make_workload(config), config)
+        counted = 64 * config.num_hidden_layers * module._layer_bytes_per_token(make_workload(config), config)
         assert 0.85 * saved <= counted <= 1.15 * saved, name
 
 

@@ -38,9 +38,8 @@ def flags(tmp_path):
 
 def dry_run(module, flags):
     """The script's output."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as end:
-        module.main(read_config(module, [flags, "--dry-run"]))
-    assert end.value.code == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert module.main(read_config(module, [flags, "--dry-run"])) == 0
     return printed.getvalue()
 
 
@@ -176,7 +175,7 @@ def test_a_resumed_run_sums_gradients_as_it_began_to(one_rank, runs):
 
 def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_rank, runs):
     """It finds a megabyte free, and leaves no folder. With all sizes given it starts: they may be known better."""
-    machine = Machine("cpu", num_ranks=1, free=1e6)
+    machine = Machine("cpu", num_ranks=1, free_bytes=1e6)
     how = {"runs": runs, "under": partial(mock.patch, "minirl.run.setup.this_machine", return_value=machine)}
     with pytest.raises(AssertionError, match=r"InputError: a rank with 0.001 GB is too small"):
         run_in_pool(one_rank, "train_grpo.py", TINY, "--run-name small", **how)

@@ -325,7 +325,7 @@ os.sched_getaffinity = lambda pid: range(8)
 dist.init_process_group = lambda **options: print(options["rank"], options["world_size"])
 print(process_group.start(shares_cores=True), torch.get_num_threads())
 planning.free_memory = lambda: 100
-print(planning.this_machine(torch.device("cpu")).free)
+print(planning.this_machine(torch.device("cpu")).free_bytes)
 print(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
 """
     expected = ["expandable_segments:True 1", "cuda:1", "3 4", "cuda:1 4", "50.0", "False"]

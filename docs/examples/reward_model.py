@@ -93,6 +93,10 @@ def main(config: Config) -> int:
     """Train; returns the exit code. Every rank runs it."""
     check_shared(config)
     refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
+    if config.dry_run:
+        from minirl.extras.dry_run import print_plan
+
+        return print_plan(config, rewards={}, scalar_head=True)
     setup = Setup(config, name="reward_model", rewards={}, scalar_head=True)
     max_tokens = setup.sizes.max_tokens_per_microbatch
     frozen = tuple(f"model.layers.{i}." for i in range(config.frozen_layers))

@@ -8,6 +8,7 @@ and of the policy loss have no effect.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from minirl.data.prompts import PromptStream
 from minirl.episodes.episode import one_turn
@@ -55,7 +56,12 @@ def main(config: Config) -> int:
     check_shared(config)
     refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
     has_scores = config.reward or config.reward_model or not config.data
-    setup = Setup(config, name="sft", rewards=None if has_scores else {})
+    rewards: dict[str, Any] | None = None if has_scores else {}
+    if config.dry_run:
+        from minirl.extras.dry_run import print_plan
+
+        return print_plan(config, rewards=rewards)
+    setup = Setup(config, name="sft", rewards=rewards)
     refuse(setup.tokenizer.backend.eos_token_id is None, "the tokenizer has no end-of-sequence token")
     policy = setup.load_model(setup.model_config, setup.model_folder)
     optimizer = policy.make_optimizer()

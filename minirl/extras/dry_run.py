@@ -3,27 +3,38 @@
 import json
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from minirl.data.messages import Tool
+from minirl.data.task import RewardFunction
 from minirl.errors import InputError, refuse
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import own_device, print0
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import CONFIG, save_tokenizer
-from minirl.run.inputs import LoadedPrompts
-from minirl.run.planning import Machine, lines, plan, this_machine, workload
+from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
+from minirl.run.planning import Machine, plan, this_machine, workload
 
 SHOWN_CHARACTERS = 400  # of a prompt
 
 
-def print_plan(config: RunConfig, load: Callable[[Path], LoadedPrompts]) -> None:
+def print_plan(
+    config: RunConfig,
+    *,
+    rewards: Mapping[str, RewardFunction] | None = None,
+    tools: Sequence[Tool] = (),
+    scalar_head: bool = False,
+) -> int:
     """Print the data of the run, its first prompt as the model reads it, and its memory. Not collective.
 
-    load: `load_prompts` of a model's folder; it reads data, config.json and tokenizer. Raises InputError, naming the
-    flags to change, for unusable inputs and for a run that does not fit.
+    Reads data, config.json and tokenizer. The arguments are those of the script's `Setup`. Returns the exit code.
+    Raises InputError, naming the flags to change, for unusable inputs and for a run that does not fit.
     """
+    task = load_task(config, has_rewards=rewards is not None)
+    user_rollout = load_rollout(config)
+    load_rewards(config, task, rewards)
     with tempfile.TemporaryDirectory() as temporary:
         if config.model is None:
             folder = Path(temporary)
@@ -31,7 +42,9 @@ def print_plan(config: RunConfig, load: Callable[[Path], LoadedPrompts]) -> None
             (folder / "config.json").write_text(json.dumps(CONFIG))
         else:
             folder = resolve_folder(config.model, with_weights=False)
-        policy, prompts, held_out = load(folder)
+        policy, prompts, held_out = load_prompts(
+            config, task, folder, tools=tools, user_rollout=user_rollout, scalar_head=scalar_head
+        )
     print0(
         f"data     {prompts.num_prompts:,} prompts, the longest {prompts.longest_prompt:,} tokens; "
         f"{held_out.num_prompts:,} held out"
@@ -40,15 +53,16 @@ def print_plan(config: RunConfig, load: Callable[[Path], LoadedPrompts]) -> None
         print0(f"note     {note}")
     prompt = prompts.tokenizer.backend.decode(prompts.prompt_ids(0), skip_special_tokens=False)
     print0(f"prompt   {prompts.row(0).place}: {prompt[:SHOWN_CHARACTERS]!r}")
-    work = workload(config, policy, _machine(config), streams=(prompts, held_out))
+    work = workload(config, policy, _machine(config), prompts=prompts, held_out=held_out)
     print0(
         f"model    {num_parameters(policy):,} parameters, {work.dtype} on {work.num_ranks} x {work.device_type}"
     )
-    sizes, needed = plan(config, work, recorded={})
-    for line in lines(sizes, needed):
+    needed = plan(config, work, recorded={})
+    for line in needed.lines():
         print0(f"memory   {line}")
     refuse(not needed.fits(), "--dry-run: the run does not fit")
     print0("fits; nothing was loaded or written")
+    return 0
 
 
 def _machine(config: RunConfig) -> Machine:

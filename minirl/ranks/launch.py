@@ -46,7 +46,7 @@ class _ProcessState:
     stop_asked_at: float = 0.0  # by time.monotonic()
     pid: int = 0  # of the process that called `run`
     # The bytes that were planned for a phase, and the flags that lower them.
-    memory_plan: Callable[[str], str] = lambda phase: "nothing yet"
+    memory_advice: Callable[[str], str] = lambda phase: "nothing yet"
 
 
 this_process = _ProcessState()
@@ -179,8 +179,8 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
     cause = str(error).partition("\n")[0]
     exit_code = getattr(error, "exit_code", 0)
     if not exit_code and OUT_OF_MEMORY.search(repr(error)):
-        plan = this_process.memory_plan(this_process.phase)
-        return InputError.exit_code, f"error: out of memory; planned: {plan} [{where}: {cause}]"
+        advice = this_process.memory_advice(this_process.phase)
+        return InputError.exit_code, f"error: out of memory; planned: {advice} [{where}: {cause}]"
     # gloo's errors have no class of their own, but begin with the place in its source.
     is_gloos = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
     if isinstance(error, dist.DistError) or is_gloos:

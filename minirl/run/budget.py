@@ -25,7 +25,7 @@ CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank does at a time, and what it holds. shard_weights: it also shards gradients."""
+    """How much a rank computes at a time, and what it keeps. shard_weights: gradients are sharded, too."""
 
     max_running_requests: int
     cache_tokens: int
@@ -45,7 +45,7 @@ class Workload:
     """
 
     device_type: str
-    free: float
+    free_bytes: float
     num_ranks: int
     dtype: torch.dtype
     trained: Sequence[ModelConfig]
@@ -61,17 +61,51 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """The bytes that a rank needs, by name: always, to score and train, to decode. room: for the last two."""
+    """Sizes, and the bytes that a rank needs with them, by name: always, to score and train, to decode.
 
-    room: float
+    room_bytes: for the last two, which share it in turns, or side by side if the cache stays while the rank trains.
+    """
+
+    sizes: Sizes
+    room_bytes: float
     always: Mapping[str, float]
     training: Mapping[str, float]
     decoding: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """True if the run fits. keeps_cache: and what decoding needs can stay while the rank trains."""
-        phases = sum(self.training.values()), sum(self.decoding.values())
-        return (sum(phases) if keeps_cache else max(phases)) <= self.room
+        """Whether the run fits, with keeps_cache side by side."""
+        training_bytes, decoding_bytes = sum(self.training.values()), sum(self.decoding.values())
+        together = training_bytes + decoding_bytes if keeps_cache else max(training_bytes, decoding_bytes)
+        return together <= self.room_bytes
+
+    def lines(self) -> list[str]:
+        """The sizes, the bytes of each phase and the room as text."""
+        sizes = ", ".join(f"{name} {value}" for name, value in vars(self.sizes).items())
+        is_kept = self.fits(keeps_cache=True)
+        kept = (
+            "beside each other: the cache stays" if is_kept else "in turns: the cache is made again each time"
+        )
+        return [
+            sizes,
+            *(self._line(phase) for phase in ("always", "training", "decoding")),
+            f"{self.room_bytes / 1e9:.3g} GB are left for training and decoding, {kept}",
+        ]
+
+    def advice(self, phase: str) -> str:
+        """The bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
+        decoding = f"{self._line('decoding')}; lower --cache-tokens"
+        if phase.endswith("generate"):
+            return decoding
+        if phase.endswith(("score", "update")):
+            return (
+                f"{self._line('training')}; lower --max-tokens-per-microbatch, or take --recompute-layers on"
+            )
+        return f"{self._line('always')}; take a smaller --model or more ranks; {decoding}"
+
+    def _line(self, phase: str) -> str:
+        parts: dict[str, float] = getattr(self, phase)
+        listed = ", ".join(f"{part} {num_bytes / 1e9:.3g}" for part, num_bytes in parts.items())
+        return f"{phase} {sum(parts.values()) / 1e9:.3g} GB: {listed}"
 
 
 @functools.cache
@@ -82,55 +116,29 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
 
 def budget(work: Workload, sizes: Sizes) -> Budget:
     """The bytes that a rank needs with these sizes."""
-    always, parked = _held_bytes(work, sizes)
-    training = _update_bytes(work, sizes) if work.trains else {}
-    if parked > sum(training.values()):
-        training = {"a parked model": parked}
-    room = USABLE * work.free - sum(always.values())
-    return Budget(room, always, training, _decoding_bytes(work, sizes))
-
-
-def _held_bytes(work: Workload, sizes: Sizes) -> tuple[dict[str, float], float]:
-    """The bytes of what stays on the rank, by name, and of the largest model that the host holds between its uses."""
-    itemsize = work.dtype.itemsize
-    num_shards = work.num_ranks if sizes.shard_weights else 1
     shares_base = work.shares_base and not sizes.shard_weights
-    wholly_held = work.trained[:1] if shares_base else work.trained
-    held = {"weights": itemsize * sum(_num_held(model, num_shards) for model in wholly_held)}
-    if work.trains and not work.offloads_optimizer:
-        held["masters and moments"] = 12 * _num_trained(work) / work.num_ranks
-    parked = 0.0
-    for name, model in work.frozen.items():
-        if sizes.shard_weights and name in ("reference", "teacher"):
-            held[name] = itemsize * _num_held(model, num_shards)
-        elif work.device_type == "cuda":
-            parked = max(parked, itemsize * num_parameters(model))
-        else:
-            held[name] = itemsize * num_parameters(model)
-    return held, parked
+    held = work.trained[:1] if shares_base else work.trained
+    always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in held)}
+    training: dict[str, float] = {}
+    if work.trains:
+        num_trained = sum(num_parameters(model, trained=True) for model in work.trained)
+        if not work.offloads_optimizer:
+            always["masters and moments"] = 12 * num_trained / work.num_ranks
+        training = _update_bytes(work, sizes, num_trained)
+    if work.frozen:
+        on_rank, largest_parked = _frozen_bytes(work, sizes)
+        always |= on_rank
+        if largest_parked > sum(training.values()):
+            training = {"a parked model": largest_parked}
+    room_bytes = USABLE * work.free_bytes - sum(always.values())
+    return Budget(sizes, room_bytes, always, training, _decoding_bytes(work, sizes))
 
 
-def _update_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
-    """The bytes of an update, by name."""
-    policy = work.trained[0]
-    gradients = 4.0 * _num_trained(work)
-    if sizes.shard_gradients:
-        gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
-    activations = max(_activation_bytes(work, sizes, model) for model in work.trained)
-    update = {"gradients": gradients, "activations": activations}
-    if sizes.shard_weights:
-        layer = num_parameters(policy) / policy.num_hidden_layers
-        update["gathered weights"] = work.dtype.itemsize * 2 * layer
-    return update
-
-
-def _num_trained(work: Workload) -> int:
-    return sum(num_parameters(model, trained=True) for model in work.trained)
-
-
-def _num_held(model: ModelConfig, num_shards: int) -> float:
-    """The parameters that a rank holds: all that are needed whole, and its rows of the layers'."""
-    return _num_embeddings(model) + (num_parameters(model) - _num_embeddings(model)) / num_shards
+def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
+    """The bytes of a model's weights on a rank: of sharded layers its rows, all else whole."""
+    num_whole = _num_embeddings(model) if is_sharded else num_parameters(model)
+    num_sharded = num_parameters(model) - num_whole
+    return work.dtype.itemsize * (num_whole + num_sharded / work.num_ranks)
 
 
 def _num_embeddings(model: ModelConfig) -> int:
@@ -138,7 +146,35 @@ def _num_embeddings(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
 
 
-def _layer_bytes(work: Workload, model: ModelConfig) -> float:
+def _frozen_bytes(work: Workload, sizes: Sizes) -> tuple[dict[str, float], float]:
+    """The bytes of frozen models that stay on the rank, by name, and of the largest that is parked on the host."""
+    on_rank = {}
+    largest_parked = 0.0
+    for name, model in work.frozen.items():
+        is_sharded = sizes.shard_weights and name in ("reference", "teacher")
+        weight_bytes = _weight_bytes(work, model, is_sharded)
+        if is_sharded or work.device_type == "cpu":
+            on_rank[name] = weight_bytes
+        else:
+            largest_parked = max(largest_parked, weight_bytes)
+    return on_rank, largest_parked
+
+
+def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
+    """The bytes of an update, by name."""
+    gradients = 4.0 * num_trained
+    if sizes.shard_gradients:
+        gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
+    activations = max(_activation_bytes(work, sizes, model) for model in work.trained)
+    update = {"gradients": gradients, "activations": activations}
+    if sizes.shard_weights:
+        policy = work.trained[0]
+        layer_parameters = num_parameters(policy) / policy.num_hidden_layers
+        update["gathered weights"] = work.dtype.itemsize * 2 * layer_parameters
+    return update
+
+
+def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
     """The bytes that a layer keeps of a token for backward, which are also enough for its forward.
 
     They are exact for Llama and Qwen2, and up to 14 % off for other families.
@@ -156,23 +192,27 @@ def _layer_bytes(work: Workload, model: ModelConfig) -> float:
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
     """The bytes of a microbatch, or those of the sums at its end."""
     itemsize = work.dtype.itemsize
-    layer = _layer_bytes(work, model)
-    kept = itemsize * model.hidden_size if sizes.recompute_layers else layer
-    delta_rule = 80 * model.delta_net.num_channels if model.delta_net else 0  # measured, in one layer
-    token = model.num_hidden_layers * kept + (1.4 if sizes.recompute_layers else 0.4) * layer + delta_rule
-    activations = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token
+    layer = _layer_bytes_per_token(work, model)
+    token_bytes = model.num_hidden_layers * layer + 0.4 * layer
+    if sizes.recompute_layers:
+        token_bytes = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer
+    if model.delta_net:
+        token_bytes += 80 * model.delta_net.num_channels  # measured, in one layer
+    activations = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token_bytes
     if model.adapters:
         return activations
+    activations += itemsize * model.vocab_size * model.hidden_size  # the head's gradient
+    if not sizes.shard_gradients:
+        return activations
     # When the activations are gone, gradients of embedding and head are summed over ranks, or on the host.
-    summed = 12 if work.num_ranks == 1 else itemsize + 4
-    sums = sizes.shard_gradients * summed * _num_embeddings(model)
-    return max(activations + itemsize * model.vocab_size * model.hidden_size, sums)
+    summed_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
+    return max(activations, summed_itemsize * _num_embeddings(model))
 
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     """The bytes of the cache, of prefills and of the requests in a decode step."""
     policy = work.trained[0]
-    cached = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim
+    cached_token = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # in a layer
     request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if work.device_type == "cuda" and not sizes.shard_weights:
         request *= 2  # the pool of CUDA graphs has its own, besides those of prefills
@@ -181,38 +221,37 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
 
         request += StateCache(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta")).nbytes
     return {
-        "cache": sizes.cache_tokens * len(policy.attention_windows) * cached,
-        "prefill": max(PREFILL_TOKENS, work.longest) * _layer_bytes(work, policy),
+        "cache": sizes.cache_tokens * len(policy.attention_windows) * cached_token,
+        "prefill": max(PREFILL_TOKENS, work.longest) * _layer_bytes_per_token(work, policy),
         "requests": sizes.max_running_requests * request,
     }
 
 
-def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Sizes:
-    """The sizes for a rank: an update's come first, then the requests; the cache gets the rest.
+def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
+    """Choose the sizes of a rank: an update's come first, then the requests; the cache gets the rest.
 
-    Given sizes stay, but a microbatch can hold the longest sequence, which may have become longer since the run began.
-    If nothing fits, these are the smallest that the longest request needs.
+    Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
     """
-    for share, *switches in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
+    for fraction, *switches in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
         # Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
         shard, recompute = switches if work.offloads_optimizer else reversed(switches)
-        tokens = max(work.longest, given.get("max_tokens_per_microbatch", work.enough_tokens // share))
+        tokens = max(work.longest, work.enough_tokens // fraction)
         smallest = Sizes(1, work.longest, tokens, recompute, shard)
-        sizes = dataclasses.replace(smallest, **{**given, "max_tokens_per_microbatch": tokens})
-        needed = budget(work, sizes)
+        needed = budget(work, dataclasses.replace(smallest, **given))
         if needed.fits():
             break
-    requests = int(needed.room / 2 / needed.decoding["requests"])  # the cache gets the other half
+    requests = int(needed.room_bytes / 2 / needed.decoding["requests"])  # the cache gets the other half
     requests = min(requests, work.requests, MOST_REQUESTS[work.device_type])
-    sizes = dataclasses.replace(sizes, max_running_requests=max(1, requests))
-    if "cache_tokens" not in given:
-        needed = budget(work, sizes)
-        most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
-        token = needed.decoding["cache"] / work.longest
-        rest = needed.room - sum(needed.decoding.values())
-        rests = rest - sum(needed.training.values()), rest
-        beside, alone = (min(most, work.longest + int(rest / token)) for rest in rests)
-        # A cache that stays between steps is worth a third of its tokens.
-        tokens = beside if 3 * beside >= 2 * alone else alone
-        sizes = dataclasses.replace(sizes, cache_tokens=max(work.longest, tokens))
-    return sizes
+    needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=max(1, requests)))
+    if "cache_tokens" in given:
+        return needed
+    most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
+    token_bytes = needed.decoding["cache"] / work.longest
+    alone_bytes = needed.room_bytes - sum(needed.decoding.values())
+    beside_bytes = alone_bytes - sum(needed.training.values())
+    beside, alone = (
+        min(most, work.longest + int(left / token_bytes)) for left in (beside_bytes, alone_bytes)
+    )
+    # A cache that stays between steps is worth a third of its tokens.
+    tokens = beside if 3 * beside >= 2 * alone else alone
+    return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest, tokens)))

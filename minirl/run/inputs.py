@@ -36,8 +36,6 @@ from minirl.run.planning import enough_tokens
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
 RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
-# The policy's config, the training prompts and the held-out ones.
-LoadedPrompts = tuple[ModelConfig, PromptStream, PromptStream]
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
@@ -152,7 +150,7 @@ def load_prompts(
     tools: Sequence[Tool],
     user_rollout: UserRollout | None,
     scalar_head: bool = False,
-) -> LoadedPrompts:
+) -> tuple[ModelConfig, PromptStream, PromptStream]:
     """The policy's config, and the training prompts and the held-out ones with their tokenizer.
 
     tools, scalar_head: see `Setup`. If the folder has weights, these are checked, too. Raises InputError naming files,

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +16,23 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import gather_objects, local_world_size, world_size
-from minirl.run.budget import MOST_REQUESTS, Budget, Sizes, Workload, budget, choose_sizes
+from minirl.run.budget import MOST_REQUESTS, Budget, Workload, choose_sizes
 from minirl.run.config import RunConfig, named_folder
 
-# The flags that may be "auto".
+# The flags that may be "auto", besides --shard-weights.
 OPEN_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
+# Sums of gradients round depending on these, so a resumed run keeps them.
+KEPT_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
+WHOLE_WEIGHTS = {"shard_weights": False}
+SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
 
 
 class Machine(NamedTuple):
-    """The ranks of a run. free: bytes of each."""
+    """The ranks of a run. free_bytes: of each."""
 
     device_type: str
     num_ranks: int
-    free: float
+    free_bytes: float
 
 
 def this_machine(device: torch.device) -> Machine:
@@ -56,49 +60,35 @@ def free_memory(root: Path = Path("/")) -> int:
     return free
 
 
-def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> tuple[Sizes, Budget]:
-    """The sizes of a run and its budget, with whole weights if these fit.
+def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
+    """Choose the sizes of a run, with whole weights if these fit.
 
-    recorded: the sizes that a resumed run began with, as sums go on rounding alike. Raises InputError for a run that
-    does not fit, unless all sizes are given.
+    recorded: args.json of a resumed run, {} for a new one. A microbatch can hold the longest sequence, which may have
+    become longer since. Raises InputError for a run that does not fit, unless all sizes are given.
     """
-    # Sums round depending on these.
-    kept = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
-    given = {name: recorded[name] for name in kept if name in recorded}
+    given = {name: recorded[name] for name in KEPT_SIZES if name in recorded}
     for name in (*OPEN_SIZES, "shard_weights"):
         value = getattr(config, name)
         if value != "auto":
             given[name] = {"on": True, "off": False}.get(value, value)
-    forms = [{"shard_weights": False}, {"shard_weights": True, "shard_gradients": True}]
-    if work.num_ranks == 1 or not config.trains:
-        del forms[1]
-    elif "shard_weights" in given:
-        forms = [forms[given["shard_weights"]]]
+    if "max_tokens_per_microbatch" in given:
+        given["max_tokens_per_microbatch"] = max(work.longest, given["max_tokens_per_microbatch"])
+    forms = [WHOLE_WEIGHTS]
+    if work.num_ranks > 1 and work.trains:
+        asked = given.get("shard_weights")
+        forms = [form for form in (WHOLE_WEIGHTS, SHARDED_WEIGHTS) if asked in (None, form["shard_weights"])]
     for form in forms:
-        given |= form
-        sizes = choose_sizes(work, given)
-        needed = budget(work, sizes)
+        needed = choose_sizes(work, given | form)
         if needed.fits():
-            break
+            return needed
     refuse(
-        not needed.fits() and "auto" in (getattr(config, name) for name in OPEN_SIZES),
-        f"a rank with {work.free / 1e9:.3g} GB is too small ({'; '.join(lines(sizes, needed))}): take a "
+        "auto" in (getattr(config, name) for name in OPEN_SIZES),
+        f"a rank with {work.free_bytes / 1e9:.3g} GB is too small ({'; '.join(needed.lines())}): take a "
         "smaller --model, or lower --max-new-tokens or --cache-tokens; to train, more ranks (--nproc-per-node), "
         "--offload-optimizer on GPUs, --shard-weights on, a lower --max-tokens-per-microbatch; with all sizes given it "
         "starts anyway",
     )
-    return sizes, needed
-
-
-def memory_plan(sizes: Sizes, needed: Budget, phase: str) -> str:
-    """The bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
-    _, always, training, decoding, _ = lines(sizes, needed)
-    decoding += "; lower --cache-tokens"
-    if phase.endswith("generate"):
-        return decoding
-    if phase.endswith(("score", "update")):
-        return f"{training}; lower --max-tokens-per-microbatch, or take --recompute-layers on"
-    return f"{always}; take a smaller --model or more ranks; {decoding}"
+    return needed
 
 
 def enough_tokens(max_new_tokens: int) -> int:
@@ -106,35 +96,21 @@ def enough_tokens(max_new_tokens: int) -> int:
     return max(8192, 2 * max_new_tokens)
 
 
-def lines(sizes: Sizes, needed: Budget) -> list[str]:
-    """Sizes and their budget as text."""
-    text = [", ".join(f"{name} {value}" for name, value in dataclasses.asdict(sizes).items())]
-    for name in ("always", "training", "decoding"):
-        parts: dict[str, float] = getattr(needed, name)
-        listed = ", ".join(f"{part} {num_bytes / 1e9:.3g}" for part, num_bytes in parts.items())
-        text.append(f"{name} {sum(parts.values()) / 1e9:.3g} GB: {listed}")
-    is_kept = needed.fits(keeps_cache=True)
-    kept = "beside each other: the cache stays" if is_kept else "in turns: the cache is made again each time"
-    return [*text, f"{needed.room / 1e9:.3g} GB are left for training and decoding, {kept}"]
-
-
 def workload(
     config: RunConfig,
     policy: ModelConfig,
     machine: Machine,
     *,
-    streams: Sequence[PromptStream],
+    prompts: PromptStream,
+    held_out: PromptStream,
     value_folder: Path | None = None,
 ) -> Workload:
     """What a run asks of a rank. Of models besides the policy it reads config.json only.
 
-    streams: training prompts, and held-out ones. value_folder: a resumed run's value model. Raises InputError for
-    models that cannot be used.
+    value_folder: a resumed run's value model. Raises InputError for models that cannot be used.
     """
-    prompts, held_out = streams
-    longest = min(
-        max(stream.longest_prompt for stream in streams) + prompts.max_new_tokens, prompts.max_tokens
-    )
+    longest_prompt = max(prompts.longest_prompt, held_out.longest_prompt)
+    longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
     trained = [policy]
     if config.num_value_models:
         value_folder = value_folder or named_folder(config, "value_model")

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minirl.data.messages import Tool
 from minirl.data.task import RewardFunction
 from minirl.data.tokenizer import StopStrings
@@ -44,7 +42,7 @@ from minirl.run.config import RunConfig, named_folder
 from minirl.run.embedded_model import embedded_model_folder
 from minirl.run.flags import flag_of
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
-from minirl.run.planning import lines, memory_plan, plan, this_machine, workload
+from minirl.run.planning import plan, this_machine, workload
 from minirl.run.run_folder import runs_root, starting_run
 from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
 from minirl.training.scoring import score_batch, score_teacher
@@ -71,26 +69,12 @@ class Setup:
 
         scalar_head: the run trains a reward model on the layers of --model, and no policy.
         tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
-        With --dry-run it prints the plan, and the process ends.
         Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
-        self.config = config
-        self.task = load_task(config, has_rewards=rewards is not None)
-        self._user_rollout = load_rollout(config)
-        load = functools.partial(
-            load_prompts,
-            config,
-            self.task,
-            tools=tools,
-            user_rollout=self._user_rollout,
-            scalar_head=scalar_head,
+        refuse(
+            config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
-        if config.dry_run:
-            from minirl.extras.dry_run import print_plan
-
-            load_rewards(config, self.task, rewards)
-            print_plan(config, load)
-            sys.exit(0)
+        self.config = config
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
             hang_timeout=config.hang_timeout,
@@ -99,46 +83,74 @@ class Setup:
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
-            trained, logged = load_rewards(config, self.task, rewards)
-            # A checkpoint of adapters has no models: they belong to those that the run began with.
-            self._saved = None if config.adapters else self.folder.checkpoint
-            self.model_folder = self._saved or self._original_model()
-            self.model_config, self.prompts, self.held_out = load(self.model_folder)
-            self.tokenizer = self.prompts.tokenizer
-            require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
-            work = workload(
-                config,
-                self.model_config,
-                this_machine(self.device),
-                streams=(self.prompts, self.held_out),
-                value_folder=self.saved_folder("value"),
+            self._read_files(rewards, tools, scalar_head)
+            self._choose_sizes()
+            self._load_rewards()
+
+    def _read_files(
+        self, rewards: Mapping[str, RewardFunction] | None, tools: Sequence[Tool], scalar_head: bool
+    ) -> None:
+        """Read and check the task, the rollout function, the model's config, the prompts and the tokenizer."""
+        config = self.config
+        self.task = load_task(config, has_rewards=rewards is not None)
+        self._user_rollout = load_rollout(config)
+        self._rewards = load_rewards(config, self.task, rewards)
+        # A checkpoint of adapters has no models: they belong to those that the run began with.
+        self._saved = None if config.adapters else self.folder.checkpoint
+        self.model_folder = self._saved or self._original_model()
+        self.model_config, self.prompts, self.held_out = load_prompts(
+            config,
+            self.task,
+            self.model_folder,
+            tools=tools,
+            user_rollout=self._user_rollout,
+            scalar_head=scalar_head,
+        )
+        self.tokenizer = self.prompts.tokenizer
+        require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
+
+    def _choose_sizes(self) -> None:
+        """Choose the sizes that fit the memory which is free now, and what follows from them (collective)."""
+        work = workload(
+            self.config,
+            self.model_config,
+            this_machine(self.device),
+            prompts=self.prompts,
+            held_out=self.held_out,
+            value_folder=self.saved_folder("value"),
+        )
+        self._budget = plan(self.config, work, recorded=self.folder.args)
+        launch.this_process.memory_advice = self._budget.advice
+        self.sizes = self._budget.sizes
+        num_parts = world_size() if self.sizes.shard_weights else 1
+        is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
+        # All ranks must score or none.
+        self._is_exact = all(gather_objects(is_invariant))
+        self.old_logprobs = source_of_old_logprobs(self.config, is_exact=self._is_exact)
+
+    def _load_rewards(self) -> None:
+        """Load the reward models, and put all rewards in order with their weights."""
+        config = self.config
+        trained, logged = self._rewards
+        rewards = dict(trained)
+        for reward, model in config.reward_models.items():
+            rewards[reward] = load_reward_model(
+                resolve_folder(model, flag="--reward-model"),
+                dtype=self.dtype,
+                device=self.device,
+                chat=config.chat,
+                template_arguments=config.template_arguments,
+                max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
             )
-            self.sizes, self._budget = plan(config, work, recorded=self.folder.args)
-            launch.this_process.memory_plan = functools.partial(memory_plan, self.sizes, self._budget)
-            # The first weights: the budget counts them against the memory that was free before.
-            trained = dict(trained)
-            for reward, model in config.reward_models.items():
-                trained[reward] = load_reward_model(
-                    resolve_folder(model, flag="--reward-model"),
-                    dtype=self.dtype,
-                    device=self.device,
-                    chat=config.chat,
-                    template_arguments=config.template_arguments,
-                    max_tokens=max(self.sizes.max_tokens_per_microbatch, self.prompts.max_tokens),
-                )
-            if config.overlong_buffer:
-                limit = self.prompts.max_new_tokens
-                trained["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
-            self.reward_functions, self.reward_weights = rewards_and_weights(
-                trained, config.reward_weights, logged=logged
-            )
-            is_score = torch.tensor([name != "overlong" for name in self.reward_functions])
-            self.score_weights = self.reward_weights * is_score
-            num_parts = world_size() if self.sizes.shard_weights else 1
-            is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-            # All ranks must score or none.
-            self._is_exact = all(gather_objects(is_invariant))
-            self.old_logprobs = source_of_old_logprobs(config, is_exact=self._is_exact)
+        if config.overlong_buffer:
+            limit = self.prompts.max_new_tokens
+            rewards["overlong"] = overlong_penalty(limit=limit, buffer=config.overlong_buffer * limit)
+        self.reward_functions, self.reward_weights = rewards_and_weights(
+            rewards, config.reward_weights, logged=logged
+        )
+        self.score_weights = self.reward_weights.clone()
+        if config.overlong_buffer:
+            self.score_weights[len(rewards) - 1] = 0.0
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
@@ -299,8 +311,18 @@ class Setup:
             f"correction: {self.config.importance_correction}{effect}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         )
-        for line in lines(self.sizes, self._budget):
+        for line in self._budget.lines():
             print0(f"memory {line}")
+        notes = self.held_out.notes()
+        if self.config.trains:
+            notes = self.prompts.notes(per_step=self.config.prompts_per_step) + notes
+        if self.folder.args:
+            notes = self._changed_flags() + notes
+        for note in notes:
+            print0(f"note: {note}")
+
+    def _changed_flags(self) -> list[str]:
+        """A note on the flags that differ from those of the run's last start, if any do."""
         old = self.folder.args.get("flags", {})
         # Through JSON, like the old ones: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
@@ -309,11 +331,7 @@ class Setup:
             for name in new
             if name in old and old[name] != new[name]
         ]
-        if changed:
-            print0(f"note: this run last started with other flags: {', '.join(changed)}")
-        trained = self.prompts.notes(per_step=self.config.prompts_per_step) if self.config.trains else []
-        for note in trained + self.held_out.notes():
-            print0(f"note: {note}")
+        return [f"this run last started with other flags: {', '.join(changed)}"] if changed else []
 
     def _original_model(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""

@@ -50,7 +50,7 @@ def make_workload(policy: ModelConfig, num_ranks: int = 1, **changes: Any) -> Wo
     num_prompts = 128 // num_ranks
     asked = {
         "device_type": "cuda",
-        "free": 80e9,
+        "free_bytes": 80e9,
         "dtype": torch.bfloat16,
         "trained": [policy],
         "frozen": {},
