@@ -32,8 +32,8 @@ def print_plan(
     Reads data, config.json and tokenizer. The arguments are those of the script's `Setup`. Returns the exit code.
     Raises InputError, naming the flags to change, for unusable inputs and for a run that does not fit.
     """
-    task = load_task(config, has_rewards=rewards is not None)
     user_rollout = load_rollout(config)
+    task = load_task(config, has_rewards=rewards is not None)
     load_rewards(config, task, rewards)
     with tempfile.TemporaryDirectory() as temporary:
         if config.model is None:

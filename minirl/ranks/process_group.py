@@ -50,11 +50,11 @@ def start(
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
     device = own_device(may_use_cpu=may_use_cpu)
-    use_cuda = device.type == "cuda"
-    num_cores = len(os.sched_getaffinity(0)) // local_world_size()
-    torch.set_num_threads(max(1, num_cores) if use_cuda and shares_cores else 1)
-    if use_cuda:
+    torch.set_num_threads(1)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
+        if shares_cores:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
         # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     timeout = timedelta(seconds=hang_timeout)
@@ -62,7 +62,7 @@ def start(
         store = launch.rendezvous()
         store.set_timeout(timeout)
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
             store=store,
             rank=rank(),

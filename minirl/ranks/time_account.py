@@ -7,6 +7,7 @@ module's only state is `this_process`.
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,14 +28,13 @@ class TimeAccount:
         """Start over, under "host". Call it before the first step, so that set-up counts in no step."""
         self._thread = threading.get_ident()
         self._cause = "host"
-        self._since = time.perf_counter()
-        self._began = self._since
-        self._seconds: dict[str, float] = {}
+        self._since = self._began = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def switch(self, cause: str) -> None:
         """Count the time from now on under another cause."""
         now = time.perf_counter()
-        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + now - self._since
+        self._seconds[self._cause] += now - self._since
         self._since = now
         self._cause = cause
 
@@ -43,7 +43,7 @@ class TimeAccount:
         self.switch(self._cause)
         elapsed, seconds = self._since - self._began, self._seconds
         self._began = self._since
-        self._seconds = {}
+        self._seconds = defaultdict(float)
         return elapsed, seconds
 
     @contextmanager

@@ -183,6 +183,8 @@ def prune(run_folder: Path, *, keep: int) -> None:
     Of equal scores the newest is the best. A checkpoint that cannot be read stays.
     """
     checkpoints = checkpoints_in(run_folder)
+    if keep == 0 or len(checkpoints) <= keep:
+        return
     scores = {}
     for path in checkpoints:
         with contextlib.suppress(Exception):  # a damaged file may hold anything

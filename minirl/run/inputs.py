@@ -162,27 +162,11 @@ def load_prompts(
         check_weights(model_config, model_folder)
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    limits = [model_config.max_position_embeddings]
-    limits += [
-        enough_tokens(max_new_tokens) if size == "auto" else size
-        for size in (config.cache_tokens, config.max_tokens_per_microbatch)
-    ]
+    sizes = (config.cache_tokens, config.max_tokens_per_microbatch)
+    limits = [enough_tokens(max_new_tokens) if size == "auto" else size for size in sizes]
+    limits.append(model_config.max_position_embeddings)
     if teacher_folder := named_folder(config, "teacher"):
-        teacher = read_config(teacher_folder, scalar_head=False)
-        # Each of the policy's token ids must be the same token for the teacher.
-        ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(teacher_folder)))
-        different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
-        refuse(
-            ids != teachers_ids,
-            f"--teacher {teacher_folder}: its tokenizer differs from that of {tokenizer.folder}, in "
-            f"{', '.join(different)}; take a teacher with the same ids",
-        )
-        known = min(max(ids.values()) + 1, model_config.vocab_size)
-        refuse(
-            teacher.vocab_size < known,
-            f"--teacher {teacher_folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
-        )
-        limits.append(teacher.max_position_embeddings)
+        limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
     left_out = [
         f"{path}: only the first {config.eval_rows:,} of {len(rows):,} rows"
@@ -198,6 +182,24 @@ def load_prompts(
     )
     train = stream(task.train_rows, purpose="train")
     return model_config, train, stream(held_out, purpose="eval", notes=left_out)
+
+
+def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
+    """Return a teacher's most positions. Raises InputError if one of the policy's ids is not the same token for it."""
+    teacher = read_config(folder, scalar_head=False)
+    ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
+    different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
+    refuse(
+        ids != teachers_ids,
+        f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in "
+        f"{', '.join(different)}; take a teacher with the same ids",
+    )
+    known = min(max(ids.values()) + 1, vocab_size)
+    refuse(
+        teacher.vocab_size < known,
+        f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
+    )
+    return teacher.max_position_embeddings
 
 
 def load_tokenizer(

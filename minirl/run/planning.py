@@ -25,6 +25,9 @@ OPEN_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
 KEPT_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 WHOLE_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
+# The files of a control group, versions 1 and 2: its limit and usage, in bytes, and what is in it.
+GROUP_FILES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+GROUP_FILES_2 = ("memory.max", "memory.current", "memory.stat")
 
 
 class Machine(NamedTuple):
@@ -43,17 +46,17 @@ def this_machine(device: torch.device) -> Machine:
 
 def free_memory(root: Path = Path("/")) -> int:
     """The bytes of the host that its processes may still take, at most as many as their control groups allow."""
-    (available,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
-    free = 1024 * int(available)
+    (available_kib,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
+    free = 1024 * int(available_kib)
     # The lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its host's
     # path although its own group is mounted at the root, so every parent is read, too.
-    lines = (root / "proc/self/cgroup").read_text()
-    for controllers, path in re.findall(r"^\d+:(|.*\bmemory\b.*):/(.*)$", lines, re.MULTILINE):
-        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
-        group = root / "sys/fs/cgroup" / controllers / path
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = GROUP_FILES_1 if controllers else GROUP_FILES_2
+        group = root / f"sys/fs/cgroup/{controllers}{path}"
         for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no group, or its limit is "max"
-                limit, usage, stat = ((folder / f"memory.{name}").read_text() for name in (*names, "stat"))
+            with contextlib.suppress(OSError, ValueError):  # no group of memory, or its limit is "max"
+                limit, usage, stat = ((folder / name).read_text() for name in names)
                 # The last one counts the groups within, too. This cache is given up before memory runs out.
                 *_, cached = re.findall(r"inactive_file (\d+)", stat)
                 free = min(free, int(limit) - int(usage) + int(cached))

@@ -77,15 +77,9 @@ class Run:
         self.max_new_tokens = setup.prompts.max_new_tokens
         self._folder = setup.folder.path
         self._checkpoints = Checkpoints(self._folder, models, keep=config.keep_checkpoints)
-        self.progress = Progress()
+        self.progress = Progress(extra=dict(extra or {}))
         if setup.folder.checkpoint is not None:
-            self.progress = Progress(**self._checkpoints.restore(setup.folder.checkpoint))
-            if self.progress.step >= config.num_steps:
-                print0("already finished; a greater --num-steps continues it")
-        self.progress.extra = dict(extra or {}) | self.progress.extra
-        if collector:
-            collector.num_served = self.progress.num_served
-            collector.restore(self.progress.in_flight)
+            self._resume(setup.folder.checkpoint)
         self._logger = Logger(
             self._folder,
             setup.args(),
@@ -100,6 +94,17 @@ class Run:
         self.progress.before = self.progress.before or self.evaluate()
         scores = ", ".join(f"{name} {score:.3f}" for name, score in self.progress.before.items())
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint; values of `extra` that it lacks stay the script's (collective)."""
+        first_extra = self.progress.extra
+        self.progress = Progress(**self._checkpoints.restore(checkpoint))
+        self.progress.extra = first_extra | self.progress.extra
+        if self._collector:
+            self._collector.num_served = self.progress.num_served
+            self._collector.restore(self.progress.in_flight)
+        if self.progress.step >= self._config.num_steps:
+            print0("already finished; a greater --num-steps continues it")
 
     def steps(self) -> Iterator[int]:
         """The numbers of the remaining steps, up to the last, or to one in which a signal asked the run to stop.
@@ -216,10 +221,10 @@ class Run:
         """
         metrics.begin("report")
         is_last = step == self._config.num_steps
-        collector = self._collector
+        progress, collector = self.progress, self._collector
         if collector:
-            self.progress.num_served = collector.num_served
-            self.progress.in_flight = collector.in_flight
+            progress.num_served = collector.num_served
+            progress.in_flight = collector.in_flight
         if collector and groups is not None:
             add_generation(metrics, collector.engine.take_stats())
             add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
@@ -227,18 +232,19 @@ class Run:
             tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
             for name in ["sampled_tokens", *tool_counts]:
                 metrics.add_total(f"count/{name}", collector.take_count(name))
-            metrics.add("count/epoch", self.progress.num_served / self._setup.prompts.num_prompts)
-        evaluates = is_last or _is_due(step, self._config.eval_every)
-        self.progress.evaluated = self.evaluate() if evaluates else {}
+            metrics.add("count/epoch", progress.num_served / self._setup.prompts.num_prompts)
+        progress.evaluated = {}
+        if is_last or _is_due(step, self._config.eval_every):
+            progress.evaluated = self.evaluate()
         metrics.end()
-        numbers = derived(metrics.reduce()) | self.progress.evaluated
-        if step == 1 and "eval/reward" in self.progress.before:
-            numbers["eval/before"] = self.progress.before["eval/reward"]
+        numbers = derived(metrics.reduce()) | progress.evaluated
+        if step == 1 and "eval/reward" in progress.before:
+            numbers["eval/before"] = progress.before["eval/reward"]
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
         self._stop_signal = 0 if is_last else stop_requested()
-        self.progress.step = step
+        progress.step = step
         if is_last or self._stop_signal or _is_due(step, self._config.save_every):
-            self._checkpoints.save(vars(self.progress))
+            self._checkpoints.save(vars(progress))
 
     def close(self) -> int:
         """Print scores and paths; returns the exit code (collective)."""

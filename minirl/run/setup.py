@@ -92,8 +92,8 @@ class Setup:
     ) -> None:
         """Read and check the task, the rollout function, the model's config, the prompts and the tokenizer."""
         config = self.config
-        self.task = load_task(config, has_rewards=rewards is not None)
         self._user_rollout = load_rollout(config)
+        self.task = load_task(config, has_rewards=rewards is not None)
         self._rewards = load_rewards(config, self.task, rewards)
         # A checkpoint of adapters has no models: they belong to those that the run began with.
         self._saved = None if config.adapters else self.folder.checkpoint
@@ -235,11 +235,12 @@ class Setup:
         policy: its engine decodes from these weights themselves. The other arguments are `Collector`'s; --rollout,
         --tools or --environment replaces `rollout`.
         """
+        config, sizes = self.config, self.sizes
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
         engine = Engine(
             model,
-            max_running_requests=self.sizes.max_running_requests,
-            cache_tokens=self.sizes.cache_tokens,
+            max_running_requests=sizes.max_running_requests,
+            cache_tokens=sizes.cache_tokens,
             dtype=self.dtype,
             device=self.device,
             # Ranks that pass through the model together have other batch sizes in each pass.
@@ -252,14 +253,14 @@ class Setup:
             self.prompts,
             self.reward_functions,
             rollout=self._user_rollout.function if self._user_rollout else rollout,
-            max_turns=self.config.max_turns,
-            group_size=self.config.group_size,
+            max_turns=config.max_turns,
+            group_size=config.group_size,
             num_greedy=num_greedy,
-            temperature=self.config.temperature,
+            temperature=config.temperature,
             reward_weights=self.reward_weights,
             max_refills=max_refills,
-            max_staleness=self.config.max_staleness,
-            call_timeout=self.config.call_timeout,
+            max_staleness=config.max_staleness,
+            call_timeout=config.call_timeout,
         )
 
     def evaluate(
@@ -282,11 +283,12 @@ class Setup:
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""
+        config = self.config
         return {
-            **vars(self.config),
-            "lr": self.config.peak_lr,
-            "correction": self.config.importance_correction,
-            "num_minibatches": self.config.minibatches_per_epoch,
+            **vars(config),
+            "lr": config.peak_lr,
+            "correction": config.importance_correction,
+            "num_minibatches": config.minibatches_per_epoch,
             "max_new_tokens": self.prompts.max_new_tokens,
             "task": self.task.name,
             "old_logprobs": self.old_logprobs,
@@ -297,7 +299,7 @@ class Setup:
             "world_size": world_size(),
             "command": sys.argv,
             "wandb_id": self.folder.args.get("wandb_id", secrets.token_hex(4)),
-            "flags": vars(self.config),
+            "flags": vars(config),
         }
 
     def print_start(self) -> None:
