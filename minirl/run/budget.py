@@ -21,6 +21,11 @@ USABLE = 0.9  # of the free memory; the rest is the margin
 CPU_FACTOR = 2.0  # of activations, relative to CUDA: measured 0.5 to 1.8, with sequences of 4,096 tokens 3.2
 MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
 CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
+# The ways of an update, the fastest first: the fraction of the usual microbatch, whether it recomputes layers, and
+# whether it shards gradients. Sums over ranks overlap with backward, which recomputation cannot; but where they go to
+# the host, backward waits for them.
+SPARING = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
+SPARING_ON_HOST = [(fraction, recompute, shard) for fraction, shard, recompute in SPARING]
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,8 @@ class Budget:
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
         """Whether the run fits, with keeps_cache side by side."""
-        training_bytes, decoding_bytes = sum(self.training.values()), sum(self.decoding.values())
-        together = training_bytes + decoding_bytes if keeps_cache else max(training_bytes, decoding_bytes)
-        return together <= self.room_bytes
+        phase_bytes = sum(self.training.values()), sum(self.decoding.values())
+        return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.room_bytes
 
     def lines(self) -> list[str]:
         """The sizes, the bytes of each phase and the room as text."""
@@ -117,19 +121,21 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
 def budget(work: Workload, sizes: Sizes) -> Budget:
     """The bytes that a rank needs with these sizes."""
     shares_base = work.shares_base and not sizes.shard_weights
-    held = work.trained[:1] if shares_base else work.trained
-    always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in held)}
+    whole_models = work.trained[:1] if shares_base else work.trained
+    always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in whole_models)}
     training: dict[str, float] = {}
     if work.trains:
         num_trained = sum(num_parameters(model, trained=True) for model in work.trained)
         if not work.offloads_optimizer:
             always["masters and moments"] = 12 * num_trained / work.num_ranks
         training = _update_bytes(work, sizes, num_trained)
-    if work.frozen:
-        on_rank, largest_parked = _frozen_bytes(work, sizes)
-        always |= on_rank
-        if largest_parked > sum(training.values()):
-            training = {"a parked model": largest_parked}
+    for name, model in work.frozen.items():
+        is_sharded = sizes.shard_weights and name in ("reference", "teacher")
+        weight_bytes = _weight_bytes(work, model, is_sharded)
+        if is_sharded or work.device_type == "cpu":
+            always[name] = weight_bytes
+        elif weight_bytes > sum(training.values()):  # it takes the place of the update
+            training = {"a parked model": weight_bytes}
     room_bytes = USABLE * work.free_bytes - sum(always.values())
     return Budget(sizes, room_bytes, always, training, _decoding_bytes(work, sizes))
 
@@ -144,20 +150,6 @@ def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float
 def _num_embeddings(model: ModelConfig) -> int:
     """The parameters of embedding and head."""
     return model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-
-
-def _frozen_bytes(work: Workload, sizes: Sizes) -> tuple[dict[str, float], float]:
-    """The bytes of frozen models that stay on the rank, by name, and of the largest that is parked on the host."""
-    on_rank = {}
-    largest_parked = 0.0
-    for name, model in work.frozen.items():
-        is_sharded = sizes.shard_weights and name in ("reference", "teacher")
-        weight_bytes = _weight_bytes(work, model, is_sharded)
-        if is_sharded or work.device_type == "cpu":
-            on_rank[name] = weight_bytes
-        else:
-            largest_parked = max(largest_parked, weight_bytes)
-    return on_rank, largest_parked
 
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
@@ -232,26 +224,23 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
 
     Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
     """
-    for fraction, *switches in itertools.product((1, 2, 4, 8), (False, True), (False, True)):
-        # Sums over ranks overlap with backward, which recomputation cannot; but backward waits for sums on the host.
-        shard, recompute = switches if work.offloads_optimizer else reversed(switches)
+    for fraction, recompute, shard in SPARING_ON_HOST if work.offloads_optimizer else SPARING:
         tokens = max(work.longest, work.enough_tokens // fraction)
         smallest = Sizes(1, work.longest, tokens, recompute, shard)
         needed = budget(work, dataclasses.replace(smallest, **given))
         if needed.fits():
             break
     requests = int(needed.room_bytes / 2 / needed.decoding["requests"])  # the cache gets the other half
-    requests = min(requests, work.requests, MOST_REQUESTS[work.device_type])
-    needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=max(1, requests)))
+    requests = max(1, min(requests, work.requests, MOST_REQUESTS[work.device_type]))
+    needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=requests))
     if "cache_tokens" in given:
         return needed
     most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
     token_bytes = needed.decoding["cache"] / work.longest
-    alone_bytes = needed.room_bytes - sum(needed.decoding.values())
-    beside_bytes = alone_bytes - sum(needed.training.values())
-    beside, alone = (
-        min(most, work.longest + int(left / token_bytes)) for left in (beside_bytes, alone_bytes)
-    )
+    left_bytes = needed.room_bytes - sum(needed.decoding.values())
+    alone = min(most, work.longest + int(left_bytes / token_bytes))
+    left_bytes -= sum(needed.training.values())
+    beside = min(most, work.longest + int(left_bytes / token_bytes))
     # A cache that stays between steps is worth a third of its tokens.
     tokens = beside if 3 * beside >= 2 * alone else alone
     return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest, tokens)))

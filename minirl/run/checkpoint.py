@@ -132,11 +132,13 @@ class Checkpoints:
         Raises OSError, and InputError if the script remembers what a checkpoint cannot hold.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
-        for i, (name, (model, _)) in enumerate(self._models.items()):
+        shards: dict[str, dict[str, torch.Tensor]] = {}
+        for name, (model, optimizer) in self._models.items():
             weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:
-                write_folder(folder / name if i else folder, weights, **self._contents[name])
-        shards = {name: model.state_tensors(optimizer) for name, (model, optimizer) in self._models.items()}
+                model_folder = folder / name if shards else folder
+                write_folder(model_folder, weights, **self._contents[name])
+            shards[name] = model.state_tensors(optimizer)
         _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
         if rank() == 0:
             _write(

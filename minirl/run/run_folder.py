@@ -49,14 +49,12 @@ def starting_run(name: str) -> Iterator[RunFolder]:
         f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go",
     )
     folder = runs_root() / name
-    lock = found = None
+    lock = None
+    found: tuple[dict[str, Any], Path | None] = {}, None  # of a new run
     if rank() == 0:
         lock = _take_lock(folder)
-        for left_over in (folder / "checkpoints").glob(".*"):
-            shutil.rmtree(left_over, ignore_errors=True)
-        saved = folder / "args.json"
-        args = read_json_object(saved) if saved.is_file() else {}
-        found = args, next(reversed(checkpoints_in(folder)), None)
+        if os.listdir(folder) != ["lock"]:
+            found = _last_start(folder)
     args, checkpoint = broadcast_object(found)
     try:
         path = folder / "lock"
@@ -69,6 +67,15 @@ def starting_run(name: str) -> Iterator[RunFolder]:
             with contextlib.suppress(OSError):  # other runs are there
                 folder.parent.rmdir()
         raise
+
+
+def _last_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Return the args.json and the newest checkpoint of a folder that a run has used; remove half-made checkpoints."""
+    for left_over in (folder / "checkpoints").glob(".*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    saved = folder / "args.json"
+    args = read_json_object(saved) if saved.is_file() else {}
+    return args, next(reversed(checkpoints_in(folder)), None)
 
 
 def _take_lock(folder: Path) -> IO[str]:

@@ -83,31 +83,24 @@ class Setup:
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
-            self._read_files(rewards, tools, scalar_head)
+            self._user_rollout = load_rollout(config)
+            self.task = load_task(config, has_rewards=rewards is not None)
+            self._rewards = load_rewards(config, self.task, rewards)
+            # A checkpoint of adapters has no models: they belong to those that the run began with.
+            self._saved = None if config.adapters else self.folder.checkpoint
+            self.model_folder = self._saved or self._original_model()
+            self.model_config, self.prompts, self.held_out = load_prompts(
+                config,
+                self.task,
+                self.model_folder,
+                tools=tools,
+                user_rollout=self._user_rollout,
+                scalar_head=scalar_head,
+            )
+            self.tokenizer = self.prompts.tokenizer
+            require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
             self._choose_sizes()
             self._load_rewards()
-
-    def _read_files(
-        self, rewards: Mapping[str, RewardFunction] | None, tools: Sequence[Tool], scalar_head: bool
-    ) -> None:
-        """Read and check the task, the rollout function, the model's config, the prompts and the tokenizer."""
-        config = self.config
-        self._user_rollout = load_rollout(config)
-        self.task = load_task(config, has_rewards=rewards is not None)
-        self._rewards = load_rewards(config, self.task, rewards)
-        # A checkpoint of adapters has no models: they belong to those that the run began with.
-        self._saved = None if config.adapters else self.folder.checkpoint
-        self.model_folder = self._saved or self._original_model()
-        self.model_config, self.prompts, self.held_out = load_prompts(
-            config,
-            self.task,
-            self.model_folder,
-            tools=tools,
-            user_rollout=self._user_rollout,
-            scalar_head=scalar_head,
-        )
-        self.tokenizer = self.prompts.tokenizer
-        require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
 
     def _choose_sizes(self) -> None:
         """Choose the sizes that fit the memory which is free now, and what follows from them (collective)."""
