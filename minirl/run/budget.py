@@ -120,15 +120,14 @@ def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
 
 def budget(work: Workload, sizes: Sizes) -> Budget:
     """The bytes that a rank needs with these sizes."""
-    shares_base = work.shares_base and not sizes.shard_weights
-    whole_models = work.trained[:1] if shares_base else work.trained
-    always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in whole_models)}
-    training: dict[str, float] = {}
-    if work.trains:
-        num_trained = sum(num_parameters(model, trained=True) for model in work.trained)
-        if not work.offloads_optimizer:
-            always["masters and moments"] = 12 * num_trained / work.num_ranks
-        training = _update_bytes(work, sizes, num_trained)
+    models = work.trained
+    if work.shares_base and not sizes.shard_weights:
+        models = models[:1]
+    always = {"weights": sum(_weight_bytes(work, model, sizes.shard_weights) for model in models)}
+    num_trained = sum(num_parameters(model, trained=True) for model in work.trained)
+    if work.trains and not work.offloads_optimizer:
+        always["masters and moments"] = 12 * num_trained / work.num_ranks
+    training = _update_bytes(work, sizes, num_trained) if work.trains else {}
     for name, model in work.frozen.items():
         is_sharded = sizes.shard_weights and name in ("reference", "teacher")
         weight_bytes = _weight_bytes(work, model, is_sharded)
@@ -141,10 +140,12 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
 
 
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
-    """The bytes of a model's weights on a rank: of sharded layers its rows, all else whole."""
-    num_whole = _num_embeddings(model) if is_sharded else num_parameters(model)
-    num_sharded = num_parameters(model) - num_whole
-    return work.dtype.itemsize * (num_whole + num_sharded / work.num_ranks)
+    """The bytes of a model's weights on a rank: all, or embedding, head and the rank's rows of the layers."""
+    num_held: float = num_parameters(model)
+    if is_sharded:
+        num_embeddings = _num_embeddings(model)
+        num_held = num_embeddings + (num_held - num_embeddings) / work.num_ranks
+    return work.dtype.itemsize * num_held
 
 
 def _num_embeddings(model: ModelConfig) -> int:

@@ -34,6 +34,7 @@ from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
 
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
+OfModels = dict[str, dict[str, Any]]  # what a checkpoint has of each model, by names
 
 PROGRESS_FILE = "resume/progress.pt"
 
@@ -58,9 +59,9 @@ class Checkpoints:
         self._keep = keep
         # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
         self._token = broadcast_object(secrets.token_hex(4))
-        self._adapters: dict[str, dict[str, Any]] = {}
+        self._adapters: OfModels = {}
         # On rank 0, for each model what `write_folder` writes beside its weights.
-        self._contents: dict[str, dict[str, Any]] = {}
+        self._contents: OfModels = {}
         for name, (model, _) in models.items():
             shape = model.module.config
             config = read_json_object(file_of(model.folder, "config.json"))
@@ -132,7 +133,7 @@ class Checkpoints:
         Raises OSError, and InputError if the script remembers what a checkpoint cannot hold.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
-        shards: dict[str, dict[str, torch.Tensor]] = {}
+        shards: OfModels = {}
         for name, (model, optimizer) in self._models.items():
             weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:

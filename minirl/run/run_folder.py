@@ -49,12 +49,10 @@ def starting_run(name: str) -> Iterator[RunFolder]:
         f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go",
     )
     folder = runs_root() / name
-    lock = None
-    found: tuple[dict[str, Any], Path | None] = {}, None  # of a new run
+    lock = found = None
     if rank() == 0:
         lock = _take_lock(folder)
-        if os.listdir(folder) != ["lock"]:
-            found = _last_start(folder)
+        found = _last_start(folder)
     args, checkpoint = broadcast_object(found)
     try:
         path = folder / "lock"
@@ -70,7 +68,9 @@ def starting_run(name: str) -> Iterator[RunFolder]:
 
 
 def _last_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Return the args.json and the newest checkpoint of a folder that a run has used; remove half-made checkpoints."""
+    """Return args.json and the newest checkpoint, {} and None in a new folder; remove half-made checkpoints."""
+    if os.listdir(folder) == ["lock"]:
+        return {}, None
     for left_over in (folder / "checkpoints").glob(".*"):
         shutil.rmtree(left_over, ignore_errors=True)
     saved = folder / "args.json"
