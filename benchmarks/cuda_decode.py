@@ -213,10 +213,10 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
         dtype=torch.bfloat16,
         trained=[config],
         frozen={},
-        longest=num_tokens,
+        longest_tokens=num_tokens,
         enough_tokens=num_tokens,
         step_tokens=num_tokens,
-        requests=1,
+        num_requests=1,
     )
     sizes = Sizes(1, num_tokens, num_tokens, recompute_layers=True, shard_gradients=False)
     weights_and_masters = (2 + 4) * num_parameters(config)

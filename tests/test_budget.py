@@ -52,7 +52,7 @@ WORKLOADS = {
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
     "LoRA 7B": make_workload(dataclasses.replace(QWEN_7B, adapters=Adapters(16))),
-    "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest=4396),
+    "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest_tokens=4396),
     "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
 }
 
@@ -77,7 +77,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
         slower = sizes
         if free >= 80e9:
             assert sizes.max_tokens_per_microbatch == 8192
-            assert sizes.cache_tokens >= 32 * work.longest
+            assert sizes.cache_tokens >= 32 * work.longest_tokens
     assert fitted == sorted(fitted)
     assert fitted[0] < fitted[-2]
 

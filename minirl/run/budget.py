@@ -21,11 +21,11 @@ USABLE = 0.9  # of the free memory; the rest is the margin
 CPU_FACTOR = 2.0  # of activations, relative to CUDA: measured 0.5 to 1.8, with sequences of 4,096 tokens 3.2
 MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
 CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
-# The ways of an update, the fastest first: the fraction of the usual microbatch, whether it recomputes layers, and
-# whether it shards gradients. Sums over ranks overlap with backward, which recomputation cannot; but where they go to
-# the host, backward waits for them.
-SPARING = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
-SPARING_ON_HOST = [(fraction, recompute, shard) for fraction, shard, recompute in SPARING]
+# How to compute an update, fastest first: the divisor of the usual microbatch, whether layers are recomputed, and
+# whether gradients are sharded. Sums over ranks overlap with backward, and recomputation cannot; but with the optimizer
+# on the host, backward waits for the sums.
+UPDATES = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
+UPDATES_ON_HOST = [(divisor, recompute, shard) for divisor, shard, recompute in UPDATES]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Workload:
     """What a run asks of a rank, besides `Sizes`.
 
     trained: the policy, then value models, which with shares_base are adapters on its weights. frozen: by name.
-    longest: tokens of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
-    requests: those that it has at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are.
+    longest_tokens: of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
+    num_requests: those that it has at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are.
     """
 
     device_type: str
@@ -55,10 +55,10 @@ class Workload:
     dtype: torch.dtype
     trained: Sequence[ModelConfig]
     frozen: Mapping[str, ModelConfig]
-    longest: int
+    longest_tokens: int
     enough_tokens: int
     step_tokens: int
-    requests: int
+    num_requests: int
     trains: bool = True
     shares_base: bool = False
     offloads_optimizer: bool = False
@@ -175,7 +175,7 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
     queries = model.num_attention_heads * model.head_dim
     kept = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
-    if model.norm_adds_one:  # their inputs are kept in fp32
+    if model.norm_adds_one:  # its norms keep their inputs in fp32
         factor *= 1.35
     if model.other is not None:  # transformers' rotation, gate and other norms keep more (docs/families.md)
         factor *= 1.5
@@ -215,7 +215,7 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
         request += StateCache(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta")).nbytes
     return {
         "cache": sizes.cache_tokens * len(policy.attention_windows) * cached_token,
-        "prefill": max(PREFILL_TOKENS, work.longest) * _layer_bytes_per_token(work, policy),
+        "prefill": max(PREFILL_TOKENS, work.longest_tokens) * _layer_bytes_per_token(work, policy),
         "requests": sizes.max_running_requests * request,
     }
 
@@ -225,23 +225,23 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
 
     Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
     """
-    for fraction, recompute, shard in SPARING_ON_HOST if work.offloads_optimizer else SPARING:
-        tokens = max(work.longest, work.enough_tokens // fraction)
-        smallest = Sizes(1, work.longest, tokens, recompute, shard)
+    for divisor, recompute, shard in UPDATES_ON_HOST if work.offloads_optimizer else UPDATES:
+        tokens = max(work.longest_tokens, work.enough_tokens // divisor)
+        smallest = Sizes(1, work.longest_tokens, tokens, recompute, shard)
         needed = budget(work, dataclasses.replace(smallest, **given))
         if needed.fits():
             break
     requests = int(needed.room_bytes / 2 / needed.decoding["requests"])  # the cache gets the other half
-    requests = max(1, min(requests, work.requests, MOST_REQUESTS[work.device_type]))
+    requests = max(1, min(requests, work.num_requests, MOST_REQUESTS[work.device_type]))
     needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=requests))
     if "cache_tokens" in given:
         return needed
-    most = max(CACHE_TOKENS, work.requests * (work.longest + PAGED_BLOCK))
-    token_bytes = needed.decoding["cache"] / work.longest
+    most = max(CACHE_TOKENS, work.num_requests * (work.longest_tokens + PAGED_BLOCK))
+    token_bytes = needed.decoding["cache"] / work.longest_tokens
     left_bytes = needed.room_bytes - sum(needed.decoding.values())
-    alone = min(most, work.longest + int(left_bytes / token_bytes))
+    alone = min(most, work.longest_tokens + int(left_bytes / token_bytes))
     left_bytes -= sum(needed.training.values())
-    beside = min(most, work.longest + int(left_bytes / token_bytes))
+    beside = min(most, work.longest_tokens + int(left_bytes / token_bytes))
     # A cache that stays between steps is worth a third of its tokens.
     tokens = beside if 3 * beside >= 2 * alone else alone
-    return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest, tokens)))
+    return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest_tokens, tokens)))

@@ -75,7 +75,7 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
         if value != "auto":
             given[name] = {"on": True, "off": False}.get(value, value)
     if "max_tokens_per_microbatch" in given:
-        given["max_tokens_per_microbatch"] = max(work.longest, given["max_tokens_per_microbatch"])
+        given["max_tokens_per_microbatch"] = max(work.longest_tokens, given["max_tokens_per_microbatch"])
     forms = [WHOLE_WEIGHTS]
     if work.num_ranks > 1 and work.trains:
         asked = given.get("shard_weights")
@@ -143,10 +143,10 @@ def workload(
         dtype=config.compute_dtype(machine.device_type),
         trained=trained,
         frozen=frozen,
-        longest=longest,
+        longest_tokens=longest,
         enough_tokens=enough_tokens(prompts.max_new_tokens),
         step_tokens=num_prompts * config.group_size * longest,
-        requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
+        num_requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=config.adapters is not None and value_folder is None,
         offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",

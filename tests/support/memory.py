@@ -54,9 +54,9 @@ def make_workload(policy: ModelConfig, num_ranks: int = 1, **changes: Any) -> Wo
         "dtype": torch.bfloat16,
         "trained": [policy],
         "frozen": {},
-        "longest": 812,
+        "longest_tokens": 812,
         "enough_tokens": 8192,
         "step_tokens": num_prompts * 8 * 812,
-        "requests": num_prompts * 9,
+        "num_requests": num_prompts * 9,
     }
     return Workload(num_ranks=num_ranks, **asked | changes)
