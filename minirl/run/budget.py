@@ -46,7 +46,7 @@ class Workload:
 
     trained: the policy, then value models, which with shares_base are adapters on its weights. frozen: by name.
     longest_tokens: of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
-    num_requests: those that it has at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are.
+    num_requests: at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are parked.
     """
 
     device_type: str
@@ -78,7 +78,7 @@ class Budget:
     decoding: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """Whether the run fits, with keeps_cache side by side."""
+        """Whether training and decoding fit into the room, with keeps_cache side by side."""
         phase_bytes = sum(self.training.values()), sum(self.decoding.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.room_bytes
 

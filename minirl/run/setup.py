@@ -1,4 +1,4 @@
-"""Sets up a run: reads and checks the files that the flags name, makes models, engine and collector.
+"""Set up a run: read and check the files that the flags name, choose sizes, load models, make engine and collector.
 
 The script makes a `Setup`, lets it load models and make the engine and the collector, and hands it to `Run`.
 """
@@ -69,6 +69,7 @@ class Setup:
 
         scalar_head: the run trains a reward model on the layers of --model, and no policy.
         tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
+        For --dry-run the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
         Raises InputError, on every rank, naming the flag, file, line or field at fault.
         """
         refuse(
@@ -103,7 +104,7 @@ class Setup:
             self._load_rewards()
 
     def _choose_sizes(self) -> None:
-        """Choose the sizes that fit the memory which is free now, and what follows from them (collective)."""
+        """Choose sizes that fit the memory that is free now, and the source of old logprobs (collective)."""
         work = workload(
             self.config,
             self.model_config,
@@ -122,7 +123,7 @@ class Setup:
         self.old_logprobs = source_of_old_logprobs(self.config, is_exact=self._is_exact)
 
     def _load_rewards(self) -> None:
-        """Load the reward models, and put all rewards in order with their weights."""
+        """Load the reward models next to the sizes chosen, and put all rewards in order with their weights."""
         config = self.config
         trained, logged = self._rewards
         rewards = dict(trained)
