@@ -1,8 +1,7 @@
 """The picture of runs: its input, its messages when there is nothing to draw, and the drawing."""
 
-import sys
-
 import pytest
+import tyro
 
 from minirl.errors import InputError
 from minirl.extras.plot import draw, main, read_run
@@ -34,9 +33,8 @@ def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(
     assert [area.get_label() for area in areas] == list(CAUSES)
     assert areas[-1].get_paths()[0].vertices[:, 1].max() == len(CAUSES)
     picture = tmp_path / "picture.png"
-    monkeypatch.setattr(sys, "argv", ["plot", "mine", str(folder), "--output", str(picture)])
-    main()
+    tyro.cli(main, args=["mine", str(folder), "--output", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(InputError, match="has no steps yet"):
-        main()
+        main(("mine",))

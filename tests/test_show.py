@@ -1,9 +1,9 @@
 """Rollouts in the terminal: a step's rollouts, and the messages when there is nothing to show."""
 
 import json
-import sys
 
 import pytest
+import tyro
 
 from minirl.errors import InputError
 from minirl.extras.show import main
@@ -39,8 +39,7 @@ def test_rollouts_are_shown_in_segments_but_for_a_damaged_line(tmp_path, monkeyp
     path.write_text(json.dumps(ANSWER) + "\n" + json.dumps(EPISODE) + '\n{"id": [5, 0], "row')
 
     def shown(*arguments):
-        monkeypatch.setattr(sys, "argv", ["show", *arguments])
-        main()
+        tyro.cli(main, args=arguments)
         return capsys.readouterr().out.splitlines()
 
     assert shown("mine") == [

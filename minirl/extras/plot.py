@@ -5,11 +5,13 @@ entropy, KL divergence, lengths, the gap between sampling and training, and wher
 pip install -e '.[plot]'.
 """
 
-import argparse
 import math
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import tyro
+from tyro.conf import Positional
 
 from minirl.errors import refuse
 from minirl.files.json_files import read_json_lines
@@ -93,22 +95,18 @@ def draw(runs: Runs) -> Any:
     return figure
 
 
-def main() -> None:
-    """The command. Raises InputError for a run without steps."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minirl.extras.plot", description="Draw runs into one picture."
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's folder, or its name in ./runs or $MINIRL_RUNS"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs.png"), help="the picture (default: runs.png)"
-    )
-    arguments = parser.parse_args()
-    runs = [read_run(name) for name in arguments.runs]
-    draw(runs).savefig(arguments.output, dpi=80)
-    print0(f"drew {', '.join(name for name, _ in runs)} into {arguments.output}")
+def main(runs: Positional[tuple[str, ...]], output: Path = Path("runs.png")) -> None:
+    """Draw runs into one picture. Without runs, or for one without steps, it raises InputError.
+
+    Args:
+        runs: folders of runs, or their names in ./runs or $MINIRL_RUNS
+        output: the picture
+    """
+    refuse(not runs, "name one run or more to draw")
+    named = [read_run(run) for run in runs]
+    draw(named).savefig(output, dpi=80)
+    print0(f"drew {', '.join(name for name, _ in named)} into {output}")
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(lambda: tyro.cli(main, prog="python -m minirl.extras.plot"))

@@ -3,11 +3,13 @@
 RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS; STEP is by default the last one that is kept.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import tyro
+from tyro.conf import Positional
 
 from minirl.errors import escaped, refuse
 from minirl.files.json_files import read_json_lines
@@ -53,20 +55,19 @@ def shown(number: Any) -> str:
     return "none" if number is None else f"{number:.4g}"
 
 
-def main() -> None:
-    """The command. Raises InputError if there is nothing to show."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minirl.extras.show", description="Show rollouts of a step."
-    )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or its name in ./runs or $MINIRL_RUNS")
-    parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="its number (default: the last)")
-    parser.add_argument("--num", metavar="N", type=int, default=4, help="how many, at most (default: 4)")
-    given = parser.parse_args()
-    path = step_file(given.run, given.step)
+def main(run: Positional[str], step: Positional[int | None] = None, num: int = 4) -> None:
+    """Show rollouts of a step. If there are none, it raises InputError.
+
+    Args:
+        run: a run's folder, or its name in ./runs or $MINIRL_RUNS
+        step: its number (None: the last that is kept)
+        num: the most rollouts to show
+    """
+    path = step_file(run, step)
     # The rollouts' own control characters must not reach the terminal.
     texts = [escaped("\n".join(lines_of(rollout))) for rollout in read_json_lines(path)]
-    print0("\n\n".join([*texts[: given.num], f"{len(texts)} rollouts in {path}"]))
+    print0("\n\n".join([*texts[:num], f"{len(texts)} rollouts in {path}"]))
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    launch.run(lambda: tyro.cli(main, prog="python -m minirl.extras.show"))

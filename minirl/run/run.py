@@ -96,7 +96,7 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def _resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint; values of `extra` that it lacks stay the script's (collective)."""
+        """Resume from a checkpoint (collective). Values of `extra` that it lacks stay the script's."""
         first_extra = self.progress.extra
         self.progress = Progress(**self._checkpoints.restore(checkpoint))
         self.progress.extra = first_extra | self.progress.extra
