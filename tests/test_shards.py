@@ -184,8 +184,8 @@ def sharding_gradients():
     """As a run does whose gradients do not fit whole: ranks that decode together always shard them."""
 
     def plan(*args, **options):
-        sizes, needed = planning.plan(*args, **options)
-        return dataclasses.replace(sizes, shard_gradients=True), needed
+        needed = planning.plan(*args, **options)
+        return dataclasses.replace(needed, sizes=dataclasses.replace(needed.sizes, shard_gradients=True))
 
     return mock.patch.object(setup, "plan", plan)
 
