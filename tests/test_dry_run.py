@@ -15,6 +15,7 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.run.embedded_model import save_tokenizer
 from minirl.run.planning import Machine
+from minirl.run.setup import Setup
 from support.models import QWEN_05B, QWEN_7B, QWEN_32B
 from support.scripts import read_config, reward_of, run_in_pool, write_rows
 
@@ -149,6 +150,8 @@ def test_nothing_is_made(tmp_path, monkeypatch):
     printed = dry_run(train_ppo, "")
     assert "592,768 parameters, torch.float32 on 1 x cpu" in printed
     assert "max_tokens_per_microbatch 8192, recompute_layers False" in printed
+    with pytest.raises(InputError, match="must call print_plan"):  # a fork that lacks it
+        Setup(train_ppo.Config(dry_run=True), name="fork")
     assert not (tmp_path / "runs").exists()
 
 
