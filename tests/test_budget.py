@@ -1,6 +1,6 @@
 """The memory budget: chosen sizes fit, more memory never makes a run slower, and its bytes are those that are kept."""
 
-import dataclasses
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ WORKLOADS = {
     "1.5B": make_workload(QWEN_1_5B),
     "7B on 8": make_workload(QWEN_7B, 8, frozen={"reference": QWEN_7B}),
     "7B with the optimizer on the host": make_workload(QWEN_7B, offloads_optimizer=True),
-    "LoRA 7B": make_workload(dataclasses.replace(QWEN_7B, adapters=Adapters(16))),
+    "LoRA 7B": make_workload(replace(QWEN_7B, adapters=Adapters(16))),
     "32B from shards": make_workload(QWEN_32B, 8, offloads_optimizer=True, longest_tokens=4396),
     "evaluation of 7B": make_workload(QWEN_7B, trains=False, frozen={"reward_model": QWEN_7B}),
 }
@@ -63,7 +63,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
     slower = Sizes(0, 0, 0, recompute_layers=True, shard_gradients=True)
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
-        work = dataclasses.replace(WORKLOADS[name], free_bytes=free)
+        work = replace(WORKLOADS[name], free_bytes=free)
         needed = choose_sizes(work, TOGETHER if work.trained == [QWEN_32B] else {})
         sizes = needed.sizes
         fitted.append(needed.fits())
@@ -128,5 +128,5 @@ def test_the_cache_takes_what_the_budget_says():
         pool.nbytes for layer in config.delta_net.layers for pool in cache.pool.states.layer(layer)
     )
     assert needed.decoding["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
-    eager = budget(work, dataclasses.replace(sizes, shard_weights=True))
+    eager = budget(work, replace(sizes, shard_weights=True))
     assert eager.decoding["requests"] == of_states + 4 * 16 * config.vocab_size

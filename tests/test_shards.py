@@ -1,7 +1,7 @@
 """Decoding from the shards that training holds: the bits of whole weights, by ranks that pass together."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -185,7 +185,7 @@ def sharding_gradients():
 
     def plan(*args, **options):
         needed = planning.plan(*args, **options)
-        return dataclasses.replace(needed, sizes=dataclasses.replace(needed.sizes, shard_gradients=True))
+        return replace(needed, sizes=replace(needed.sizes, shard_gradients=True))
 
     return mock.patch.object(setup, "plan", plan)
 
