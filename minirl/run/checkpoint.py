@@ -34,7 +34,7 @@ from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
 
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
-OfModels = dict[str, dict[str, Any]]  # what a checkpoint has of each model, by names
+PerModel = dict[str, dict[str, Any]]  # named values, by the name of their model
 
 PROGRESS_FILE = "resume/progress.pt"
 
@@ -59,9 +59,9 @@ class Checkpoints:
         self._keep = keep
         # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
         self._token = broadcast_object(secrets.token_hex(4))
-        self._adapters: OfModels = {}
+        self._adapters: PerModel = {}
         # On rank 0, for each model what `write_folder` writes beside its weights.
-        self._contents: OfModels = {}
+        self._contents: PerModel = {}
         for name, (model, _) in models.items():
             shape = model.module.config
             config = read_json_object(file_of(model.folder, "config.json"))
@@ -71,8 +71,10 @@ class Checkpoints:
                 self._adapters[name] = {**peft, "base_weights": fingerprint(model.folder)}
             if rank() != 0:
                 continue
+            if shape.scalar_head:
+                config = scalar_config(config)
             self._contents[name] = {
-                "config": scalar_config(config) if shape.scalar_head else config,
+                "config": config,
                 "tokenizer_files": read_tokenizer_files(model.folder),
                 "kept": kept_tensors(shape, model.folder),
                 "peft_config": peft,
@@ -133,7 +135,7 @@ class Checkpoints:
         Raises OSError, and InputError if the script remembers what a checkpoint cannot hold.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
-        shards: OfModels = {}
+        shards: PerModel = {}
         for name, (model, optimizer) in self._models.items():
             weights = model.whole_weights(keep=rank() == 0)
             if rank() == 0:

@@ -40,8 +40,10 @@ class Machine(NamedTuple):
 
 def this_machine(device: torch.device) -> Machine:
     """The ranks of this run, with the free bytes of the tightest (collective; before `start` of this rank alone)."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() / local_world_size()
-    return Machine(device.type, world_size(), min(gather_objects(free)))
+    free_bytes = free_memory() / local_world_size()
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    return Machine(device.type, world_size(), min(gather_objects(free_bytes)))
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -136,7 +138,9 @@ def workload(
         )
     num_prompts = math.ceil(config.prompts_per_step / machine.num_ranks)
     # Whole groups, perhaps with a greedy completion for each. With --max-staleness those of two steps are open.
-    requests = num_prompts * (config.group_size + 1) * (2 if config.max_staleness else 1)
+    requests = num_prompts * (config.group_size + 1)
+    if config.max_staleness:
+        requests *= 2
     num_evaluated = math.ceil(held_out.num_prompts / machine.num_ranks) * (config.eval_samples or 1)
     return Workload(
         **machine._asdict(),
