@@ -35,7 +35,7 @@ from minirl.ranks.process_group import (
     world_size,
 )
 from minirl.report.records import rollout_records
-from minirl.rewards.functions import overlong_penalty, rewards_and_weights
+from minirl.rewards.functions import RewardLike, overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rollouts import NO_TRUNCATION, Truncation
 from minirl.run.config import RunConfig, named_folder
@@ -86,7 +86,7 @@ class Setup:
         with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
             self._user_rollout = load_rollout(config)
             self.task = load_task(config, has_rewards=rewards is not None)
-            self._rewards = load_rewards(config, self.task, rewards)
+            trained, logged = load_rewards(config, self.task, rewards)
             # A checkpoint of adapters has no models: they belong to those that the run began with.
             self._saved = None if config.adapters else self.folder.checkpoint
             self.model_folder = self._saved or self._original_model()
@@ -101,7 +101,7 @@ class Setup:
             self.tokenizer = self.prompts.tokenizer
             require_same((self.prompts.num_prompts, self.prompts.longest_prompt), "the prompts")
             self._choose_sizes()
-            self._load_rewards()
+            self._load_rewards(trained, logged)
 
     def _choose_sizes(self) -> None:
         """Choose sizes that fit the memory that is free now, and the source of old logprobs (collective)."""
@@ -122,10 +122,9 @@ class Setup:
         self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = source_of_old_logprobs(self.config, is_exact=self._is_exact)
 
-    def _load_rewards(self) -> None:
+    def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
         """Load the reward models next to the sizes chosen, and put all rewards in order with their weights."""
         config = self.config
-        trained, logged = self._rewards
         rewards = dict(trained)
         for reward, model in config.reward_models.items():
             rewards[reward] = load_reward_model(
