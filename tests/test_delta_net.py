@@ -80,7 +80,7 @@ def test_a_reused_slot_holds_nothing_of_the_sequence_before(dtype):
     rollouts = {}
     while engine.is_busy:
         cache = engine._cache
-        free = [row for row in cache.blocks._free_rows if row < engine.max_running_requests + 1]
+        free = (cache.blocks.lengths[: engine.max_running_requests + 1] == 0).nonzero()[0]
         for layer in model.config.delta_net.layers:
             for pool in cache.pool.states.layer(layer):
                 pool[free] = torch.nan

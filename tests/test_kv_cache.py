@@ -58,7 +58,7 @@ def test_random_operations_keep_the_books(seed, num_blocks):
             num_full += num_spare < 0
             if num_spare >= 0:
                 lengths[pool.add(length)] = length
-        elif kind == "fork" and lengths and pool.free:
+        elif kind == "fork" and lengths and len(pool.free):
             parent = rng.choice(list(lengths))
             lengths[pool.fork(parent)] = lengths[parent]
         elif kind == "decode":

@@ -4,9 +4,8 @@ A sequence is identified by its row in the tables. A fork shares its parent's fu
 block of its own for the last, partial one. Blocks are handed out lowest number first, so that those in use stay dense.
 """
 
-import heapq
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,28 +19,51 @@ def ceil_div(a: Number, b: int) -> Number:
     return -(-a // b)
 
 
+def with_room(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
+    """Return the array, or if it is too small for these sizes, a copy that grows and has zeros behind its elements.
+
+    What grows at least doubles, so that slow growth seldom copies.
+    """
+    shape = tuple(
+        have if have >= needed else max(needed, 2 * have)
+        for have, needed in zip(array.shape, sizes, strict=True)
+    )
+    if shape == array.shape:
+        return array
+    grown = np.zeros(shape, array.dtype)
+    grown[tuple(map(slice, array.shape))] = array
+    return grown
+
+
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
-    lengths int64 [rows]: how many tokens each sequence has space for.
+    references int64 [num_blocks]: how many sequences have each block.
+    lengths int64 [rows]: how many tokens each sequence has space for, at least one; 0 where there is no sequence.
     tables int32 [rows, columns]: the blocks of each sequence, in its first columns; unused columns hold garbage.
-    references int64 [num_blocks]: how many sequences have each block. free: a heap of the blocks that none has.
-    version: how often a table has changed.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
-        self.lengths = np.zeros(0, np.int64)
-        self.tables = np.zeros((0, 8), np.int32)
         self.references = np.zeros(num_blocks, np.int64)
-        self.free = list(range(num_blocks))
-        self.version = 0
-        self._free_rows: list[int] = []
+        self.lengths = np.zeros(0, np.int64)
+        self.tables = np.zeros((0, 0), np.int32)
+
+    @property
+    def free(self) -> IntArray:
+        """The blocks that no sequence has, lowest first."""
+        return (self.references == 0).nonzero()[0]
 
     def blocks_of(self, row: int) -> list[int]:
         """The blocks of a sequence, in its order."""
         num_blocks = ceil_div(int(self.lengths[row]), self.block_size)
         return self.tables[row, :num_blocks].tolist()
+
+    def tables_of(self, rows: IntArray) -> NDArray[np.int32]:
+        """The blocks of these sequences, int32 [n, most blocks]; -1 beyond the last one of each."""
+        num_blocks = ceil_div(self.lengths[rows], self.block_size)
+        column = np.arange(num_blocks.max())
+        return np.where(column < num_blocks[:, None], self.tables[rows, : len(column)], np.int32(-1))
 
     def block_at(self, rows: IntArray, positions: IntArray) -> IntArray:
         """The blocks [n] of tokens at these positions [n] of the sequences in these rows [n]."""
@@ -55,18 +77,28 @@ class BlockPool:
         """Number of further blocks that sequences of this length need for `num_tokens` more."""
         return ceil_div(length + num_tokens, self.block_size) - ceil_div(length, self.block_size)
 
-    def is_full(self, rows: IntArray) -> NDArray[np.bool_]:
+    def are_full(self, rows: IntArray) -> NDArray[np.bool_]:
         """Whether the last block of each sequence [n] is full, so that the next token begins another one."""
         return self.lengths[rows] % self.block_size == 0
 
     def can_extend(self, rows: IntArray) -> bool:
         """Whether there are blocks for one more token of each of these sequences [n]."""
-        return int(self.is_full(rows).sum()) <= len(self.free)
+        return int(self.are_full(rows).sum()) <= len(self.free)
 
-    def add(self, num_tokens: int) -> int:
-        """Make a sequence of `num_tokens`, for which there must be blocks; returns its row."""
-        row = self._take_row(num_tokens)
-        self._set_blocks(row, 0, [self._take() for _ in range(ceil_div(num_tokens, self.block_size))])
+    def add(self, num_tokens: int, first_blocks: Sequence[int] = ()) -> int:
+        """Make a sequence of `num_tokens`, for which there must be blocks; returns its row, the lowest free one.
+
+        first_blocks: blocks of another sequence that it begins with.
+        """
+        row = int(np.append(self.lengths, 0).argmin())
+        self.lengths = with_room(self.lengths, row + 1)
+        self.lengths[row] = num_tokens
+        num_shared = len(first_blocks)
+        num_blocks = ceil_div(num_tokens, self.block_size)
+        self.tables = with_room(self.tables, row + 1, num_blocks)
+        self.references[list(first_blocks)] += 1
+        self.tables[row, :num_shared] = first_blocks
+        self.tables[row, num_shared:num_blocks] = self._take(num_blocks - num_shared)
         return row
 
     def fork(self, parent: int) -> int:
@@ -76,70 +108,38 @@ class BlockPool:
         partial block, so the fork gets another one, which must be free, for a copy of its parent's.
         """
         length = int(self.lengths[parent])
-        blocks = self.blocks_of(parent)
-        num_full = length // self.block_size
-        self.references[blocks[:num_full]] += 1
-        blocks[num_full:] = [self._take() for _ in blocks[num_full:]]
-        row = self._take_row(length)
-        self._set_blocks(row, 0, blocks)
-        return row
+        return self.add(length, self.blocks_of(parent)[: length // self.block_size])
 
     def extend(self, rows: IntArray) -> None:
         """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
-        for row in rows[self.is_full(rows)].tolist():
-            self._set_blocks(row, int(self.lengths[row]) // self.block_size, [self._take()])
+        full_rows = rows[self.are_full(rows)]
+        if len(full_rows):
+            columns = self.lengths[full_rows] // self.block_size
+            self.tables = with_room(self.tables, 0, int(columns.max()) + 1)
+            self.tables[full_rows, columns] = self._take(len(full_rows))
         self.lengths[rows] += 1
 
     def remove(self, row: int) -> None:
-        """Remove a sequence, and free the blocks that no other one has."""
-        for block in self.blocks_of(row):
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                heapq.heappush(self.free, block)
-        heapq.heappush(self._free_rows, row)
+        """Remove a sequence; blocks that no other one has are free."""
+        self.references[self.blocks_of(row)] -= 1
+        self.lengths[row] = 0
 
-    def compact(self) -> tuple[list[int], list[int]]:
+    def compact(self) -> tuple[IntArray, IntArray]:
         """Renumber the n blocks in use to 0 to n - 1; returns the old and the new numbers of those that move."""
-        num_blocks = len(self.references)
-        num_in_use = num_blocks - len(self.free)
-        if not self.free or self.free[0] >= num_in_use:
-            return [], []
-        # There are as many blocks in use at n or above as free ones below, which the heap hands out first.
+        free = self.free
+        num_in_use = len(self.references) - len(free)
         old = num_in_use + self.references[num_in_use:].nonzero()[0]
-        new = [heapq.heappop(self.free) for _ in old]
-        numbers = np.arange(num_blocks, dtype=np.int32)
-        numbers[old] = new
-        self.tables = numbers[self.tables]
-        self.references[new] = self.references[old]
-        self.references[old] = 0
-        for block in old.tolist():
-            heapq.heappush(self.free, block)
-        self.version += 1
-        return old.tolist(), new
+        new = free[: len(old)]
+        if len(old):
+            numbers = np.arange(len(self.references), dtype=np.int32)
+            numbers[old] = new
+            self.tables = numbers[self.tables]
+            self.references[new] = self.references[old]
+            self.references[old] = 0
+        return old, new
 
-    def _take(self) -> int:
-        """Take the lowest free block."""
-        block = heapq.heappop(self.free)
-        self.references[block] = 1
-        return block
-
-    def _take_row(self, length: int) -> int:
-        """Take the lowest free row for a sequence of this length."""
-        if not self._free_rows:
-            num_rows = len(self.lengths)
-            num_more = max(8, num_rows)
-            self.lengths = np.pad(self.lengths, (0, num_more))
-            self.tables = np.pad(self.tables, ((0, num_more), (0, 0)))
-            self._free_rows = list(range(num_rows, num_rows + num_more))
-        row = heapq.heappop(self._free_rows)
-        self.lengths[row] = length
-        return row
-
-    def _set_blocks(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """Set the blocks of a row from column `first` on."""
-        end = first + len(blocks)
-        num_columns = self.tables.shape[1]
-        if end > num_columns:
-            self.tables = np.pad(self.tables, ((0, 0), (0, max(end - num_columns, num_columns))))
-        self.tables[row, first:end] = blocks
-        self.version += 1
+    def _take(self, num_blocks: int) -> IntArray:
+        """Take the lowest free blocks."""
+        blocks = self.free[:num_blocks]
+        self.references[blocks] = 1
+        return blocks

@@ -269,7 +269,8 @@ class Engine:
 
     def _end_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
-        self._table.reset()
+        # The device may still be running a step that uses the cache.
+        self._table.read()
         if not self.keeps_cache and self._cache is not None:
             del self._table.cache
             self._cache = self._graphs = None

@@ -32,14 +32,14 @@ from minirl.model.attention import (
     upload,
 )
 from minirl.model.config import ModelConfig
-from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, min_queries
+from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, mask_keys, min_queries
 
 
 class DecodeInputs(NamedTuple):
     """What a decode step of B tokens reads on the device, besides the cache.
 
     positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their sequences;
-    tables int32 [B, n] of the paged kernel, whose unused columns hold garbage.
+    tables int32 [B, n] of the paged kernel (`BlockPool.tables_of`).
     """
 
     positions: Tensor
@@ -82,14 +82,14 @@ class KVCache:
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
         self.pool = CachePool(keys, values, layers, states)
         if self.kernel == "portable":
-            self._portable = PortableReader(config, self.blocks, dtype)
+            self._portable = PortableReader(config, dtype)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
         """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
         forks = [self.blocks.fork(parent) for _ in range(num_forks)]
         old, *new = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
         if new and new[0] != old:
-            self._copy([old] * num_forks, new)
+            self._copy(np.full(num_forks, old), np.array(new))
         if forks and self.pool.states is not None:
             self.pool.states.fork(parent, forks)
         return forks
@@ -101,7 +101,7 @@ class KVCache:
         """
         if self.kernel == "portable":
             old, new = self.blocks.compact()
-            if old:
+            if len(old):
                 self._copy(old, new)
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
@@ -129,8 +129,7 @@ class KVCache:
             self.pool.states.begin_step(rows, positions)
         inputs: list[NDArray[np.integer]] = [positions, self.blocks.block_at(rows, positions), rows]
         if self.kernel == "paged":
-            num_columns = int(positions.max()) // self.block_size + 1
-            inputs.append(self.blocks.tables[rows, :num_columns])
+            inputs.append(self.blocks.tables_of(rows))
         return inputs
 
     def decode_layout(
@@ -143,15 +142,15 @@ class KVCache:
         positions, blocks, device_rows, tables = inputs
         cached = Cached(self.pool, device_rows, blocks, positions % self.block_size)
         read: PagedRead | PortableRead = (
-            self._portable.read(rows, positions)
+            self._portable.read(self.blocks.tables_of(rows), positions)
             if tables is None
             else PagedRead(tables, (positions + 1).int())
         )
         return DecodeLayout(positions, cached, read, repeats)
 
-    def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+    def _copy(self, old: IntArray, new: IntArray) -> None:
         """Copy blocks to other ones."""
-        old_index, new_index = self._upload(np.array(old)), self._upload(np.array(new))
+        old_index, new_index = self._upload(old), self._upload(new)
         for pool in (self.pool.keys, self.pool.values):
             pool.index_copy_(1, new_index, pool.index_select(1, old_index))
 
@@ -161,58 +160,37 @@ class KVCache:
 
 
 class PortableReader:
-    """Makes what the portable kernel reads in a decode step. Keeps the indices while no table changes."""
+    """Makes what the portable kernel reads in a decode step. Keeps the indices while the tables stay the same."""
 
-    def __init__(self, config: ModelConfig, blocks: BlockPool, dtype: torch.dtype):
-        self._blocks = blocks
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
         self._windows = set(config.attention_windows.values())
         self._num_kv = config.num_key_value_heads
         self._groups = config.num_attention_heads // config.num_key_value_heads
         # The kernel multiplies each block with the queries of at least this many sequences.
         num_queries = min_queries(config.head_dim, dtype) or 1
         self._min_users = ceil_div(num_queries, self._groups)
-        # The tables' version and the rows that the indices were made for.
-        self._made_for: tuple[int, list[int]] | None = None
-        self._indices: dict[int | None, tuple[DecodeIndex, Tensor]] = {}
+        # The tables that the indices were made for.
+        self._tables = np.zeros((0, 0), np.int32)
+        self._indices: dict[int | None, DecodeIndex] = {}
 
-    def read(self, rows: IntArray, positions: Tensor) -> PortableRead:
-        """The index and the mask of each window, for tokens at these positions int64 [B] of the sequences in `rows`."""
-        made_for = self._blocks.version, rows.tolist()
-        if self._made_for != made_for:
-            self._indices = self._index(made_for[1])
-            self._made_for = made_for
-        position = positions[:, None]
-        read = {}
-        for window, (index, first_key) in self._indices.items():
-            # Mask the keys in a sequence's blocks that the token does not see: those after it, and before the window.
-            key = first_key + torch.arange(index.blocks.shape[1] * BLOCK)
-            is_masked = key > position
-            if window is not None:
-                is_masked |= key <= position - window
-            mask = torch.zeros(is_masked.shape).masked_fill(is_masked, -torch.inf)
-            read[window] = index, mask[:, None, None]  # [B, 1, 1, keys]: the same for all heads
-        return read
-
-    def _index(self, rows: list[int]) -> dict[int | None, tuple[DecodeIndex, Tensor]]:
-        """By window the kernel's index for these rows, and int64 [B, 1] the position of the first key in it."""
-        tables = list(map(self._blocks.blocks_of, rows))
-        # The tokens are in a sequence's last block. The oldest key is that which its first token sees.
-        starts = [(len(table) - 1) * BLOCK for table in tables]
-        first_blocks = {
-            window: tuple(max(0, start - window + 1) // BLOCK if window else 0 for start in starts)
-            for window in self._windows
-        }
-        # Windows that see all of each sequence have one index.
-        made = {
-            firsts: index_decode(
-                [table[first:] for table, first in zip(tables, firsts, strict=True)],
-                num_kv=self._num_kv,
-                groups=self._groups,
-                min_users=self._min_users,
-            )
-            for firsts in set(first_blocks.values())
-        }
+    def read(self, tables: NDArray[np.int32], positions: Tensor) -> PortableRead:
+        """The index and the mask of each window, for tokens at these positions int64 [B] of sequences with `tables`."""
+        if not np.array_equal(tables, self._tables):
+            self._tables = tables
+            for window in self._windows:
+                self._indices[window] = index_decode(
+                    tables,
+                    window=window,
+                    num_kv=self._num_kv,
+                    groups=self._groups,
+                    min_users=self._min_users,
+                )
         return {
-            window: (made[firsts], torch.tensor(firsts)[:, None] * BLOCK)
-            for window, firsts in first_blocks.items()
+            window: (index, self._mask(index, positions[:, None], window))
+            for window, index in self._indices.items()
         }
+
+    def _mask(self, index: DecodeIndex, position: Tensor, window: int | None) -> Tensor:
+        """The mask [B, 1, 1, keys] of what tokens at these positions [B, 1] see: the same for all heads."""
+        num_keys = index.unused.shape[2] * BLOCK
+        return mask_keys(index.first_key + torch.arange(num_keys), position, window)[:, None, None]

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.generation.block_pool import IntArray
+from minirl.generation.block_pool import IntArray, with_room
 from minirl.rollouts import TOKEN, Request, Rollout, StopTest, Stream, rollout_of
 
 # `limit`: the `max_new_tokens` of its present turn. `count`: how many tokens after the prompt the host has read; with
-# asynchronous decoding one more may have been launched. `ticket`: grows when a request leaves the batch, so that tokens
-# launched for it before are discarded. The others are for sampling.
+# asynchronous decoding one more may have been launched. Those after it are for sampling.
 COLUMNS = np.dtype(
     [
         ("prompt_length", np.int64),
         ("limit", np.int64),
         ("count", np.int64),
-        ("ticket", np.int64),
         ("key", np.int64),
         ("temperature", np.float32),
         ("top_k", np.int64),
@@ -38,8 +36,7 @@ class RequestColumns:
         """num_rows: the initial number. make_stop_test: see `Engine`."""
         self.requests: dict[int, Request] = {}
         self._columns = np.zeros(num_rows, COLUMNS)
-        # Memory that is never written takes no pages.
-        self._tokens = np.empty((num_rows, 0), TOKEN)
+        self._tokens = np.zeros((num_rows, 0), TOKEN)
         self._make_stop_test = make_stop_test
         # The stop ids of all requests so far, and whether any had stop strings: a quick test before each request's
         # own.
@@ -66,7 +63,9 @@ class RequestColumns:
 
     def put(self, row: int, request: Request) -> None:
         """Give a request this row, with the tokens that it has so far."""
-        self._make_room(row, request.max_new_tokens)
+        self._columns = with_room(self._columns, row + 1)
+        # Memory that is never written takes no pages.
+        self._tokens = with_room(self._tokens, row + 1, request.max_new_tokens)
         self.requests[row] = request
         count = len(request.sampled)
         columns = self._columns[row]
@@ -84,18 +83,17 @@ class RequestColumns:
         """Append a token TOKEN [n] to each of these requests; returns why those ended that it ends, by row."""
         self._tokens[rows, self["count"][rows]] = tokens
         self["count"][rows] += 1
-        is_full = self["count"][rows] >= self["limit"][rows]
-        may_end = is_full | np.isin(tokens["id"], list(self._stop_ids))
+        may_end = self["count"][rows] >= self["limit"][rows]
+        may_end |= np.isin(tokens["id"], list(self._stop_ids))
         stopped: set[int] = set()
         if self._has_stop_strings:
             stopped = self._stopped_by_string(rows.tolist())
             may_end |= np.isin(rows, list(stopped))
         reasons: dict[int, str] = {}
-        candidates = (rows[may_end], tokens["id"][may_end], is_full[may_end])
-        for row, token, has_all in zip(*(column.tolist() for column in candidates), strict=True):
+        for row, token in zip(rows[may_end].tolist(), tokens["id"][may_end].tolist(), strict=True):
             if row in stopped or token in self.requests[row].stop_ids:
                 reasons[row] = "stop"
-            elif has_all:
+            elif self["count"][row] >= self["limit"][row]:
                 reasons[row] = "length"
         return reasons
 
@@ -135,20 +133,3 @@ class RequestColumns:
                 turns.append(ids[-test.max_tokens :].tolist())
             stopped.update(itertools.compress(tested, test(turns)))
         return stopped
-
-    def _make_room(self, row: int, num_tokens: int) -> None:
-        """Grow to have this row, and this number of tokens in each."""
-        num_rows, num_columns = self._tokens.shape
-        if row < num_rows and num_tokens <= num_columns:
-            return
-        # Twice as many, so that slowly growing turns do not copy the tokens each time.
-        if row >= num_rows:
-            num_rows = max(row + 1, 2 * num_rows)
-        if num_tokens > num_columns:
-            num_columns = max(num_tokens, 2 * num_columns)
-        num_old_rows = len(self._columns)
-        num_used = self["count"].max()
-        self._columns = np.concatenate([self._columns, np.zeros(num_rows - num_old_rows, COLUMNS)])
-        old = self._tokens
-        self._tokens = np.empty((num_rows, num_columns), TOKEN)
-        self._tokens[:num_old_rows, :num_used] = old[:, :num_used]

@@ -82,7 +82,6 @@ class RequestTable:
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
         self.headroom_tokens = headroom_tokens
-        self._make_stop_test = make_stop_test
         # Whether requests were waiting for cache blocks at the last admission.
         self.lacks_room = False
         self.queue: deque[Group] = deque()
@@ -90,14 +89,8 @@ class RequestTable:
         self.parked: dict[RolloutId, int] = {}  # rows, in the order in which they were parked
         self.appended: deque[int] = deque()  # rows
         self._readbacks: deque[Readback] = deque()  # the oldest launch first
-        self.reset()
-
-    def reset(self) -> None:
-        """Free the memory of requests, which are all gone."""
-        while self._readbacks:  # the device may still be running a step that uses the cache
-            self._readbacks.popleft().read()
         # One row per running request, one for the prefix and one for the padding; parked requests add more.
-        self.columns = RequestColumns(self.max_running + 2, self._make_stop_test)
+        self.columns = RequestColumns(max_running + 2, make_stop_test)
 
     @property
     def is_decoding(self) -> bool:
@@ -113,7 +106,7 @@ class RequestTable:
         """Queue requests, and resume the parked ones among them. Requests that have tokens go to the front."""
         begun: list[Group] = []
         for request in requests:
-            if self._resume(request):
+            if request.rollout_id in self.parked and self._resume(request):
                 continue
             if len(request.sampled):
                 begun.append(Group(request))
@@ -124,10 +117,8 @@ class RequestTable:
         self.queue.extendleft(reversed(begun))
 
     def _resume(self, request: Request) -> bool:
-        """Resume a request with more tokens; returns whether it was parked and can be resumed."""
-        row = self.parked.pop(request.rollout_id, None)
-        if row is None:
-            return False
+        """Resume a parked request with more tokens; returns whether it can be resumed."""
+        row = self.parked.pop(request.rollout_id)
         self.columns.put(row, request)
         if self.cache.blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
             self.appended.append(row)
@@ -176,16 +167,14 @@ class RequestTable:
             num_blocks = blocks.num_more(length, min(self.headroom_tokens, num_left - 1))
             if len(group.requests) > 1 and length % blocks.block_size != 0:
                 num_blocks += 1
-            num_spare = blocks.num_spare(num_new_tokens)
-            has_room = num_spare - num_promised >= num_blocks
+            has_room = blocks.num_spare(num_new_tokens) - num_promised >= num_blocks
             if not has_room and num_active > 0:
                 self.lacks_room = True
                 break
-            while num_spare < 0:
+            while blocks.num_spare(num_new_tokens) < 0:
                 # Nothing is running: a later group's prefix and parked requests make room for the first request.
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
-                num_spare = blocks.num_spare(length)
             if group.row is None:
                 group.row = blocks.add(length)
                 num_prefill_tokens += length
@@ -267,7 +256,7 @@ class RequestTable:
 
     def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""
-        self._readbacks.append(Readback(rows, self.columns["ticket"][rows], sampled, weight_version))
+        self._readbacks.append(Readback(rows, sampled, weight_version))
 
     def read(self, *, num_unread: int = 0) -> list[Rollout]:
         """Read launched tokens except the `num_unread` newest launches; returns the rollouts that finish with them.
@@ -277,8 +266,7 @@ class RequestTable:
         finished: list[Rollout] = []
         while len(self._readbacks) > num_unread:
             readback = self._readbacks.popleft()
-            is_wanted = self.columns["ticket"][readback.rows] == readback.tickets
-            reasons = self.columns.append(readback.rows[is_wanted], readback.read()[is_wanted])
+            reasons = self.columns.append(*readback.read())
             if reasons:
                 finished += [self.columns.rollout(row, reason) for row, reason in reasons.items()]
                 self._end_turns(np.array(list(reasons)))
@@ -292,9 +280,6 @@ class RequestTable:
 
     def _end_turns(self, rows: IntArray) -> None:
         """Take requests [n] out of the batch; those that hold their rows are parked, the others are gone."""
-        # The newest token is not in the cache yet.
-        num_launched = self.cache.blocks.lengths[rows] + 1
-        self.stats.discarded_tokens += int((num_launched - self.columns.lengths(rows)).sum())
         self._stop(rows)
         for row in rows.tolist():
             request = self.columns.requests[row]
@@ -306,9 +291,10 @@ class RequestTable:
                 self._remove(row)
 
     def _stop(self, rows: IntArray) -> None:
-        """Take requests [n] out of the batch. Their unread tokens will be discarded."""
+        """Take requests [n] out of the batch, and discard their unread tokens."""
         self.running = self.running[~np.isin(self.running, rows)]
-        self.columns["ticket"][rows] += 1
+        for readback in self._readbacks:
+            self.stats.discarded_tokens += readback.discard(rows)
 
     def _evict(self) -> bool:
         """Free the blocks of the queue's prefix, or else of the request that was parked last; returns whether it did.
@@ -348,10 +334,10 @@ class RequestTable:
 class Readback:
     """One sampled token of each of B running requests, on its way to the host."""
 
-    def __init__(self, rows: IntArray, tickets: IntArray, sampled: Tensor, weight_version: int):
+    def __init__(self, rows: IntArray, sampled: Tensor, weight_version: int):
         """Start the copy. It does not wait for the device."""
-        self.rows = rows
-        self.tickets = tickets
+        self._rows = rows
+        self._is_wanted = np.ones(len(rows), np.bool_)
         self._weight_version = weight_version
         # From CUDA the copy goes to pinned memory, so it runs while the host continues.
         self._sampled = sampled.to("cpu", non_blocking=True)
@@ -360,8 +346,14 @@ class Readback:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def read(self) -> Stream:
-        """Wait for the copy; returns the tokens, TOKEN [B]."""
+    def discard(self, rows: IntArray) -> int:
+        """Discard the tokens of requests [n] that left the batch; returns how many they are."""
+        is_discarded = self._is_wanted & np.isin(self._rows, rows)
+        self._is_wanted &= ~is_discarded
+        return int(is_discarded.sum())
+
+    def read(self) -> tuple[IntArray, Stream]:
+        """Wait for the copy; returns the rows of the requests [n] that are still in the batch, and their TOKEN [n]."""
         if self._arrived is not None:  # all work launched until then is done, not later work
             self._arrived.synchronize()
         ids, logprob_bits = self._sampled.numpy()
@@ -370,4 +362,4 @@ class Readback:
         tokens["logprob"] = logprob_bits.view(np.float32)
         tokens["weight_version"] = self._weight_version
         tokens["is_sampled"] = True
-        return tokens
+        return self._rows[self._is_wanted], tokens[self._is_wanted]

@@ -8,13 +8,12 @@ same bits in training, prefill and decoding (see `batch_invariance`).
 
 An index says which queries are multiplied with which keys. It holds for all layers with the same window:
 `index_packed` makes it for `attend_packed` (a stream of whole sequences), `index_decode` for `decode` (one
-new token for each cached sequence).
+new token for each cached sequence). `mask_keys` makes the mask of either.
 
 In shapes: H query heads; K key heads; g = H / K query heads that share a key head; C channels of a head;
 T' tokens that the model computes (see `attention.PackedLayout`).
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -157,10 +156,7 @@ def index_packed(
         query = query.minimum(end - 1)
 
         key = first_key + torch.arange(num_key_blocks * BLOCK)  # [n, keys]
-        is_masked = key[:, None] > query[:, :, None]  # [n, R, keys]
-        if window is not None:
-            is_masked |= key[:, None] <= query[:, :, None] - window
-        mask = torch.zeros(is_masked.shape).masked_fill(is_masked, -torch.inf)
+        mask = mask_keys(key[:, None], query[:, :, None], window)  # [n, R, keys]
         # Beyond the end, name the sequence's first key. Another sequence's key could hold NaN, and masked
         # keys are still multiplied.
         key = key.where(key < end, 0)
@@ -210,35 +206,46 @@ def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
     return rows.flatten()
 
 
+def mask_keys(key: Tensor, query: Tensor, window: int | None) -> Tensor:
+    """Return fp32 0 where a query sees a key, else -inf. The positions of both, int64, are broadcast to one shape."""
+    is_hidden = key > query
+    if window is not None:
+        is_hidden |= key <= query - window
+    return torch.zeros(is_hidden.shape).masked_fill(is_hidden, -torch.inf)
+
+
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]."""
-    num_hidden, num_heads, dim = q.shape
-    num_kv = k.shape[1]
-    groups = num_heads // num_kv
+    shape = q.shape
+    num_kv, dim = k.shape[1:]
+    groups = shape[1] // num_kv
     q = q.reshape(-1, groups * dim)
     k = k.reshape(-1, dim)
     v = v.reshape(-1, dim)
     outputs = []
     for blocks in index.query_blocks:
         n, _, num_queries, _, num_keys = blocks.mask.shape
-        block_q = q.index_select(0, blocks.queries).view(n * num_kv, num_queries * groups, dim)
-        block_k = k.index_select(0, blocks.keys).view(n * num_kv, num_keys, dim)
-        block_v = v.index_select(0, blocks.keys).view(n * num_kv, num_keys, dim)
+        num_rows = num_queries * groups
+        block_q = q.index_select(0, blocks.queries).view(-1, num_rows, dim)
+        block_k = k.index_select(0, blocks.keys).view(-1, num_keys, dim)
+        block_v = v.index_select(0, blocks.keys).view(-1, num_keys, dim)
         scores = batch_invariance.bmm(block_q, block_k.transpose(1, 2))
         scores = scores.view(n, num_kv, num_queries, groups, num_keys)
-        probs = _softmax(scores, blocks.mask, dim).view(n * num_kv, num_queries * groups, num_keys)
+        probs = _softmax(scores, blocks.mask, dim).view(-1, num_rows, num_keys)
         # One product for each key block.
         products = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
         block_out = _sum_in_order(products).to(q.dtype)
         outputs.append(block_out.view(-1, groups * dim))
-    return torch.cat(outputs).index_select(0, index.output_index).view(num_hidden, num_heads, dim)
+    return torch.cat(outputs).index_select(0, index.output_index).view(shape)
 
 
 @dataclass(frozen=True)
 class DecodeIndex:
     """Which blocks of a cache pool each of B requests reads in a decode step, in all layers with the same window.
 
-    blocks int32 [B, n]: the block table. Entry (b, j) is the j-th block that request b reads, 0 beyond its last one.
+    A request reads up to n blocks, its entries: those of its block table from the first one that its token sees.
+    first_key int64 [B, 1]: the position of the first key in them.
+    unused bool [B, 1, n, 1]: entries beyond the last block of a request. Their results are set to 0.
 
     The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
     has a slot at each key head, for the g query heads that share this key head. All blocks of one batched product must
@@ -253,12 +260,9 @@ class DecodeIndex:
     Slots are ordered by block, then key head, then user. The kernel gathers rows by these int64 indices:
 
     query [slots]: each slot's row of q [B x K, g x C].
-    score [B x K x g x n]: where each query head and table entry finds its scores, as a row of the products
-        with keys [slots x g, BLOCK].
+    score [B x K x g x n]: where each query head and entry finds its scores, as a row of the products with keys
+        [slots x g, BLOCK], and its result, as a row of the products with values [slots x g, C].
     prob [slots x g]: the inverse of `score`, as a row of the probabilities [B x K x g x n, BLOCK].
-    out [n x B x H]: where each table entry and query head finds its result, as a row of the products with
-        values [slots x g, C].
-    unused bool [n, B, 1, 1]: entries without a block. Their results are set to 0.
 
     Empty slots read row 0, and nothing reads their results.
 
@@ -276,100 +280,88 @@ class DecodeIndex:
     """
 
     block_sets: Sequence[_BlockSet]
-    blocks: Tensor
+    first_key: Tensor
+    unused: Tensor
     query: Tensor
     score: Tensor
     prob: Tensor
-    out: Tensor
-    unused: Tensor
 
 
-def index_decode(tables: Sequence[Sequence[int]], *, num_kv: int, groups: int, min_users: int) -> DecodeIndex:
+def index_decode(
+    tables: np.ndarray, *, window: int | None, num_kv: int, groups: int, min_users: int
+) -> DecodeIndex:
     """Index a decode step of requests with these block tables, on the CPU.
 
+    tables int32 [B, columns]: -1 beyond the last block of a request, which has its token.
     groups: query heads per key head.
     min_users: slots of each live block at each key head. Products of fewer queries could round differently
     (see `min_queries`).
     """
-    num_requests = len(tables)
-    columns = itertools.zip_longest(*tables, fillvalue=0)
-    blocks = torch.tensor(list(columns), dtype=torch.int32).T.contiguous()
-    n = blocks.shape[1]
-    num_blocks = torch.tensor([len(table) for table in tables])
-    is_used = torch.arange(n) < num_blocks[:, None]  # [B, n]
-    entries = blocks[is_used].long()
-    users_of_block = torch.bincount(entries)
-    numbers = torch.arange(len(users_of_block))
-    live: slice | Tensor = slice(0, len(numbers))
-    read = users_of_block.nonzero()[:, 0]
-    if len(numbers) >= IDLE_FACTOR * len(read):
-        live = numbers = read
-        entries = torch.searchsorted(read, entries)  # among the live blocks
-        users_of_block = users_of_block[read]
-    num_sharing = int(users_of_block.max())
-    shared = numbers[users_of_block > min_users]
-    num_slots = (len(users_of_block) * min_users + len(shared) * num_sharing) * num_kv
-    block_sets: list[_BlockSet] = [(live, min_users * groups)]
-    if len(shared):
-        block_sets.append((shared, num_sharing * groups))
-    slot_of_entry = _assign_slots(entries, users_of_block, num_users=min_users, num_kv=num_kv)
-
-    slot = torch.zeros(num_requests, n, num_kv, dtype=torch.int64)
-    slot[is_used] = slot_of_entry
-    # Beyond its last block, a request reads its own first one again. Another request's block could hold NaN,
-    # and NaN plus the mask's -inf is NaN.
-    slot = torch.where(is_used[:, :, None], slot, slot[:, :1])
-
-    query = torch.zeros(num_slots, dtype=torch.int64)
-    row_of_q = torch.arange(num_requests * num_kv).view(num_requests, 1, num_kv)
-    query[slot_of_entry] = row_of_q.expand(-1, n, -1)[is_used]
-
-    # A slot is g rows of the products, one for each query head that shares the key head.
-    group = torch.arange(groups)[:, None]
-    score = slot.permute(0, 2, 1)[:, :, None] * groups + group  # [B, K, g, n]
-    is_score = is_used[:, None, None].expand_as(score)
-    prob = torch.zeros(num_slots * groups, dtype=torch.int64)
-    prob[score[is_score]] = is_score.flatten().nonzero()[:, 0]
-
-    # Results are summed over the entries of a table, so these come first.
-    out = score.permute(3, 0, 1, 2)  # [n, B, K, g]
-    unused = ~is_used.T[:, :, None, None]
-    return DecodeIndex(
-        block_sets=block_sets,
-        blocks=blocks,
-        query=query,
-        score=score.flatten(),
-        prob=prob,
-        out=out.flatten(),
-        unused=unused,
-    )
-
-
-def _assign_slots(block: Tensor, users_of_block: Tensor, *, num_users: int, num_kv: int) -> Tensor:
-    """Assign a slot at each key head to each entry of the block tables, one use of a block: int64 [entries, K].
-
-    block int64 [entries]: the blocks in the tables among the live ones, the requests end to end. users_of_block int64
-    [live blocks]: how many entries have each.
-    """
-    is_shared = users_of_block > num_users
+    num_blocks = (tables >= 0).sum(1)
+    first_block = np.zeros_like(num_blocks)
+    if window is not None:
+        # The oldest key is that which the first token of the last block sees.
+        first_block = ((num_blocks - 1) * BLOCK - window + 1).clip(min=0) // BLOCK
+    num_entries = num_blocks - first_block
+    column = np.arange(num_entries.max())  # [n]
+    is_used = column < num_entries[:, None]  # [B, n]
+    # Of each of the E used entries, the requests end to end.
+    request, column_of_entry = is_used.nonzero()
+    block = tables[request, first_block[request] + column_of_entry]
 
     # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
     # block, that is an entry's position less the number of entries of lower blocks.
-    sorted_entries = block.argsort(stable=True)
-    uses_of_lower = users_of_block.cumsum(0) - users_of_block
-    user = torch.empty_like(block)
-    user[sorted_entries] = torch.arange(len(block)) - uses_of_lower[block[sorted_entries]]
+    read, read_index, num_users = np.unique(block, return_inverse=True, return_counts=True)
+    order = read_index.argsort(kind="stable")
+    num_lower = num_users.cumsum() - num_users
+    user = np.empty_like(order)
+    user[order] = np.arange(len(order)) - num_lower.repeat(num_users)
 
-    # Where a block's slots would start with one key head: the live blocks first, then the shared ones.
-    num_live = len(users_of_block)
-    num_sharing = users_of_block.max()
-    own_start = torch.arange(num_live) * num_users
-    shared_start = num_live * num_users + (is_shared.cumsum(0) - 1) * num_sharing
-    start = torch.where(is_shared, shared_start, own_start)[block]
-    slots_per_head = torch.where(is_shared, num_sharing, num_users)[block]
+    # The slots of an entry's block at each key head: how many, and where they would start with one key head.
+    num_live = int(read[-1]) + 1
+    live: slice | Tensor = slice(0, num_live)
+    live_index = block
+    if num_live >= IDLE_FACTOR * len(read):
+        num_live = len(read)
+        live = torch.from_numpy(read)
+        live_index = read_index
+    block_sets: list[_BlockSet] = [(live, min_users * groups)]
+    num_slots = num_live * min_users
+    width = np.full_like(order, min_users)
+    start = live_index * width
+    most_users = int(num_users.max())
+    if most_users > min_users:
+        is_shared = num_users > min_users
+        shared_start = num_slots + (is_shared.cumsum() - 1) * most_users
+        width = np.where(is_shared, most_users, min_users)[read_index]
+        start = np.where(is_shared[read_index], shared_start[read_index], start)
+        block_sets.append((torch.from_numpy(read[is_shared]), most_users * groups))
+        num_slots += int(is_shared.sum()) * most_users
 
     # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
-    return (start * num_kv + user)[:, None] + slots_per_head[:, None] * torch.arange(num_kv)
+    head = np.arange(num_kv)
+    slot = (start * num_kv + user)[:, None] + width[:, None] * head  # [E, K]
+    query = np.zeros(num_slots * num_kv, np.int64)
+    query[slot] = request[:, None] * num_kv + head
+
+    # Beyond its last block, a request reads this one again. Another request's block could hold NaN, and NaN plus the
+    # mask's -inf is NaN.
+    first_entry = num_entries.cumsum() - num_entries
+    entry = first_entry[:, None] + np.minimum(column, num_entries[:, None] - 1)  # [B, n]
+    # A slot is g rows of the products, one for each query head that shares the key head.
+    slots = slot[entry].transpose(0, 2, 1)[:, :, None]
+    score = slots * groups + np.arange(groups)[:, None]  # [B, K, g, n]
+    is_score = np.broadcast_to(is_used[:, None, None], score.shape)
+    prob = np.zeros(len(query) * groups, np.int64)
+    prob[score[is_score]] = is_score.ravel().nonzero()[0]
+    return DecodeIndex(
+        block_sets=block_sets,
+        first_key=torch.from_numpy(first_block * BLOCK)[:, None],
+        unused=torch.from_numpy(~is_used)[:, None, :, None],
+        query=torch.from_numpy(query),
+        score=torch.from_numpy(score.ravel()),
+        prob=torch.from_numpy(prob),
+    )
 
 
 def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Tensor) -> Tensor:
@@ -379,8 +371,7 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     mask fp32 [B, 1, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
     Each block is multiplied for all its users at once. The softmax is over each request's own blocks.
     """
-    num_heads, dim = q.shape[1:]
-    num_requests, n = index.blocks.shape
+    num_requests, num_heads, dim = q.shape
     num_kv = keys.shape[1]
     groups = num_heads // num_kv
 
@@ -388,15 +379,15 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     q_rows = q.reshape(-1, groups * dim)
     slot_q = q_rows.index_select(0, index.query).view(-1, dim)
     slot_scores = _multiply_blocks(slot_q, keys, index.block_sets)
-    scores = slot_scores.index_select(0, index.score).view(num_requests, num_kv, groups, n * BLOCK)
+    scores = slot_scores.index_select(0, index.score).view(num_requests, num_kv, groups, -1)
     probs = _softmax(scores, mask, dim)
     slot_probs = probs.view(-1, BLOCK).index_select(0, index.prob)
     slot_out = _multiply_blocks(slot_probs, values, index.block_sets)
-    out = slot_out.index_select(0, index.out).view(n, -1, num_heads, dim)
-    if n > 1:
-        # Entries without a block have the result of the first block, which must not count twice.
+    out = slot_out.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
+    if out.shape[2] > 1:
+        # Entries without a block have the result of the last block, which must not count twice.
         out = out.masked_fill_(index.unused, 0)
-    return _sum_in_order(out.unbind(0)).to(q.dtype)
+    return _sum_in_order(out.unbind(2)).to(q.dtype)
 
 
 def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]) -> Tensor:
