@@ -22,6 +22,7 @@ from support.engines import (
     VOCAB,
     WINDOWS,
     cached_model,
+    has_memory,
     make_engine,
     make_model,
     make_prompt,
@@ -44,12 +45,13 @@ for_every_model = pytest.mark.parametrize(
 def poisoned(monkeypatch):
     """What a cache holds before anything is stored is garbage."""
 
-    def make(cache, *args, make=KVCache.__init__, **options):
-        make(cache, *args, **options)
-        cache.pool.keys.fill_(-37.5)
-        cache.pool.values.fill_(1e3)
+    def make(cache, make=KVCache.pool.func):
+        pool = make(cache)
+        pool.keys.fill_(-37.5)
+        pool.values.fill_(1e3)
+        return pool
 
-    monkeypatch.setattr(KVCache, "__init__", make)
+    monkeypatch.setattr(KVCache.pool, "func", make)
 
 
 @functools.cache
@@ -163,7 +165,7 @@ def test_rollouts_do_not_depend_on_the_schedule(attention, dtype, name):
         if not engine.is_busy and not waiting:
             break
     assert_same(rollouts, expected_rollouts(attention, dtype), model)
-    assert engine._cache is engine._graphs is None, "training needs the memory"
+    assert not has_memory(engine), "training needs the memory"
     assert max(prefills) <= options.get("max_prefill_tokens", 8192)
     assert sum(count > 0 for count in prefills) > 2
     stats = engine.take_stats()
@@ -189,7 +191,7 @@ def test_rollouts_in_parts_go_on_as_if_nothing_had_happened(attention, dtype):
         limits = [min(len(request.sampled) + num_tokens, 32) for request in unfinished]
         parts = [replace(r, max_new_tokens=limit) for r, limit in zip(unfinished, limits, strict=True)]
         by_id = {rollout.rollout_id: rollout for rollout in run(engine, parts, weight_version=phase)}
-        assert engine._cache is None
+        assert not has_memory(engine)
         left = []
         for request in unfinished:
             rollout = by_id[request.rollout_id]
@@ -260,7 +262,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name_and_leaves_nothing_b
     with pytest.raises(ValueError, match=message):
         engine.submit([make_request([5]), request_])
     assert engine.step() == engine.generate([]) == []
-    assert engine._cache is None
+    assert not has_memory(engine)
     limit = request_.max_new_tokens - 1
     (rollout,) = run(engine, [replace(request_, max_new_tokens=limit, stop_ids=frozenset())])
     assert len(rollout.tokens) == int(message.split()[0]) - 1
@@ -286,15 +288,14 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
     model = make_model(attention, dtype)
     engine = make_engine(model, cache_tokens=4096, **dict.fromkeys(how.split(), True))
     before = run(engine, mixed_requests())
-    kept = engine._cache, engine._graphs
-    assert (kept[0] is not None) == ("keeps_cache" in how)
-    if kept[0]:
-        assert kept[0].blocks.references.sum() == ("cuda_graphs" in how), (
-            "a sequence stays, besides the padding"
-        )
+    assert has_memory(engine) == ("keeps_cache" in how)
+    kept = vars(engine._cache).get("pool"), engine._graphs
+    assert engine._cache.blocks.references.sum() == ("cuda_graphs" in how), (
+        "a sequence stays, besides the padding"
+    )
     model.load_state_dict(make_model(attention, dtype, seed=1).state_dict())
     after = run(engine, mixed_requests())
     assert_same(after, run(make_engine(model), mixed_requests()), model)
-    assert (engine._cache, engine._graphs) == kept
+    assert (vars(engine._cache).get("pool"), engine._graphs) == kept
     completions = {r.rollout_id: r.completion for r in after}
     assert sum(completions[r.rollout_id] != r.completion for r in before) > len(before) / 2

@@ -75,7 +75,6 @@ class Engine:
         """
         self.model = model
         self.config = model.config
-        self.dtype = dtype
         self.device = device
         self.max_running_requests = max_running_requests
         self.cache_tokens = cache_tokens
@@ -86,7 +85,20 @@ class Engine:
         self.stats = EngineStats()
         self.weight_version = 0
 
+        # With CUDA graphs a padding row decodes, too. It stores keys and values like any request.
+        num_padding_rows = int(self.cuda_graphs)
+        self._cache = KVCache(
+            model.config,
+            num_tokens=cache_tokens + num_padding_rows * PAGED_BLOCK,
+            max_sequences=max_running_requests + num_padding_rows,
+            dtype=dtype,
+            device=device,
+        )
+        if self.cuda_graphs:
+            self._padding_row = self._cache.blocks.add(1)
+        self._graphs: DecodeGraphs | None = None
         self._table = RequestTable(
+            self._cache,
             self.stats,
             max_running=max_running_requests,
             max_prefill_tokens=max_prefill_tokens,
@@ -97,11 +109,6 @@ class Engine:
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
         # The last pass of ranks that share the model's layers.
         self._last_pass = Pass()
-        self._cache: KVCache | None = None
-        self._graphs: DecodeGraphs | None = None
-        # With CUDA graphs, the row of the padding in decode steps. Padding stores keys and values like any request, so
-        # it needs a block.
-        self._padding_row: int
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests, and continue those that are between two turns. Not collective.
@@ -129,8 +136,6 @@ class Engine:
                 max_length > self.cache_tokens,
                 f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens",
             )
-        if requests and self._cache is None:
-            self._allocate()
         self.weight_version = weight_version
         self._table.submit(requests)
 
@@ -171,16 +176,19 @@ class Engine:
             return []
         # Queued requests would fill the free blocks anyway, so blocks move only if there are none.
         if not self._table.queue:
-            self._table.cache.compact()
+            self._cache.compact()
         with torch.no_grad(), spent_on("prefill"):
-            self._compute_appended()
-            self._prefill(self._table.admit())
+            if self._table.appended:
+                self._compute_appended()
+            admitted = self._table.admit()
+            if admitted:
+                self._prefill(admitted)
         with torch.no_grad(), spent_on("decode"):
             finished: list[Rollout] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
             rows = self._table.below_limit()
-            can_stay_unread = self.async_decoding and self._table.cache.blocks.can_extend(rows)
+            can_stay_unread = self.async_decoding and self._cache.blocks.can_extend(rows)
             if not can_stay_unread:
                 finished += self._table.read()
                 rows = self._table.below_limit()
@@ -224,24 +232,6 @@ class Engine:
         """Copy host arrays to the device, without waiting for it."""
         return [upload(torch.from_numpy(array), self.device) for array in arrays]
 
-    def _allocate(self) -> None:
-        """Allocate the cache, with CUDA graphs plus the padding's block."""
-        num_padding_rows = int(self.cuda_graphs)
-        self._cache = KVCache(
-            self.config,
-            num_tokens=self.cache_tokens + num_padding_rows * PAGED_BLOCK,
-            max_sequences=self.max_running_requests + num_padding_rows,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        self._table.cache = self._cache
-        if self.cuda_graphs:
-            max_blocks = ceil_div(self.config.max_position_embeddings, self._cache.block_size)
-            from minirl.extras.kernels.cuda_graphs import DecodeGraphs
-
-            self._graphs = DecodeGraphs(max_blocks)
-            self._padding_row = self._cache.blocks.add(1)
-
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
         """The hidden states [T, D] of tokens. Collective among ranks that share the model's layers: see `shards`.
 
@@ -271,18 +261,16 @@ class Engine:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
         self._table.read()
-        if not self.keeps_cache and self._cache is not None:
-            del self._table.cache
-            self._cache = self._graphs = None
+        if not self.keeps_cache:
+            self._cache.free_memory()
+            self._graphs = None
 
     def _prefill(self, admitted: Mapping[Group, Sequence[Request]]) -> None:
         """Run the new prefixes of admitted requests packed end to end, and sample the next token of each request."""
-        if not admitted:
-            return
         new_groups = [group for group in admitted if group.hidden is None]
         if new_groups:
             prefix_rows = [group.row for group in new_groups if group.row is not None]
-            layout = self._table.cache.prefill_layout(prefix_rows)
+            layout = self._cache.prefill_layout(prefix_rows)
             ids = np.concatenate([group.prefix for group in new_groups])
             (tokens,) = self._upload(ids)
             hidden = self._forward(tokens, layout)
@@ -311,7 +299,7 @@ class Engine:
         state of the last one gives the next token.
         """
         table = self._table
-        cache = table.cache
+        cache = self._cache
         num_slots = self.max_running_requests - len(table.running)
         num_tokens = table.max_prefill_tokens
         computed: list[int] = []
@@ -343,7 +331,7 @@ class Engine:
     def _start(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample the next token of each from its hidden state [D]."""
         table = self._table
-        lengths = table.cache.blocks.lengths
+        lengths = self._cache.blocks.lengths
         device_rows, positions, *sampling = self._upload(rows, lengths[rows], *table.columns.sampling(rows))
         sampled = sample_packed(states, self.model.head, positions, sampling)
         if len(self._newest_tokens) < len(lengths):
@@ -358,10 +346,10 @@ class Engine:
         Padding decodes any token, with any key, always at the same position of its sequence. Its results are
         discarded.
         """
-        cache = self._table.cache
+        cache = self._cache
         num_requests = len(rows)
         padded = rows
-        if self._graphs is not None:
+        if self.cuda_graphs:
             batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
             padded = np.pad(rows, (0, batch_size - num_requests), constant_values=self._padding_row)
         sampling = self._table.columns.sampling(padded)
@@ -376,7 +364,13 @@ class Engine:
             positions = layout.positions + 1
             return sample_packed(hidden, self.model.head, positions, uploaded[: len(sampling)])
 
-        run = step if self._graphs is None else functools.partial(self._graphs.run, step)
+        run: Callable[..., Tensor] = step
+        if self.cuda_graphs:
+            from minirl.extras.kernels.cuda_graphs import DecodeGraphs
+
+            max_blocks = ceil_div(self.config.max_position_embeddings, cache.block_size)
+            self._graphs = self._graphs or DecodeGraphs(max_blocks)
+            run = functools.partial(self._graphs.run, step)
         sampled = run(self._newest_tokens[device_rows], *uploaded)
         self._newest_tokens[device_rows] = sampled[0]
         self._table.launched(rows, sampled[:, :num_requests], self.weight_version)

@@ -9,8 +9,9 @@ Most steps change no table, so a step costs the host a few operations on whole c
 length of the sequences.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,28 +62,44 @@ class KVCache:
         device: torch.device,
     ):
         """max_sequences: for how many, and a prefix, layers without attention can cache states."""
+        self.config = config
+        self.max_sequences = max_sequences
+        self.dtype = dtype
         self.device = device
         self.kernel = decode_kernel_for(device)
         self.block_size = PAGED_BLOCK if self.kernel == "paged" else BLOCK
-        num_blocks = ceil_div(num_tokens, self.block_size)
-        self.blocks = BlockPool(num_blocks, self.block_size)
-        windows = config.attention_windows
-        shape = (len(windows), num_blocks, config.num_key_value_heads)
-        # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
-        keys = torch.zeros(*shape, config.head_dim, self.block_size, dtype=dtype, device=device)
-        values = torch.zeros(*shape, self.block_size, config.head_dim, dtype=dtype, device=device)
-        states = None
+        self.blocks = BlockPool(ceil_div(num_tokens, self.block_size), self.block_size)
+        self.has_states = config.delta_net is not None
         # A step computes tokens of a sequence up to the next multiple of this.
         self.part_size = self.block_size
+        if self.has_states:
+            from minirl.extras.delta_net.states import StateCache
+
+            self.part_size = min(self.block_size, StateCache.chunk_size)
+        if self.kernel == "portable":
+            self._portable = PortableReader(config, dtype)
+
+    @functools.cached_property
+    def pool(self) -> CachePool:
+        """The memory, allocated at its first use since `free_memory`."""
+        config = self.config
+        windows = config.attention_windows
+        shape = (len(windows), len(self.blocks.references), config.num_key_value_heads)
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
+        keys = torch.zeros(*shape, config.head_dim, self.block_size, **options)
+        values = torch.zeros(*shape, self.block_size, config.head_dim, **options)
+        states = None
         if config.delta_net is not None:
             from minirl.extras.delta_net.states import StateCache
 
-            states = StateCache(config.delta_net, max_sequences + 1, dtype=dtype, device=device)
-            self.part_size = min(self.block_size, states.chunk_size)
+            states = StateCache(config.delta_net, self.max_sequences + 1, **options)
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
-        self.pool = CachePool(keys, values, layers, states)
-        if self.kernel == "portable":
-            self._portable = PortableReader(config, dtype)
+        return CachePool(keys, values, layers, states)
+
+    def free_memory(self) -> None:
+        """Free the memory, which no sequence may need any more."""
+        vars(self).pop("pool", None)
 
     def fork(self, parent: int, num_forks: int) -> list[int]:
         """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
@@ -90,7 +107,7 @@ class KVCache:
         old, *new = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
         if new and new[0] != old:
             self._copy(np.full(num_forks, old), np.array(new))
-        if forks and self.pool.states is not None:
+        if forks and self.has_states:
             self.pool.states.fork(parent, forks)
         return forks
 
@@ -125,7 +142,7 @@ class KVCache:
         """
         if positions is None:
             positions = self.blocks.lengths[rows] - 1
-        if self.pool.states is not None:
+        if self.has_states:
             self.pool.states.begin_step(rows, positions)
         inputs: list[NDArray[np.integer]] = [positions, self.blocks.block_at(rows, positions), rows]
         if self.kernel == "paged":

@@ -65,11 +65,9 @@ class Group:
 class RequestTable:
     """All requests of an engine by state, with their rows in the cache. It decides which ones run; nothing computes."""
 
-    # That of the present generation phase.
-    cache: KVCache
-
     def __init__(
         self,
+        cache: KVCache,
         stats: EngineStats,
         *,
         max_running: int,
@@ -78,6 +76,7 @@ class RequestTable:
         make_stop_test: Callable[[tuple[str, ...]], StopTest] | None,
     ):
         """stats: counts drops, preemptions and discarded tokens. The others are those of `Engine`."""
+        self.cache = cache
         self.stats = stats
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
@@ -100,7 +99,7 @@ class RequestTable:
     @property
     def num_slots(self) -> int:
         """How many requests can run. Parked ones take slots if the cache holds states of theirs."""
-        return self.max_running - (len(self.parked) if self.cache.pool.states is not None else 0)
+        return self.max_running - (len(self.parked) if self.cache.has_states else 0)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, and resume the parked ones among them. Requests that have tokens go to the front."""

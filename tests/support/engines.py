@@ -88,6 +88,11 @@ def make_engine(
     )
 
 
+def has_memory(engine: Engine) -> bool:
+    """Whether the memory of its cache, or a graph that reads it, is allocated."""
+    return "pool" in vars(engine._cache) or engine._graphs is not None
+
+
 def make_request(
     prompt: Sequence[int],
     *,
