@@ -93,12 +93,11 @@ class BlockPool:
         row = int(np.append(self.lengths, 0).argmin())
         self.lengths = with_room(self.lengths, row + 1)
         self.lengths[row] = num_tokens
-        num_shared = len(first_blocks)
         num_blocks = ceil_div(num_tokens, self.block_size)
+        blocks = [*first_blocks, *self.free[: num_blocks - len(first_blocks)]]
+        self.references[blocks] += 1
         self.tables = with_room(self.tables, row + 1, num_blocks)
-        self.references[list(first_blocks)] += 1
-        self.tables[row, :num_shared] = first_blocks
-        self.tables[row, num_shared:num_blocks] = self._take(num_blocks - num_shared)
+        self.tables[row, :num_blocks] = blocks
         return row
 
     def fork(self, parent: int) -> int:
@@ -114,9 +113,11 @@ class BlockPool:
         """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
         full_rows = rows[self.are_full(rows)]
         if len(full_rows):
+            blocks = self.free[: len(full_rows)]
+            self.references[blocks] = 1
             columns = self.lengths[full_rows] // self.block_size
             self.tables = with_room(self.tables, 0, int(columns.max()) + 1)
-            self.tables[full_rows, columns] = self._take(len(full_rows))
+            self.tables[full_rows, columns] = blocks
         self.lengths[rows] += 1
 
     def remove(self, row: int) -> None:
@@ -137,9 +138,3 @@ class BlockPool:
             self.references[new] = self.references[old]
             self.references[old] = 0
         return old, new
-
-    def _take(self, num_blocks: int) -> IntArray:
-        """Take the lowest free blocks."""
-        blocks = self.free[:num_blocks]
-        self.references[blocks] = 1
-        return blocks

@@ -166,6 +166,7 @@ class Engine:
         if not self.is_busy:
             self._end_phase()
 
+    @torch.no_grad()
     def step(self) -> list[Rollout]:
         """Admit and prefill waiting requests, then decode one token of every running request.
 
@@ -174,31 +175,32 @@ class Engine:
         if not self.is_decoding:
             self._help_others()
             return []
+        table = self._table
         # Queued requests would fill the free blocks anyway, so blocks move only if there are none.
-        if not self._table.queue:
+        if not table.queue:
             self._cache.compact()
-        with torch.no_grad(), spent_on("prefill"):
-            if self._table.appended:
+        with spent_on("prefill"):
+            if table.appended:
                 self._compute_appended()
-            admitted = self._table.admit()
+            admitted = table.admit()
             if admitted:
                 self._prefill(admitted)
-        with torch.no_grad(), spent_on("decode"):
+        with spent_on("decode"):
             finished: list[Rollout] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
-            rows = self._table.below_limit()
+            rows = table.below_limit()
             can_stay_unread = self.async_decoding and self._cache.blocks.can_extend(rows)
             if not can_stay_unread:
-                finished += self._table.read()
-                rows = self._table.below_limit()
-            rows = self._table.extend(rows)
+                finished += table.read()
+                rows = table.below_limit()
+            rows = table.extend(rows)
             if len(rows):
                 self._decode(rows)
             # With asynchronous decoding the step just launched is read one call later. Until then the device
             # runs it, while the host handles the finished requests and prepares the next step.
             num_unread = 1 if len(rows) and self.async_decoding else 0
-            finished += self._table.read(num_unread=num_unread)
+            finished += table.read(num_unread=num_unread)
         if not self.is_busy:
             self._end_phase()
         return finished
@@ -230,7 +232,7 @@ class Engine:
 
     def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Copy host arrays to the device, without waiting for it."""
-        return [upload(torch.from_numpy(array), self.device) for array in arrays]
+        return [upload(array, self.device) for array in arrays]
 
     def _forward(self, tokens: Tensor, layout: Layout, *, is_done: bool = False) -> Tensor:
         """The hidden states [T, D] of tokens. Collective among ranks that share the model's layers: see `shards`.
@@ -315,7 +317,7 @@ class Engine:
         rows = np.array(computed)
         counts = np.array([len(part) for part in parts])
         ends = cache.blocks.lengths[rows]
-        positions = concatenated_ranges(ends - counts, counts).numpy()
+        positions = concatenated_ranges(ends - counts, counts)
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(parts), *inputs)
@@ -334,8 +336,8 @@ class Engine:
         lengths = self._cache.blocks.lengths
         device_rows, positions, *sampling = self._upload(rows, lengths[rows], *table.columns.sampling(rows))
         sampled = sample_packed(states, self.model.head, positions, sampling)
-        if len(self._newest_tokens) < len(lengths):
-            self._newest_tokens = F.pad(self._newest_tokens, (0, len(lengths) - len(self._newest_tokens)))
+        num_new_rows = len(lengths) - len(self._newest_tokens)
+        self._newest_tokens = F.pad(self._newest_tokens, (0, num_new_rows))
         self._newest_tokens[device_rows] = sampled[0]
         table.start(rows)
         table.launched(rows, sampled, self.weight_version)
@@ -351,7 +353,9 @@ class Engine:
         padded = rows
         if self.cuda_graphs:
             batch_size = padding.graph_batch_size(num_requests, self.max_running_requests)
-            padded = np.pad(rows, (0, batch_size - num_requests), constant_values=self._padding_row)
+            num_missing = batch_size - num_requests
+            padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
+            self.stats.padding_tokens += num_missing
         sampling = self._table.columns.sampling(padded)
         uploaded = self._upload(*sampling, *cache.begin_step(padded))
         device_rows = DecodeInputs(*uploaded[len(sampling) :]).rows
@@ -376,5 +380,4 @@ class Engine:
         self._table.launched(rows, sampled[:, :num_requests], self.weight_version)
         self.stats.decode_tokens += num_requests
         self.stats.most_running = max(self.stats.most_running, num_requests)
-        self.stats.padding_tokens += len(padded) - num_requests
         self.stats.decode_steps += 1

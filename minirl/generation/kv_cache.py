@@ -124,14 +124,10 @@ class KVCache:
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         lengths = self.blocks.lengths[rows]
-        positions = concatenated_ranges(np.zeros_like(lengths), lengths).numpy()
+        positions = concatenated_ranges(np.zeros_like(lengths), lengths)
         blocks = self.blocks.block_at(np.repeat(rows, lengths), positions)
-        cached = Cached(
-            self.pool,
-            self._upload(np.array(rows)),
-            self._upload(blocks),
-            self._upload(positions % self.block_size),
-        )
+        offsets = positions % self.block_size
+        cached = Cached(self.pool, *(upload(x, self.device) for x in (np.array(rows), blocks, offsets)))
         sequences = tuple(map(attention.Sequence, lengths.tolist()))
         return PackedLayout(sequences, self.device, cached)
 
@@ -167,13 +163,9 @@ class KVCache:
 
     def _copy(self, old: IntArray, new: IntArray) -> None:
         """Copy blocks to other ones."""
-        old_index, new_index = self._upload(old), self._upload(new)
+        old_index, new_index = upload(old, self.device), upload(new, self.device)
         for pool in (self.pool.keys, self.pool.values):
             pool.index_copy_(1, new_index, pool.index_select(1, old_index))
-
-    def _upload(self, numbers: IntArray) -> Tensor:
-        """Copy host numbers to the cache's device."""
-        return upload(torch.from_numpy(numbers), self.device)
 
 
 class PortableReader:

@@ -65,22 +65,23 @@ def decode_kernel_for(device: torch.device) -> str:
     return "paged" if device.type == "cuda" else "portable"
 
 
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to `device`; to CUDA from pinned memory, so that the host does not wait."""
+def upload(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy a host tensor or array to `device`; to CUDA from pinned memory, so that the host does not wait."""
+    host = torch.as_tensor(x)
     if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
 
 
-def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> Tensor:
-    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths], on the host.
+def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
+    """The integers from each start on, as many as its length, end to end: int64 [sum of lengths].
 
-    starts, lengths: integers [n], as arrays, host tensors or lists.
+    starts, lengths: integers [n], as arrays or lists.
     """
     counts = np.asarray(lengths, np.int64)
     # How much larger the integers are than those from 0 on.
     shifts = np.asarray(starts, np.int64) + counts - counts.cumsum()
-    return torch.from_numpy(np.arange(counts.sum()) + shifts.repeat(counts))
+    return np.arange(counts.sum()) + shifts.repeat(counts)
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def hidden_index(self) -> Tensor:
         """The index of each token of the stream among the model's hidden states, int64 [T]."""
-        return self._upload(torch.from_numpy(np.concatenate([np.arange(0), *self.hidden_rows])))
+        return self._upload(np.concatenate([np.arange(0), *self.hidden_rows]))
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
@@ -232,12 +233,12 @@ class PackedLayout(_Memo):
         """The position of each computed token in its sequence, int64 [T']."""
         return self._upload(concatenated_ranges(self.num_shared, self.num_own))
 
-    def _upload(self, x: Tensor) -> Tensor:
+    def _upload(self, x: np.ndarray) -> Tensor:
         return upload(x, self.device)
 
 
-def _limits(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.append(0, lengths.cumsum())).int()
+def _limits(lengths: np.ndarray) -> np.ndarray:
+    return np.append(0, lengths.cumsum()).astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -309,38 +309,39 @@ def index_decode(
     request, column_of_entry = is_used.nonzero()
     block = tables[request, first_block[request] + column_of_entry]
 
+    num_users = np.bincount(block)
+    live = np.arange(len(num_users))
+    live_index = block
+    block_sets: list[_BlockSet] = [(slice(0, len(live)), min_users * groups)]
+    read = num_users.nonzero()[0]
+    if len(live) >= IDLE_FACTOR * len(read):
+        live = read
+        live_index = np.searchsorted(live, block)
+        block_sets = [(torch.from_numpy(live), min_users * groups)]
+        num_users = num_users[live]
+
     # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
     # block, that is an entry's position less the number of entries of lower blocks.
-    read, read_index, num_users = np.unique(block, return_inverse=True, return_counts=True)
-    order = read_index.argsort(kind="stable")
+    order = live_index.argsort(kind="stable")
     num_lower = num_users.cumsum() - num_users
     user = np.empty_like(order)
     user[order] = np.arange(len(order)) - num_lower.repeat(num_users)
 
-    # The slots of an entry's block at each key head: how many, and where they would start with one key head.
-    num_live = int(read[-1]) + 1
-    live: slice | Tensor = slice(0, num_live)
-    live_index = block
-    if num_live >= IDLE_FACTOR * len(read):
-        num_live = len(read)
-        live = torch.from_numpy(read)
-        live_index = read_index
-    block_sets: list[_BlockSet] = [(live, min_users * groups)]
-    num_slots = num_live * min_users
-    width = np.full_like(order, min_users)
-    start = live_index * width
+    # Of each live block the slots at a key head: how many, and where they would start with one key head.
+    width = np.full_like(live, min_users)
+    start = width.cumsum() - width
+    num_slots = len(live) * min_users
     most_users = int(num_users.max())
     if most_users > min_users:
-        is_shared = num_users > min_users
-        shared_start = num_slots + (is_shared.cumsum() - 1) * most_users
-        width = np.where(is_shared, most_users, min_users)[read_index]
-        start = np.where(is_shared[read_index], shared_start[read_index], start)
-        block_sets.append((torch.from_numpy(read[is_shared]), most_users * groups))
-        num_slots += int(is_shared.sum()) * most_users
+        shared = (num_users > min_users).nonzero()[0]
+        width[shared] = most_users
+        start[shared] = num_slots + np.arange(len(shared)) * most_users
+        num_slots += len(shared) * most_users
+        block_sets.append((torch.from_numpy(live[shared]), most_users * groups))
 
     # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
     head = np.arange(num_kv)
-    slot = (start * num_kv + user)[:, None] + width[:, None] * head  # [E, K]
+    slot = (start[live_index] * num_kv + user)[:, None] + width[live_index, None] * head  # [E, K]
     query = np.zeros(num_slots * num_kv, np.int64)
     query[slot] = request[:, None] * num_kv + head
 
