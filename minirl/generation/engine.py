@@ -324,7 +324,7 @@ class Engine:
         layout = cache.decode_layout(repeated, DecodeInputs(*uploaded), tuple(map(len, parts)))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)
-        is_ready = ends == table.columns.lengths(rows)
+        is_ready = ends == table.columns["length"][rows]
         table.appended.extendleft(reversed(rows[~is_ready].tolist()))
         if is_ready.any():
             (last,) = self._upload(counts.cumsum()[is_ready] - 1)

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from minirl.generation.block_pool import IntArray, with_room
 from minirl.rollouts import TOKEN, Request, Rollout, StopTest, Stream, rollout_of
 
-# `limit`: the `max_new_tokens` of its present turn. `count`: how many tokens after the prompt the host has read; with
-# asynchronous decoding one more may have been launched. Those after it are for sampling.
+# The lengths include the prompt. `length`: the tokens that the host has read; with asynchronous decoding one more may have
+# been launched. `max_length`: where the present turn ends. The others are for sampling.
 COLUMNS = np.dtype(
     [
-        ("prompt_length", np.int64),
-        ("limit", np.int64),
-        ("count", np.int64),
+        ("length", np.int64),
+        ("max_length", np.int64),
         ("key", np.int64),
         ("temperature", np.float32),
         ("top_k", np.int64),
@@ -27,9 +26,9 @@ COLUMNS = np.dtype(
 
 
 class RequestColumns:
-    """Requests by row: `requests`, their `COLUMNS` [rows], and their tokens after the prompt, TOKEN [rows, n].
+    """Requests by row: `requests`, their `COLUMNS` [rows], and their tokens, TOKEN [rows, n].
 
-    Rows and n grow when a request needs more.
+    Only tokens after the prompt are filled in. Rows and n grow when a request needs more.
     """
 
     def __init__(self, num_rows: int, make_stop_test: Callable[[tuple[str, ...]], StopTest] | None):
@@ -47,10 +46,6 @@ class RequestColumns:
         """The column of this name, [rows]."""
         return self._columns[name]
 
-    def lengths(self, rows: IntArray) -> IntArray:
-        """How many tokens requests [n] have, prompt included, without unread ones."""
-        return self["prompt_length"][rows] + self["count"][rows]
-
     def sampling(self, rows: IntArray) -> list[NDArray[Any]]:
         """Keys int64 and temperatures fp32 [n] of these rows.
 
@@ -63,27 +58,29 @@ class RequestColumns:
 
     def put(self, row: int, request: Request) -> None:
         """Give a request this row, with the tokens that it has so far."""
+        num_prompt_tokens = len(request.prompt_ids)
+        length = num_prompt_tokens + len(request.sampled)
+        max_length = num_prompt_tokens + request.max_new_tokens
         self._columns = with_room(self._columns, row + 1)
         # Memory that is never written takes no pages.
-        self._tokens = with_room(self._tokens, row + 1, request.max_new_tokens)
+        self._tokens = with_room(self._tokens, row + 1, max_length)
+        self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
-        count = len(request.sampled)
         columns = self._columns[row]
-        columns["prompt_length"] = len(request.prompt_ids)
-        columns["limit"] = request.max_new_tokens
-        columns["count"] = count
+        columns["length"] = length
+        columns["max_length"] = max_length
         columns["key"] = request.key
         columns["temperature"] = request.temperature
         columns["top_k"], columns["top_p"] = request.truncation
-        self._tokens[row, :count] = request.sampled
         self._stop_ids |= request.stop_ids
         self._has_stop_strings |= bool(request.stop)
 
     def append(self, rows: IntArray, tokens: Stream) -> dict[int, str]:
         """Append a token TOKEN [n] to each of these requests; returns why those ended that it ends, by row."""
-        self._tokens[rows, self["count"][rows]] = tokens
-        self["count"][rows] += 1
-        may_end = self["count"][rows] >= self["limit"][rows]
+        lengths = self["length"][rows]
+        self._tokens[rows, lengths] = tokens
+        self["length"][rows] = lengths + 1
+        may_end = lengths + 1 >= self["max_length"][rows]
         may_end |= np.isin(tokens["id"], list(self._stop_ids))
         stopped: set[int] = set()
         if self._has_stop_strings:
@@ -93,17 +90,18 @@ class RequestColumns:
         for row, token in zip(rows[may_end].tolist(), tokens["id"][may_end].tolist(), strict=True):
             if row in stopped or token in self.requests[row].stop_ids:
                 reasons[row] = "stop"
-            elif self["count"][row] >= self["limit"][row]:
+            elif self["length"][row] >= self["max_length"][row]:
                 reasons[row] = "length"
         return reasons
 
-    def tokens(self, row: int) -> Stream:
-        """The tokens after the prompt that were read, a view."""
-        return self._tokens[row, : self["count"][row]]
+    def tokens(self, row: int, start: int) -> Stream:
+        """A request's tokens from `start` on, which is not in its prompt; a view."""
+        return self._tokens[row, start : self["length"][row]]
 
     def unfinished(self, row: int) -> Request:
         """The request with the tokens that it has so far, to be queued again."""
-        return replace(self.requests[row], sampled=self.tokens(row).copy())
+        request = self.requests[row]
+        return replace(request, sampled=self.tokens(row, len(request.prompt_ids)).copy())
 
     def rollout(self, row: int, finish_reason: str) -> Rollout:
         """The finished rollout."""
@@ -111,7 +109,7 @@ class RequestColumns:
         return rollout_of(
             request.rollout_id,
             request.prompt_ids,
-            self.tokens(row),
+            self.tokens(row, len(request.prompt_ids)),
             finish_reason,
             temperature=request.temperature,
         )
@@ -129,7 +127,8 @@ class RequestColumns:
             test = self._make_stop_test(strings)
             turns = []
             for row in tested:
-                ids = self.tokens(row)["id"][self.requests[row].turn_start :]
+                request = self.requests[row]
+                ids = self.tokens(row, len(request.prompt_ids) + request.turn_start)["id"]
                 turns.append(ids[-test.max_tokens :].tolist())
             stopped.update(itertools.compress(tested, test(turns)))
         return stopped

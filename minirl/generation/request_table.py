@@ -77,6 +77,7 @@ class RequestTable:
     ):
         """stats: counts drops, preemptions and discarded tokens. The others are those of `Engine`."""
         self.cache = cache
+        self._blocks = cache.blocks
         self.stats = stats
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
@@ -119,7 +120,7 @@ class RequestTable:
         """Resume a parked request with more tokens; returns whether it can be resumed."""
         row = self.parked.pop(request.rollout_id)
         self.columns.put(row, request)
-        if self.cache.blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
+        if self._blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
             self.appended.append(row)
             return True
         # Nothing was appended, and an asynchronous step has computed its last token: the state that the next one is
@@ -151,7 +152,6 @@ class RequestTable:
         num_active = len(self.running) + len(self.appended)
         while num_active == self.num_slots == 0:
             self._evict()
-        blocks = self.cache.blocks
         num_prefill_tokens = 0
         # Free blocks that requests may need soon, for tokens and for the copies of forks.
         num_promised = self._num_blocks_soon()
@@ -163,19 +163,19 @@ class RequestTable:
                 break
             request = group.requests[0]
             num_left = request.max_new_tokens - len(request.sampled)
-            num_blocks = blocks.num_more(length, min(self.headroom_tokens, num_left - 1))
-            if len(group.requests) > 1 and length % blocks.block_size != 0:
+            num_blocks = self._blocks.num_more(length, min(self.headroom_tokens, num_left - 1))
+            if len(group.requests) > 1 and length % self._blocks.block_size != 0:
                 num_blocks += 1
-            has_room = blocks.num_spare(num_new_tokens) - num_promised >= num_blocks
+            has_room = self._blocks.num_spare(num_new_tokens) - num_promised >= num_blocks
             if not has_room and num_active > 0:
                 self.lacks_room = True
                 break
-            while blocks.num_spare(num_new_tokens) < 0:
+            while self._blocks.num_spare(num_new_tokens) < 0:
                 # Nothing is running: a later group's prefix and parked requests make room for the first request.
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
             if group.row is None:
-                group.row = blocks.add(length)
+                group.row = self._blocks.add(length)
                 num_prefill_tokens += length
             admitted.setdefault(group, []).append(group.requests.popleft())
             num_active += 1
@@ -191,11 +191,12 @@ class RequestTable:
     def _num_blocks_soon(self) -> int:
         """How many blocks requests with rows may need for `headroom_tokens` more tokens each, up to their limits."""
         rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
-        ends = np.minimum(self.columns["count"][rows] + self.headroom_tokens, self.columns["limit"][rows])
-        lengths = self.cache.blocks.lengths[rows]
+        new_lengths = self.columns["length"][rows] + self.headroom_tokens
+        new_lengths = np.minimum(new_lengths, self.columns["max_length"][rows])
+        lengths = self._blocks.lengths[rows]
         # The cache need not hold the newest of these tokens.
-        num_more = self.columns["prompt_length"][rows] + ends - 1 - lengths
-        return int(self.cache.blocks.num_more(lengths, num_more.clip(min=0)).sum())
+        num_more = new_lengths - 1 - lengths
+        return int(self._blocks.num_more(lengths, num_more.clip(min=0)).sum())
 
     def place(self, group: Group, requests: Sequence[Request]) -> list[int]:
         """Give admitted requests of a group, whose prefix was prefilled, their rows; returns these."""
@@ -215,9 +216,8 @@ class RequestTable:
     def below_limit(self) -> IntArray:
         """The rows of running requests that have not reached their limits, unread tokens included."""
         rows = self.running
-        # The length in the cache at which the last token is launched.
-        last_lengths = self.columns["prompt_length"][rows] + self.columns["limit"][rows] - 1
-        return rows[self.cache.blocks.lengths[rows] < last_lengths]
+        # The cache never holds the last token.
+        return rows[self._blocks.lengths[rows] < self.columns["max_length"][rows] - 1]
 
     def extend(self, rows: IntArray) -> IntArray:
         """Add cache space for one more token to each of these requests; returns the rows of those that still run.
@@ -226,12 +226,12 @@ class RequestTable:
         to recompute. The oldest is preempted last and so always advances: the engine makes progress, since `submit`
         refused any request that exceeds the cache on its own. Preemption needs all tokens to be read.
         """
-        while not self.cache.blocks.can_extend(rows):
+        while not self._blocks.can_extend(rows):
             if not self._evict():
                 assert not self._readbacks, "a request is preempted whose tokens were not read"
                 self._preempt(int(rows[-1]))
                 rows = rows[:-1]
-        self.cache.blocks.extend(rows)
+        self._blocks.extend(rows)
         return rows
 
     def next_appended(self, max_tokens: int) -> tuple[int, IntArray]:
@@ -239,18 +239,16 @@ class RequestTable:
 
         Returns its row and these tokens [n]; none if no block was free for them, which preempts the request.
         """
-        blocks = self.cache.blocks
         row = self.appended.popleft()
-        length = int(blocks.lengths[row])
+        length = int(self._blocks.lengths[row])
         num_left = self.cache.part_size - length % self.cache.part_size
-        ids = self.columns.tokens(row)["id"][length - self.columns["prompt_length"][row] :]
-        ids = ids[: min(max_tokens, num_left)]
-        while not blocks.can_extend(np.array([row])):
+        ids = self.columns.tokens(row, length)["id"][: min(max_tokens, num_left)]
+        while not self._blocks.can_extend(np.array([row])):
             if not self._evict():
                 self._preempt(row)
                 return row, ids[:0]
-        blocks.extend(np.array([row]))
-        blocks.lengths[row] = length + len(ids)
+        self._blocks.extend(np.array([row]))
+        self._blocks.lengths[row] = length + len(ids)
         return row, ids
 
     def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
@@ -285,7 +283,7 @@ class RequestTable:
             if request.holds:
                 self.parked[request.rollout_id] = row
                 # How long its next turn may be is not known; it should not be evicted for a new request.
-                self.columns["limit"][row] = NO_LIMIT
+                self.columns["max_length"][row] = NO_LIMIT
             else:
                 self._remove(row)
 
@@ -303,7 +301,7 @@ class RequestTable:
         """
         for group in self.queue:
             if group.row is not None:
-                self.cache.blocks.remove(group.row)
+                self._blocks.remove(group.row)
                 group.row = group.hidden = None
                 return True
         if not self.parked:
@@ -327,7 +325,7 @@ class RequestTable:
         same: whatever writes there next is launched later and runs later.
         """
         del self.columns.requests[row]
-        self.cache.blocks.remove(row)
+        self._blocks.remove(row)
 
 
 class Readback:
