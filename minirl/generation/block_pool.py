@@ -60,10 +60,9 @@ class BlockPool:
         return self.tables[row, :num_blocks].tolist()
 
     def tables_of(self, rows: IntArray) -> NDArray[np.int32]:
-        """The blocks of these sequences, int32 [n, most blocks]; -1 beyond the last one of each."""
-        num_blocks = ceil_div(self.lengths[rows], self.block_size)
-        column = np.arange(num_blocks.max())
-        return np.where(column < num_blocks[:, None], self.tables[rows, : len(column)], np.int32(-1))
+        """The tables int32 [n, columns] of these sequences, as wide as the longest one needs."""
+        num_columns = ceil_div(int(self.lengths[rows].max()), self.block_size)
+        return self.tables[rows, :num_columns]
 
     def block_at(self, rows: IntArray, positions: IntArray) -> IntArray:
         """The blocks [n] of tokens at these positions [n] of the sequences in these rows [n]."""

@@ -321,7 +321,7 @@ class Engine:
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(parts), *inputs)
-        layout = cache.decode_layout(repeated, DecodeInputs(*uploaded), tuple(map(len, parts)))
+        layout = cache.decode_layout(DecodeInputs(*uploaded), tuple(map(len, parts)))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)
         is_ready = ends == table.columns["length"][rows]
@@ -361,8 +361,7 @@ class Engine:
         device_rows = DecodeInputs(*uploaded[len(sampling) :]).rows
 
         def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:
-            inputs = DecodeInputs(*uploaded[len(sampling) :])
-            layout = cache.decode_layout(padded, inputs)
+            layout = cache.decode_layout(DecodeInputs(*uploaded[len(sampling) :]))
             hidden = self._forward(tokens, layout)
             # The sampled token comes one position after the token put in.
             positions = layout.positions + 1

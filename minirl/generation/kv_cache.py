@@ -11,7 +11,7 @@ length of the sequences.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,13 +40,13 @@ class DecodeInputs(NamedTuple):
     """What a decode step of B tokens reads on the device, besides the cache.
 
     positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their sequences;
-    tables int32 [B, n] of the paged kernel (`BlockPool.tables_of`).
+    tables int32 [B, n] of blocks; beyond the block of a token, its row of them holds garbage.
     """
 
     positions: Tensor
     blocks: Tensor
     rows: Tensor
-    tables: Tensor | None = None
+    tables: Tensor
 
 
 class KVCache:
@@ -66,8 +66,9 @@ class KVCache:
         self.max_sequences = max_sequences
         self.dtype = dtype
         self.device = device
-        self.kernel = decode_kernel_for(device)
-        self.block_size = PAGED_BLOCK if self.kernel == "paged" else BLOCK
+        is_paged = decode_kernel_for(device) == "paged"
+        self.block_size = PAGED_BLOCK if is_paged else BLOCK
+        self._portable = None if is_paged else PortableReader(config, dtype)
         self.blocks = BlockPool(ceil_div(num_tokens, self.block_size), self.block_size)
         self.has_states = config.delta_net is not None
         # A step computes tokens of a sequence up to the next multiple of this.
@@ -76,8 +77,6 @@ class KVCache:
             from minirl.extras.delta_net.states import StateCache
 
             self.part_size = min(self.block_size, StateCache.chunk_size)
-        if self.kernel == "portable":
-            self._portable = PortableReader(config, dtype)
 
     @functools.cached_property
     def pool(self) -> CachePool:
@@ -85,15 +84,16 @@ class KVCache:
         config = self.config
         windows = config.attention_windows
         shape = (len(windows), len(self.blocks.references), config.num_key_value_heads)
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
         # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
-        keys = torch.zeros(*shape, config.head_dim, self.block_size, **options)
-        values = torch.zeros(*shape, self.block_size, config.head_dim, **options)
+        keys = zeros(*shape, config.head_dim, self.block_size)
+        values = zeros(*shape, self.block_size, config.head_dim)
         states = None
         if config.delta_net is not None:
             from minirl.extras.delta_net.states import StateCache
 
-            states = StateCache(config.delta_net, self.max_sequences + 1, **options)
+            num_rows = self.max_sequences + 1
+            states = StateCache(config.delta_net, num_rows, dtype=self.dtype, device=self.device)
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
         return CachePool(keys, values, layers, states)
 
@@ -116,7 +116,7 @@ class KVCache:
 
         That kernel multiplies the pool up to the highest block in use, so the free ones below would cost time.
         """
-        if self.kernel == "portable":
+        if self._portable is not None:
             old, new = self.blocks.compact()
             if len(old):
                 self._copy(old, new)
@@ -140,25 +140,20 @@ class KVCache:
             positions = self.blocks.lengths[rows] - 1
         if self.has_states:
             self.pool.states.begin_step(rows, positions)
-        inputs: list[NDArray[np.integer]] = [positions, self.blocks.block_at(rows, positions), rows]
-        if self.kernel == "paged":
-            inputs.append(self.blocks.tables_of(rows))
-        return inputs
+        return [positions, self.blocks.block_at(rows, positions), rows, self.blocks.tables_of(rows)]
 
-    def decode_layout(
-        self, rows: IntArray, inputs: DecodeInputs, repeats: tuple[int, ...] | None = None
-    ) -> DecodeLayout:
+    def decode_layout(self, inputs: DecodeInputs, repeats: tuple[int, ...] | None = None) -> DecodeLayout:
         """Layout of the tokens of a step that has begun.
 
         inputs: those of `begin_step`, on the device. repeats: if sequences have several tokens, how many each has.
         """
-        positions, blocks, device_rows, tables = inputs
-        cached = Cached(self.pool, device_rows, blocks, positions % self.block_size)
-        read: PagedRead | PortableRead = (
-            self._portable.read(self.blocks.tables_of(rows), positions)
-            if tables is None
-            else PagedRead(tables, (positions + 1).int())
-        )
+        positions, blocks, rows, tables = inputs
+        cached = Cached(self.pool, rows, blocks, positions % self.block_size)
+        read: PagedRead | PortableRead
+        if self._portable is None:
+            read = PagedRead(tables, (positions + 1).int())
+        else:
+            read = self._portable.read(tables, positions)
         return DecodeLayout(positions, cached, read, repeats)
 
     def _copy(self, old: IntArray, new: IntArray) -> None:
@@ -178,12 +173,15 @@ class PortableReader:
         # The kernel multiplies each block with the queries of at least this many sequences.
         num_queries = min_queries(config.head_dim, dtype) or 1
         self._min_users = ceil_div(num_queries, self._groups)
-        # The tables that the indices were made for.
+        # The tables that the indices were made for, -1 beyond the blocks of tokens.
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
 
-    def read(self, tables: NDArray[np.int32], positions: Tensor) -> PortableRead:
-        """The index and the mask of each window, for tokens at these positions int64 [B] of sequences with `tables`."""
+    def read(self, block_tables: Tensor, positions: Tensor) -> PortableRead:
+        """The index and the mask of each window, for these `DecodeInputs`."""
+        num_blocks = positions.numpy()[:, None] // BLOCK + 1
+        column = np.arange(num_blocks.max())
+        tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))
         if not np.array_equal(tables, self._tables):
             self._tables = tables
             for window in self._windows:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from minirl.generation.block_pool import IntArray, with_room
 from minirl.rollouts import TOKEN, Request, Rollout, StopTest, Stream, rollout_of
 
-# The lengths include the prompt. `length`: the tokens that the host has read; with asynchronous decoding one more may have
+# Lengths include the prompt. `length`: the tokens that the host has read; with asynchronous decoding one more may have
 # been launched. `max_length`: where the present turn ends. The others are for sampling.
 COLUMNS = np.dtype(
     [

@@ -320,18 +320,19 @@ def index_decode(
         block_sets = [(torch.from_numpy(live), min_users * groups)]
         num_users = num_users[live]
 
-    # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
-    # block, that is an entry's position less the number of entries of lower blocks.
-    order = live_index.argsort(kind="stable")
-    num_lower = num_users.cumsum() - num_users
-    user = np.empty_like(order)
-    user[order] = np.arange(len(order)) - num_lower.repeat(num_users)
+    user = np.zeros_like(live_index)
+    most_users = int(num_users.max())
+    if most_users > 1:
+        # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
+        # block, that is an entry's position less the number of entries of lower blocks.
+        order = live_index.argsort(kind="stable")
+        num_lower = num_users.cumsum() - num_users
+        user[order] = np.arange(len(order)) - num_lower.repeat(num_users)
 
     # Of each live block the slots at a key head: how many, and where they would start with one key head.
     width = np.full_like(live, min_users)
     start = width.cumsum() - width
     num_slots = len(live) * min_users
-    most_users = int(num_users.max())
     if most_users > min_users:
         shared = (num_users > min_users).nonzero()[0]
         width[shared] = most_users

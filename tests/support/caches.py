@@ -85,7 +85,7 @@ def decoded_both_ways(
 def decode_layout(cache: KVCache, rows: list[int]) -> DecodeLayout:
     """The layout of a step of these rows' last tokens."""
     inputs = map(torch.from_numpy, cache.begin_step(np.array(rows)))
-    return cache.decode_layout(np.array(rows), DecodeInputs(*inputs))
+    return cache.decode_layout(DecodeInputs(*inputs))
 
 
 def length_of(cache: KVCache, row: int) -> int:
