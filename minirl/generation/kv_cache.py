@@ -198,6 +198,6 @@ class PortableReader:
         }
 
     def _mask(self, index: DecodeIndex, position: Tensor, window: int | None) -> Tensor:
-        """The mask [B, 1, 1, keys] of what tokens at these positions [B, 1] see: the same for all heads."""
+        """The mask [B, 1, keys] of what tokens at these positions [B, 1] see: the same for all heads."""
         num_keys = index.unused.shape[2] * BLOCK
-        return mask_keys(index.first_key + torch.arange(num_keys), position, window)[:, None, None]
+        return mask_keys(index.first_key + torch.arange(num_keys), position, window)[:, None]

@@ -154,7 +154,7 @@ class RequestTable:
             self._evict()
         num_prefill_tokens = 0
         # Free blocks that requests may need soon, for tokens and for the copies of forks.
-        num_promised = self._num_blocks_soon()
+        num_promised = self._num_blocks_soon() if num_active or self.parked else 0
         while self.queue and num_active < self.num_slots:
             group = self.queue[0]
             length = len(group.prefix)

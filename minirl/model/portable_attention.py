@@ -26,8 +26,8 @@ from torch import Tensor
 
 from minirl.model import batch_invariance
 
-# Blocks of a pool, and the number of query heads that each is multiplied with at every key head.
-_BlockSet = tuple[slice | Tensor, int]
+# Blocks of a pool, and the rows that are multiplied with them: equally many for each block and key head.
+_BlockSet = tuple[slice | Tensor, slice]
 # Tokens of a key block, and of the cache on the CPU. A masked key costs as much as another one: of sequences of 15
 # tokens, an update takes 0.8 times as long as with 128, of 1,000 as long, of 4,000 in bf16 1.1 times.
 BLOCK = 32
@@ -248,8 +248,8 @@ class DecodeIndex:
     unused bool [B, 1, n, 1]: entries beyond the last block of a request. Their results are set to 0.
 
     The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
-    has a slot at each key head, for the g query heads that share this key head. All blocks of one batched product must
-    have equally many slots, so there are up to two `block_sets`, each with the number of its queries, g for each slot:
+    has a slot at each key head, for the g query heads that share this key head: g rows of the products. All blocks of
+    one batched product must have equally many slots, so there are up to two `block_sets`, each with its rows:
 
     - The live blocks have `min_users` slots each at every key head: all blocks of the pool up to the highest one that
       is read, which are multiplied where they lie; or, if most of these are not read, only those that are (int64),
@@ -259,21 +259,21 @@ class DecodeIndex:
 
     Slots are ordered by block, then key head, then user. The kernel gathers rows by these int64 indices:
 
-    query [slots]: each slot's row of q [B x K, g x C].
-    score [B x K x g x n]: where each query head and entry finds its scores, as a row of the products with keys
+    query [slots x g]: the query heads of each slot, as rows of q [B x H, C].
+    score [B x H x n]: where each query head and entry finds its scores, as a row of the products with keys
         [slots x g, BLOCK], and its result, as a row of the products with values [slots x g, C].
-    prob [slots x g]: the inverse of `score`, as a row of the probabilities [B x K x g x n, BLOCK].
+    prob [slots x g]: the inverse of `score`, as a row of the probabilities [B x H x n, BLOCK].
 
     Empty slots read row 0, and nothing reads their results.
 
     Example: three requests, two of one prompt whose first block is full; K = 1, g = 2, min_users = 1.
 
         block tables   request 0: [0, 1]   request 1: [0, 3]   request 2: [2]
-        block_sets     (slice(0, 4), 2), and ([0], 4), because block 0 has two users
+        block_sets     blocks 0 to 3, rows 0 to 7; and because block 0 has two users: block 0, rows 8 to 11
         slot           0         1          2          3          4          5
         block          0         1          2          3          0          0
         user           none      request 0  request 2  request 1  request 0  request 1
-        query          0         0          2          1          0          1
+        query          0, 0      0, 1       4, 5       2, 3       0, 1       2, 3
 
     Request 1 reads block 0 in slot 5 and block 3 in slot 3. Its query heads 0 and 1 are the rows 2 x slot and
     2 x slot + 1 of the products, so `score` is [10, 6] for head 0 and [11, 7] for head 1.
@@ -309,15 +309,44 @@ def index_decode(
     request, column_of_entry = is_used.nonzero()
     block = tables[request, first_block[request] + column_of_entry]
 
+    block_sets, slot = _assign_slots(block, num_kv=num_kv, groups=groups, min_users=min_users)
+
+    # Beyond its last block, a request reads this one again. Another request's block could hold NaN, and NaN plus the
+    # mask's -inf is NaN.
+    first_entry = num_entries.cumsum() - num_entries
+    entry = first_entry[:, None] + np.minimum(column, num_entries[:, None] - 1)  # [B, n]
+    # A slot is g rows of the products, one for each query head that shares the key head.
+    slots = slot[entry].transpose(0, 2, 1)[:, :, None]
+    score = slots * groups + np.arange(groups)[:, None]  # [B, K, g, n]
+    is_score = np.broadcast_to(is_used[:, None, None], score.shape)
+    prob = np.zeros(block_sets[-1][1].stop, np.int64)
+    prob[score[is_score]] = is_score.ravel().nonzero()[0]
+    return DecodeIndex(
+        block_sets=block_sets,
+        first_key=torch.from_numpy(first_block * BLOCK)[:, None],
+        unused=torch.from_numpy(~is_used)[:, None, :, None],
+        query=torch.from_numpy(prob // len(column)),
+        score=torch.from_numpy(score.ravel()),
+        prob=torch.from_numpy(prob),
+    )
+
+
+def _assign_slots(
+    block: np.ndarray, *, num_kv: int, groups: int, min_users: int
+) -> tuple[list[_BlockSet], np.ndarray]:
+    """Return the block sets of a decode step, and the slot of each entry at each key head, int64 [E, K].
+
+    block int32 [E]: the block of each entry, the requests end to end.
+    """
     num_users = np.bincount(block)
     live = np.arange(len(num_users))
     live_index = block
-    block_sets: list[_BlockSet] = [(slice(0, len(live)), min_users * groups)]
+    live_blocks: slice | Tensor = slice(0, len(live))
     read = num_users.nonzero()[0]
     if len(live) >= IDLE_FACTOR * len(read):
         live = read
         live_index = np.searchsorted(live, block)
-        block_sets = [(torch.from_numpy(live), min_users * groups)]
+        live_blocks = torch.from_numpy(live)
         num_users = num_users[live]
 
     user = np.zeros_like(live_index)
@@ -332,56 +361,32 @@ def index_decode(
     # Of each live block the slots at a key head: how many, and where they would start with one key head.
     width = np.full_like(live, min_users)
     start = width.cumsum() - width
-    num_slots = len(live) * min_users
+    num_rows = len(live) * min_users * num_kv * groups
+    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_rows))]
     if most_users > min_users:
         shared = (num_users > min_users).nonzero()[0]
         width[shared] = most_users
-        start[shared] = num_slots + np.arange(len(shared)) * most_users
-        num_slots += len(shared) * most_users
-        block_sets.append((torch.from_numpy(live[shared]), most_users * groups))
+        start[shared] = len(live) * min_users + np.arange(len(shared)) * most_users
+        end = num_rows + len(shared) * most_users * num_kv * groups
+        block_sets.append((torch.from_numpy(live[shared]), slice(num_rows, end)))
 
     # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
-    head = np.arange(num_kv)
-    slot = (start[live_index] * num_kv + user)[:, None] + width[live_index, None] * head  # [E, K]
-    query = np.zeros(num_slots * num_kv, np.int64)
-    query[slot] = request[:, None] * num_kv + head
-
-    # Beyond its last block, a request reads this one again. Another request's block could hold NaN, and NaN plus the
-    # mask's -inf is NaN.
-    first_entry = num_entries.cumsum() - num_entries
-    entry = first_entry[:, None] + np.minimum(column, num_entries[:, None] - 1)  # [B, n]
-    # A slot is g rows of the products, one for each query head that shares the key head.
-    slots = slot[entry].transpose(0, 2, 1)[:, :, None]
-    score = slots * groups + np.arange(groups)[:, None]  # [B, K, g, n]
-    is_score = np.broadcast_to(is_used[:, None, None], score.shape)
-    prob = np.zeros(len(query) * groups, np.int64)
-    prob[score[is_score]] = is_score.ravel().nonzero()[0]
-    return DecodeIndex(
-        block_sets=block_sets,
-        first_key=torch.from_numpy(first_block * BLOCK)[:, None],
-        unused=torch.from_numpy(~is_used)[:, None, :, None],
-        query=torch.from_numpy(query),
-        score=torch.from_numpy(score.ravel()),
-        prob=torch.from_numpy(prob),
-    )
+    first_slot = start[live_index] * num_kv + user
+    return block_sets, first_slot[:, None] + width[live_index, None] * np.arange(num_kv)
 
 
 def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Tensor) -> Tensor:
     """Attention of the newest tokens q [B, H, C] over a pool -> [B, H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
-    mask fp32 [B, 1, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
+    mask fp32 [B, 1, n x BLOCK]: 0 where a request sees the key, else -inf; added to the scores.
     Each block is multiplied for all its users at once. The softmax is over each request's own blocks.
     """
     num_requests, num_heads, dim = q.shape
-    num_kv = keys.shape[1]
-    groups = num_heads // num_kv
-
     # From requests to slots, multiply, and back to requests; twice. The shapes are in `DecodeIndex`.
-    q_rows = q.reshape(-1, groups * dim)
-    slot_q = q_rows.index_select(0, index.query).view(-1, dim)
+    slot_q = q.reshape(-1, dim).index_select(0, index.query)
     slot_scores = _multiply_blocks(slot_q, keys, index.block_sets)
-    scores = slot_scores.index_select(0, index.score).view(num_requests, num_kv, groups, -1)
+    scores = slot_scores.index_select(0, index.score).view(num_requests, num_heads, -1)
     probs = _softmax(scores, mask, dim)
     slot_probs = probs.view(-1, BLOCK).index_select(0, index.prob)
     slot_out = _multiply_blocks(slot_probs, values, index.block_sets)
@@ -398,14 +403,10 @@ def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]
     Rows are in the order of the sets, their blocks and key heads. Returns [slots x g, j].
     """
     products = []
-    start = 0
-    for blocks, num_queries in block_sets:
+    for blocks, part in block_sets:
         matrices = pool[blocks].flatten(0, 1)  # [blocks x K, i, j]
-        end = start + len(matrices) * num_queries
-        factors = rows[start:end].unflatten(0, (len(matrices), num_queries))
-        product = batch_invariance.bmm(factors, matrices)
-        products.append(product.flatten(0, 1))
-        start = end
+        factors = rows[part].view(len(matrices), -1, rows.shape[1])
+        products.append(batch_invariance.bmm(factors, matrices).flatten(0, 1))
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
