@@ -302,26 +302,17 @@ class Engine:
         """
         table = self._table
         cache = self._cache
-        num_slots = self.max_running_requests - len(table.running)
-        num_tokens = table.max_prefill_tokens
-        computed: list[int] = []
-        parts: list[IntArray] = []
-        while table.appended and len(computed) < num_slots and num_tokens > 0:
-            row, part = table.next_appended(num_tokens)
-            if len(part):
-                computed.append(row)
-                parts.append(part)
-                num_tokens -= len(part)
-        if not computed:
+        parts = table.take_appended()
+        if not parts:
             return
-        rows = np.array(computed)
-        counts = np.array([len(part) for part in parts])
+        rows = np.array(list(parts))
+        counts = np.array(list(map(len, parts.values())))
         ends = cache.blocks.lengths[rows]
         positions = concatenated_ranges(ends - counts, counts)
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
-        tokens, *uploaded = self._upload(np.concatenate(parts), *inputs)
-        layout = cache.decode_layout(DecodeInputs(*uploaded), tuple(map(len, parts)))
+        tokens, *uploaded = self._upload(np.concatenate(list(parts.values())), *inputs)
+        layout = cache.decode_layout(DecodeInputs(*uploaded), tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)
         is_ready = ends == table.columns["length"][rows]
@@ -357,7 +348,7 @@ class Engine:
             padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
             self.stats.padding_tokens += num_missing
         sampling = self._table.columns.sampling(padded)
-        uploaded = self._upload(*sampling, *cache.begin_step(padded))
+        uploaded = self._upload(*sampling, *cache.begin_step(padded, cache.blocks.lengths[padded] - 1))
         device_rows = DecodeInputs(*uploaded[len(sampling) :]).rows
 
         def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:

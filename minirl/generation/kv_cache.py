@@ -131,13 +131,11 @@ class KVCache:
         sequences = tuple(map(attention.Sequence, lengths.tolist()))
         return PackedLayout(sequences, self.device, cached)
 
-    def begin_step(self, rows: IntArray, positions: IntArray | None = None) -> list[NDArray[np.integer]]:
+    def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
         """Begin a decode step of tokens of these sequences [B]; returns the fields of its `DecodeInputs`.
 
-        positions [B]: those of the tokens, by default the last ones. `extend` has added the space for them.
+        positions [B]: those of the tokens, each in the last block of its sequence.
         """
-        if positions is None:
-            positions = self.blocks.lengths[rows] - 1
         if self.has_states:
             self.pool.states.begin_step(rows, positions)
         return [positions, self.blocks.block_at(rows, positions), rows, self.blocks.tables_of(rows)]
@@ -168,11 +166,15 @@ class PortableReader:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         self._windows = set(config.attention_windows.values())
-        self._num_kv = config.num_key_value_heads
-        self._groups = config.num_attention_heads // config.num_key_value_heads
-        # The kernel multiplies each block with the queries of at least this many sequences.
+        groups = config.num_attention_heads // config.num_key_value_heads
         num_queries = min_queries(config.head_dim, dtype) or 1
-        self._min_users = ceil_div(num_queries, self._groups)
+        self._index = functools.partial(
+            index_decode,
+            num_kv=config.num_key_value_heads,
+            groups=groups,
+            # The kernel multiplies each block with the queries of at least this many sequences.
+            min_users=ceil_div(num_queries, groups),
+        )
         # The tables that the indices were made for, -1 beyond the blocks of tokens.
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
@@ -184,20 +186,9 @@ class PortableReader:
         tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))
         if not np.array_equal(tables, self._tables):
             self._tables = tables
-            for window in self._windows:
-                self._indices[window] = index_decode(
-                    tables,
-                    window=window,
-                    num_kv=self._num_kv,
-                    groups=self._groups,
-                    min_users=self._min_users,
-                )
+            self._indices = {window: self._index(tables, window=window) for window in self._windows}
+        # The same mask for all heads.
         return {
-            window: (index, self._mask(index, positions[:, None], window))
+            window: (index, mask_keys(index.keys, positions[:, None], window)[:, None])
             for window, index in self._indices.items()
         }
-
-    def _mask(self, index: DecodeIndex, position: Tensor, window: int | None) -> Tensor:
-        """The mask [B, 1, keys] of what tokens at these positions [B, 1] see: the same for all heads."""
-        num_keys = index.unused.shape[2] * BLOCK
-        return mask_keys(index.first_key + torch.arange(num_keys), position, window)[:, None]

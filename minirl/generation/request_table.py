@@ -234,22 +234,29 @@ class RequestTable:
         self._blocks.extend(rows)
         return rows
 
-    def next_appended(self, max_tokens: int) -> tuple[int, IntArray]:
-        """Take a request off `appended`, and reserve space for up to `max_tokens` of its tokens within a block.
+    def take_appended(self) -> dict[int, IntArray]:
+        """Take requests off `appended`, and reserve space for the tokens [n] to compute of each; returns them by row.
 
-        Returns its row and these tokens [n]; none if no block was free for them, which preempts the request.
+        They end with a block, and are up to `max_prefill_tokens` of all requests. A request without a free block for
+        them is preempted.
         """
-        row = self.appended.popleft()
-        length = int(self._blocks.lengths[row])
-        num_left = self.cache.part_size - length % self.cache.part_size
-        ids = self.columns.tokens(row, length)["id"][: min(max_tokens, num_left)]
-        while not self._blocks.can_extend(np.array([row])):
-            if not self._evict():
-                self._preempt(row)
-                return row, ids[:0]
-        self._blocks.extend(np.array([row]))
-        self._blocks.lengths[row] = length + len(ids)
-        return row, ids
+        taken: dict[int, IntArray] = {}
+        max_tokens = self.max_prefill_tokens
+        while self.appended and len(self.running) + len(taken) < self.max_running and max_tokens > 0:
+            row = self.appended.popleft()
+            length = int(self._blocks.lengths[row])
+            num_left = self.cache.part_size - length % self.cache.part_size
+            ids = self.columns.tokens(row, length)["id"][: min(max_tokens, num_left)]
+            while not self._blocks.can_extend(np.array([row])):
+                if not self._evict():
+                    self._preempt(row)
+                    break
+            else:
+                self._blocks.extend(np.array([row]))
+                self._blocks.lengths[row] = length + len(ids)
+                taken[row] = ids
+                max_tokens -= len(ids)
+        return taken
 
     def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""

@@ -168,7 +168,7 @@ def sample(
 def sample_packed(hidden: Tensor, head: Tensor, positions: Tensor, sampling: Sequence[Tensor]) -> Tensor:
     """Return the results of `sample` as int32 [2, B] for one download: tokens, and the bits of their logprobs in fp32.
 
-    On CUDA it never waits for the device. sampling: see `RunningRequests.sampling`; on the device.
+    On CUDA it never waits for the device. sampling: see `RequestColumns.sampling`; on the device.
     """
     keys, temperature, *truncation = sampling
     tokens, logprobs = sample(

@@ -244,7 +244,7 @@ class DecodeIndex:
     """Which blocks of a cache pool each of B requests reads in a decode step, in all layers with the same window.
 
     A request reads up to n blocks, its entries: those of its block table from the first one that its token sees.
-    first_key int64 [B, 1]: the position of the first key in them.
+    keys int64 [B, n x BLOCK]: the position of each key in them, in the request's sequence.
     unused bool [B, 1, n, 1]: entries beyond the last block of a request. Their results are set to 0.
 
     The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
@@ -280,7 +280,7 @@ class DecodeIndex:
     """
 
     block_sets: Sequence[_BlockSet]
-    first_key: Tensor
+    keys: Tensor
     unused: Tensor
     query: Tensor
     score: Tensor
@@ -318,12 +318,13 @@ def index_decode(
     # A slot is g rows of the products, one for each query head that shares the key head.
     slots = slot[entry].transpose(0, 2, 1)[:, :, None]
     score = slots * groups + np.arange(groups)[:, None]  # [B, K, g, n]
+    keys = (first_block * BLOCK)[:, None] + np.arange(len(column) * BLOCK)
     is_score = np.broadcast_to(is_used[:, None, None], score.shape)
     prob = np.zeros(block_sets[-1][1].stop, np.int64)
     prob[score[is_score]] = is_score.ravel().nonzero()[0]
     return DecodeIndex(
         block_sets=block_sets,
-        first_key=torch.from_numpy(first_block * BLOCK)[:, None],
+        keys=torch.from_numpy(keys),
         unused=torch.from_numpy(~is_used)[:, None, :, None],
         query=torch.from_numpy(prob // len(column)),
         score=torch.from_numpy(score.ravel()),

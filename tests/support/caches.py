@@ -84,7 +84,7 @@ def decoded_both_ways(
 
 def decode_layout(cache: KVCache, rows: list[int]) -> DecodeLayout:
     """The layout of a step of these rows' last tokens."""
-    inputs = map(torch.from_numpy, cache.begin_step(np.array(rows)))
+    inputs = map(torch.from_numpy, cache.begin_step(np.array(rows), cache.blocks.lengths[rows] - 1))
     return cache.decode_layout(DecodeInputs(*inputs))
 
 
