@@ -58,7 +58,13 @@ def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     return next((rows for rows in (1, 2, 4, 8, 16) if rows > most_varying), None)
 
 
-def _has_bits_of_many_rows(q: Tensor, k: Tensor, probs: Tensor, v: Tensor, num_rows: int) -> bool:
+def _has_bits_of_many_rows(
+    q: Tensor,
+    k: Tensor,
+    probs: Tensor,
+    v: Tensor,
+    num_rows: int,
+) -> bool:
     """Return whether products of `num_rows` rows have the bits of those of all rows, for 1, 2 and n matrices.
 
     q [n, R, C] is multiplied with k, and probs [n, R, 2 x BLOCK] with the second block of v; k and v [n, 2 x BLOCK, C].
@@ -176,7 +182,9 @@ def index_packed(
 
 
 def _query_spans(
-    lengths: Iterable[int], num_shared: Iterable[int], window: int | None
+    lengths: Iterable[int],
+    num_shared: Iterable[int],
+    window: int | None,
 ) -> dict[tuple[int, int], list[_QuerySpan]]:
     """Cut sequences into query blocks, by their shape: the number of key blocks, and R."""
     spans: dict[tuple[int, int], list[_QuerySpan]] = {}
@@ -186,12 +194,13 @@ def _query_spans(
         for first_query in range(shared, length, max_queries):
             end = min(first_query + max_queries, length)
             num_queries = next(size for size in QUERY_BLOCK_SIZES if size >= end - first_query)
-            oldest_key = 0 if window is None else max(0, first_query - window + 1)
-            first_block = oldest_key // BLOCK
-            end_block = -(-end // BLOCK)  # rounded up
-            span = _QuerySpan(stream_start, first_query, end, first_block * BLOCK)
-            shape = (end_block - first_block, num_queries)
-            spans.setdefault(shape, []).append(span)
+            first_key = 0
+            if window is not None:
+                oldest_key = max(0, first_query - window + 1)
+                first_key = oldest_key // BLOCK * BLOCK
+            num_key_blocks = -(-(end - first_key) // BLOCK)  # rounded up
+            span = _QuerySpan(stream_start, first_query, end, first_key)
+            spans.setdefault((num_key_blocks, num_queries), []).append(span)
         stream_start += length
     return spans
 
@@ -206,7 +215,11 @@ def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
     return rows.flatten()
 
 
-def mask_keys(key: Tensor, query: Tensor, window: int | None) -> Tensor:
+def mask_keys(
+    key: Tensor,
+    query: Tensor,
+    window: int | None,
+) -> Tensor:
     """Return fp32 0 where a query sees a key, else -inf. The positions of both, int64, are broadcast to one shape."""
     is_hidden = key > query
     if window is not None:
@@ -214,7 +227,12 @@ def mask_keys(key: Tensor, query: Tensor, window: int | None) -> Tensor:
     return torch.zeros(is_hidden.shape).masked_fill(is_hidden, -torch.inf)
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, index: PackedIndex) -> Tensor:
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: PackedIndex,
+) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]."""
     shape = q.shape
     num_kv, dim = k.shape[1:]
@@ -288,7 +306,12 @@ class DecodeIndex:
 
 
 def index_decode(
-    tables: np.ndarray, *, window: int | None, num_kv: int, groups: int, min_users: int
+    tables: np.ndarray,
+    *,
+    window: int | None,
+    num_kv: int,
+    groups: int,
+    min_users: int,
 ) -> DecodeIndex:
     """Index a decode step of requests with these block tables, on the CPU.
 
@@ -301,7 +324,8 @@ def index_decode(
     first_block = np.zeros_like(num_blocks)
     if window is not None:
         # The oldest key is that which the first token of the last block sees.
-        first_block = ((num_blocks - 1) * BLOCK - window + 1).clip(min=0) // BLOCK
+        oldest_key = (num_blocks - 1) * BLOCK - window + 1
+        first_block = oldest_key.clip(min=0) // BLOCK
     num_entries = num_blocks - first_block
     column = np.arange(num_entries.max())  # [n]
     is_used = column < num_entries[:, None]  # [B, n]
@@ -314,14 +338,16 @@ def index_decode(
     # Beyond its last block, a request reads this one again. Another request's block could hold NaN, and NaN plus the
     # mask's -inf is NaN.
     first_entry = num_entries.cumsum() - num_entries
-    entry = first_entry[:, None] + np.minimum(column, num_entries[:, None] - 1)  # [B, n]
+    column_of_own = np.minimum(column, num_entries[:, None] - 1)
+    entry = first_entry[:, None] + column_of_own  # [B, n]
     # A slot is g rows of the products, one for each query head that shares the key head.
-    slots = slot[entry].transpose(0, 2, 1)[:, :, None]
-    score = slots * groups + np.arange(groups)[:, None]  # [B, K, g, n]
-    keys = (first_block * BLOCK)[:, None] + np.arange(len(column) * BLOCK)
+    first_row = slot[entry].transpose(0, 2, 1) * groups  # [B, K, n]
+    score = first_row[:, :, None] + np.arange(groups)[:, None]  # [B, K, g, n]
     is_score = np.broadcast_to(is_used[:, None, None], score.shape)
     prob = np.zeros(block_sets[-1][1].stop, np.int64)
     prob[score[is_score]] = is_score.ravel().nonzero()[0]
+    first_key = first_block[:, None] * BLOCK
+    keys = first_key + np.arange(len(column) * BLOCK)
     return DecodeIndex(
         block_sets=block_sets,
         keys=torch.from_numpy(keys),
@@ -333,7 +359,11 @@ def index_decode(
 
 
 def _assign_slots(
-    block: np.ndarray, *, num_kv: int, groups: int, min_users: int
+    block: np.ndarray,
+    *,
+    num_kv: int,
+    groups: int,
+    min_users: int,
 ) -> tuple[list[_BlockSet], np.ndarray]:
     """Return the block sets of a decode step, and the slot of each entry at each key head, int64 [E, K].
 
@@ -357,7 +387,8 @@ def _assign_slots(
         # block, that is an entry's position less the number of entries of lower blocks.
         order = live_index.argsort(kind="stable")
         num_lower = num_users.cumsum() - num_users
-        user[order] = np.arange(len(order)) - num_lower.repeat(num_users)
+        position = np.arange(len(order))
+        user[order] = position - num_lower.repeat(num_users)
 
     # Of each live block the slots at a key head: how many, and where they would start with one key head.
     width = np.full_like(live, min_users)
@@ -373,10 +404,17 @@ def _assign_slots(
 
     # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
     first_slot = start[live_index] * num_kv + user
-    return block_sets, first_slot[:, None] + width[live_index, None] * np.arange(num_kv)
+    slots_before_head = width[live_index, None] * np.arange(num_kv)
+    return block_sets, first_slot[:, None] + slots_before_head
 
 
-def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Tensor) -> Tensor:
+def decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    index: DecodeIndex,
+    mask: Tensor,
+) -> Tensor:
     """Attention of the newest tokens q [B, H, C] over a pool -> [B, H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
@@ -398,7 +436,11 @@ def decode(q: Tensor, keys: Tensor, values: Tensor, index: DecodeIndex, mask: Te
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 
 
-def _multiply_blocks(rows: Tensor, pool: Tensor, block_sets: Sequence[_BlockSet]) -> Tensor:
+def _multiply_blocks(
+    rows: Tensor,
+    pool: Tensor,
+    block_sets: Sequence[_BlockSet],
+) -> Tensor:
     """Multiply rows [slots x g, i] with the matrices [i, j] of their blocks in the pool [S, K, i, j].
 
     Rows are in the order of the sets, their blocks and key heads. Returns [slots x g, j].
