@@ -82,7 +82,6 @@ class Engine:
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.keeps_cache = keeps_cache
-        self.stats = EngineStats()
         self.weight_version = 0
 
         # With CUDA graphs a padding row decodes, too. It stores keys and values like any request.
@@ -99,7 +98,6 @@ class Engine:
         self._graphs: DecodeGraphs | None = None
         self._table = RequestTable(
             self._cache,
-            self.stats,
             max_running=max_running_requests,
             max_prefill_tokens=max_prefill_tokens,
             headroom_tokens=headroom_tokens,
@@ -158,6 +156,11 @@ class Engine:
     def lacks_room(self) -> bool:
         """Whether requests were waiting for cache blocks at the last step."""
         return self._table.lacks_room
+
+    @property
+    def stats(self) -> EngineStats:
+        """The work done since the last `take_stats`."""
+        return self._table.stats
 
     def release(self, *rollout_ids: RolloutId) -> None:
         """End those of these requests that are parked. Not collective."""
@@ -227,7 +230,7 @@ class Engine:
     def take_stats(self) -> EngineStats:
         """The work done since the last call."""
         stats = self.stats
-        self.stats = self._table.stats = EngineStats()
+        self._table.stats = EngineStats()
         return stats
 
     def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:

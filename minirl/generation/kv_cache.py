@@ -71,12 +71,6 @@ class KVCache:
         self._portable = None if is_paged else PortableReader(config, dtype)
         self.blocks = BlockPool(ceil_div(num_tokens, self.block_size), self.block_size)
         self.has_states = config.delta_net is not None
-        # A step computes tokens of a sequence up to the next multiple of this.
-        self.part_size = self.block_size
-        if self.has_states:
-            from minirl.extras.delta_net.states import StateCache
-
-            self.part_size = min(self.block_size, StateCache.chunk_size)
 
     @functools.cached_property
     def pool(self) -> CachePool:
@@ -96,6 +90,12 @@ class KVCache:
             states = StateCache(config.delta_net, num_rows, dtype=self.dtype, device=self.device)
         layers = dict(zip(windows, zip(keys, values, strict=True), strict=True))
         return CachePool(keys, values, layers, states)
+
+    @property
+    def part_size(self) -> int:
+        """A step computes tokens of a sequence up to the next multiple of this."""
+        states = self.pool.states
+        return self.block_size if states is None else min(self.block_size, states.chunk_size)
 
     def free_memory(self) -> None:
         """Free the memory, which no sequence may need any more."""

@@ -57,9 +57,9 @@ class Group:
         self.hidden: Tensor | None = None
 
     def has_prefix_of(self, request: Request) -> bool:
-        """Whether the prefix is the request's prompt, and the request has no tokens after it."""
+        """Whether the prefix is the request's prompt."""
         first = self.requests[0]
-        return not len(first.sampled) and not len(request.sampled) and first.prompt_ids == request.prompt_ids
+        return not len(first.sampled) and first.prompt_ids == request.prompt_ids
 
 
 class RequestTable:
@@ -68,17 +68,16 @@ class RequestTable:
     def __init__(
         self,
         cache: KVCache,
-        stats: EngineStats,
         *,
         max_running: int,
         max_prefill_tokens: int,
         headroom_tokens: int,
         make_stop_test: Callable[[tuple[str, ...]], StopTest] | None,
     ):
-        """stats: counts drops, preemptions and discarded tokens. The others are those of `Engine`."""
+        """The options are those of `Engine`."""
         self.cache = cache
         self._blocks = cache.blocks
-        self.stats = stats
+        self.stats = EngineStats()
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
         self.headroom_tokens = headroom_tokens

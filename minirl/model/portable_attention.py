@@ -78,14 +78,15 @@ def _has_bits_of_many_rows(
         for start in range(0, q.shape[1] - num_rows + 1, num_rows):
             rows = slice(start, start + num_rows)
             some_q, some_probs = q[:n, rows].contiguous(), probs[:n, rows].contiguous()
-            pairs = [
-                (torch.bmm(some_q, cached_k[:n]), scores[..., BLOCK:]),
-                (torch.bmm(some_probs[..., BLOCK:].contiguous(), cached_v[:n]), out),
+            # Two factors, and where their product is among those of all rows.
+            products = [
+                (some_q, cached_k[:n], scores[..., BLOCK:]),
+                (some_probs[..., BLOCK:].contiguous(), cached_v[:n], out),
             ]
             if num_rows >= QUERY_BLOCK_SIZES[0]:
-                pairs.append((torch.bmm(some_q, k[:n].transpose(1, 2)), scores))
-                pairs.append((torch.bmm(some_probs[..., BLOCK:], v[:n, BLOCK:]), out))
-            if not all(torch.equal(product, expected[:n, rows]) for product, expected in pairs):
+                products.append((some_q, k[:n].transpose(1, 2), scores))
+                products.append((some_probs[..., BLOCK:], v[:n, BLOCK:], out))
+            if not all(torch.equal(torch.bmm(x, y), expected[:n, rows]) for x, y, expected in products):
                 return False
     return True
 
