@@ -40,7 +40,7 @@ class DecodeInputs(NamedTuple):
     """What a decode step of B tokens reads on the device, besides the cache.
 
     positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their sequences;
-    tables int32 [B, n] of blocks; beyond the block of a token, its row of them holds garbage.
+    tables int32 [B, n], the blocks of their sequences, with garbage behind the token's own.
     """
 
     positions: Tensor
@@ -93,7 +93,7 @@ class KVCache:
 
     @property
     def part_size(self) -> int:
-        """A step computes tokens of a sequence up to the next multiple of this."""
+        """The size of a part: a step computes tokens of a sequence up to the next multiple of it."""
         states = self.pool.states
         return self.block_size if states is None else min(self.block_size, states.chunk_size)
 
@@ -134,7 +134,7 @@ class KVCache:
     def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
         """Begin a decode step of tokens of these sequences [B]; returns the fields of its `DecodeInputs`.
 
-        positions [B]: those of the tokens, each in the last block of its sequence.
+        positions [B]: those of the tokens, each in the last block of its sequence, which has space for it.
         """
         if self.has_states:
             self.pool.states.begin_step(rows, positions)

@@ -246,12 +246,13 @@ class RequestTable:
             length = int(self._blocks.lengths[row])
             num_left = self.cache.part_size - length % self.cache.part_size
             ids = self.columns.tokens(row, length)["id"][: min(max_tokens, num_left)]
-            while not self._blocks.can_extend(np.array([row])):
+            rows = np.array([row])
+            while not self._blocks.can_extend(rows):
                 if not self._evict():
                     self._preempt(row)
                     break
             else:
-                self._blocks.extend(np.array([row]))
+                self._blocks.extend(rows)
                 self._blocks.lengths[row] = length + len(ids)
                 taken[row] = ids
                 max_tokens -= len(ids)

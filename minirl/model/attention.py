@@ -196,12 +196,12 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """The start of each sequence in the stream, and the end of the last one; int32 [N + 1]."""
-        return self._upload(_limits(self.lengths))
+        return self._limits(self.lengths)
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """The same limits among the T' tokens that the model computes; int32 [N + 1]."""
-        return self._upload(_limits(self.num_own))
+        return self._limits(self.num_own)
 
     @functools.cached_property
     def hidden_rows(self) -> list[np.ndarray]:
@@ -233,12 +233,11 @@ class PackedLayout(_Memo):
         """The position of each computed token in its sequence, int64 [T']."""
         return self._upload(concatenated_ranges(self.num_shared, self.num_own))
 
+    def _limits(self, lengths: np.ndarray) -> Tensor:
+        return self._upload(np.append(0, lengths.cumsum()).astype(np.int32))
+
     def _upload(self, x: np.ndarray) -> Tensor:
         return upload(x, self.device)
-
-
-def _limits(lengths: np.ndarray) -> np.ndarray:
-    return np.append(0, lengths.cumsum()).astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ def index_decode(
     request, column_of_entry = is_used.nonzero()
     block = tables[request, first_block[request] + column_of_entry]
 
-    block_sets, slot = _assign_slots(block, num_kv=num_kv, groups=groups, min_users=min_users)
+    block_sets, slot = _assign_slots(block, num_kv, groups, min_users)
 
     # Beyond its last block, a request reads this one again. Another request's block could hold NaN, and NaN plus the
     # mask's -inf is NaN.
@@ -361,7 +361,6 @@ def index_decode(
 
 def _assign_slots(
     block: np.ndarray,
-    *,
     num_kv: int,
     groups: int,
     min_users: int,
