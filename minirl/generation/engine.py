@@ -82,7 +82,6 @@ class Engine:
         self.async_decoding = is_cuda if async_decoding is None else async_decoding
         self.cuda_graphs = is_cuda if cuda_graphs is None else cuda_graphs
         self.keeps_cache = keeps_cache
-        self.weight_version = 0
 
         # With CUDA graphs a padding row decodes, too. It stores keys and values like any request.
         num_padding_rows = int(self.cuda_graphs)
@@ -134,7 +133,7 @@ class Engine:
                 max_length > self.cache_tokens,
                 f"a request of {max_length} tokens exceeds the cache; raise --cache-tokens",
             )
-        self.weight_version = weight_version
+        self._table.weight_version = weight_version
         self._table.submit(requests)
 
     @property
@@ -334,7 +333,7 @@ class Engine:
         self._newest_tokens = F.pad(self._newest_tokens, (0, num_new_rows))
         self._newest_tokens[device_rows] = sampled[0]
         table.start(rows)
-        table.launched(rows, sampled, self.weight_version)
+        table.launched(rows, sampled)
 
     def _decode(self, rows: IntArray) -> None:
         """Launch one decode step of these requests [B], padded to a batch size of the CUDA graphs, if any.
@@ -370,7 +369,7 @@ class Engine:
             run = functools.partial(self._graphs.run, step)
         sampled = run(self._newest_tokens[device_rows], *uploaded)
         self._newest_tokens[device_rows] = sampled[0]
-        self._table.launched(rows, sampled[:, :num_requests], self.weight_version)
+        self._table.launched(rows, sampled[:, :num_requests])
         self.stats.decode_tokens += num_requests
         self.stats.most_running = max(self.stats.most_running, num_requests)
         self.stats.decode_steps += 1

@@ -78,6 +78,7 @@ class RequestTable:
         self.cache = cache
         self._blocks = cache.blocks
         self.stats = EngineStats()
+        self.weight_version = 0  # of tokens that are launched
         self.max_running = max_running
         self.max_prefill_tokens = max_prefill_tokens
         self.headroom_tokens = headroom_tokens
@@ -258,9 +259,9 @@ class RequestTable:
                 max_tokens -= len(ids)
         return taken
 
-    def launched(self, rows: IntArray, sampled: Tensor, weight_version: int) -> None:
+    def launched(self, rows: IntArray, sampled: Tensor) -> None:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""
-        self._readbacks.append(Readback(rows, sampled, weight_version))
+        self._readbacks.append(Readback(rows, sampled, self.weight_version))
 
     def read(self, *, num_unread: int = 0) -> list[Rollout]:
         """Read launched tokens except the `num_unread` newest launches; returns the rollouts that finish with them.
