@@ -1,7 +1,8 @@
 """Blocks of the key/value cache, and the table of each sequence: which blocks hold its tokens. Host numbers only.
 
 A sequence is identified by its row in the tables. A fork shares its parent's full blocks by reference count, and gets a
-block of its own for the last, partial one. Blocks are handed out lowest number first, so that those in use stay dense.
+block of its own for the last, partial one. The block that was freed last is handed out next, so that those in use stay
+dense.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def with_room(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
-    references int64 [num_blocks]: how many sequences have each block.
+    references int64 [num_blocks]: how many sequences have each block. free: a stack of those that none has.
     lengths int64 [rows]: how many tokens each sequence has space for, at least one; 0 where there is no sequence.
     tables int32 [rows, columns]: the blocks of each sequence, in its first columns; unused columns hold garbage.
     """
@@ -46,13 +47,9 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
         self.references = np.zeros(num_blocks, np.int64)
+        self.free = list(reversed(range(num_blocks)))
         self.lengths = np.zeros(0, np.int64)
         self.tables = np.zeros((0, 0), np.int32)
-
-    @property
-    def free(self) -> IntArray:
-        """The blocks that no sequence has, lowest first."""
-        return (self.references == 0).nonzero()[0]
 
     def blocks_of(self, row: int) -> list[int]:
         """The blocks of a sequence, in its order."""
@@ -93,7 +90,8 @@ class BlockPool:
         self.lengths = with_room(self.lengths, row + 1)
         self.lengths[row] = num_tokens
         num_blocks = ceil_div(num_tokens, self.block_size)
-        blocks = [*first_blocks, *self.free[: num_blocks - len(first_blocks)]]
+        new_blocks = [self.free.pop() for _ in range(num_blocks - len(first_blocks))]
+        blocks = [*first_blocks, *new_blocks]
         self.references[blocks] += 1
         self.tables = with_room(self.tables, row + 1, num_blocks)
         self.tables[row, :num_blocks] = blocks
@@ -112,7 +110,7 @@ class BlockPool:
         """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
         full_rows = rows[self.are_full(rows)]
         if len(full_rows):
-            blocks = self.free[: len(full_rows)]
+            blocks = [self.free.pop() for _ in full_rows]
             self.references[blocks] = 1
             columns = self.lengths[full_rows] // self.block_size
             self.tables = with_room(self.tables, 0, int(columns.max()) + 1)
@@ -120,20 +118,23 @@ class BlockPool:
         self.lengths[rows] += 1
 
     def remove(self, row: int) -> None:
-        """Remove a sequence; blocks that no other one has are free."""
-        self.references[self.blocks_of(row)] -= 1
+        """Remove a sequence, and free the blocks that no other one has."""
+        blocks = self.blocks_of(row)
+        self.references[blocks] -= 1
+        self.free += [block for block in blocks if self.references[block] == 0]
         self.lengths[row] = 0
 
     def compact(self) -> tuple[IntArray, IntArray]:
         """Renumber the n blocks in use to 0 to n - 1; returns the old and the new numbers of those that move."""
-        free = self.free
-        num_in_use = len(self.references) - len(free)
+        num_blocks = len(self.references)
+        num_in_use = num_blocks - len(self.free)
         old = num_in_use + self.references[num_in_use:].nonzero()[0]
-        new = free[: len(old)]
+        new = (self.references[:num_in_use] == 0).nonzero()[0]
         if len(old):
-            numbers = np.arange(len(self.references), dtype=np.int32)
+            numbers = np.arange(num_blocks, dtype=np.int32)
             numbers[old] = new
             self.tables = numbers[self.tables]
             self.references[new] = self.references[old]
             self.references[old] = 0
+            self.free = list(reversed(range(num_in_use, num_blocks)))
         return old, new
