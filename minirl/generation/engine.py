@@ -84,11 +84,10 @@ class Engine:
         self.keeps_cache = keeps_cache
 
         # With CUDA graphs a padding row decodes, too. It stores keys and values like any request.
-        num_padding_rows = int(self.cuda_graphs)
         self._cache = KVCache(
             model.config,
-            num_tokens=cache_tokens + num_padding_rows * PAGED_BLOCK,
-            max_sequences=max_running_requests + num_padding_rows,
+            num_tokens=cache_tokens + self.cuda_graphs * PAGED_BLOCK,
+            max_sequences=max_running_requests + self.cuda_graphs,
             dtype=dtype,
             device=device,
         )
@@ -192,8 +191,7 @@ class Engine:
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
             rows = table.below_limit()
-            can_stay_unread = self.async_decoding and self._cache.blocks.can_extend(rows)
-            if not can_stay_unread:
+            if not (self.async_decoding and self._cache.blocks.can_extend(rows)):
                 finished += table.read()
                 rows = table.below_limit()
             rows = table.extend(rows)
@@ -217,8 +215,7 @@ class Engine:
         self.submit(requests, weight_version=weight_version)
         finished: dict[RolloutId, Rollout] = {}
         while self.is_decoding:
-            for rollout in self.step():
-                finished[rollout.rollout_id] = rollout
+            finished |= {rollout.rollout_id: rollout for rollout in self.step()}
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:

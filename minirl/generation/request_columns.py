@@ -66,12 +66,8 @@ class RequestColumns:
         self._tokens = with_room(self._tokens, row + 1, max_length)
         self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
-        columns = self._columns[row]
-        columns["length"] = length
-        columns["max_length"] = max_length
-        columns["key"] = request.key
-        columns["temperature"] = request.temperature
-        columns["top_k"], columns["top_p"] = request.truncation
+        numbers = (length, max_length, request.key, request.temperature, *request.truncation)
+        self._columns[row] = numbers  # in the order of COLUMNS
         self._stop_ids |= request.stop_ids
         self._has_stop_strings |= bool(request.stop)
 

@@ -84,8 +84,7 @@ def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
     return np.arange(counts.sum()) + shifts.repeat(counts)
 
 
-@dataclass(frozen=True)
-class CachePool:
+class CachePool(NamedTuple):
     """The cached keys and values of all layers with attention, in S blocks.
 
     keys [layers, S, K, C, BLOCK] and values [layers, S, K, BLOCK, C], which products can read as they lie.
@@ -96,7 +95,7 @@ class CachePool:
     keys: Tensor
     values: Tensor
     layers: Mapping[int, tuple[Tensor, Tensor]]
-    states: Any = None
+    states: Any
 
 
 class PagedRead(NamedTuple):
@@ -110,8 +109,7 @@ class PagedRead(NamedTuple):
 PortableRead = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]]
 
 
-@dataclass(frozen=True)
-class Cached:
+class Cached(NamedTuple):
     """Where the tokens of a layout are cached.
 
     rows int64: the cache row of each sequence in a `PackedLayout`, and of each token in a `DecodeLayout`.

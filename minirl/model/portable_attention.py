@@ -16,7 +16,6 @@ T' tokens that the model computes (see `attention.PackedLayout`).
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -91,8 +90,7 @@ def _has_bits_of_many_rows(
     return True
 
 
-@dataclass(frozen=True)
-class _QueryBlocks:
+class _QueryBlocks(NamedTuple):
     """n query blocks of R queries each that see the same number of key blocks: one batched product.
 
     queries int64 [n x K x R]: the block's queries, as rows of q [T' x K, g x C].
@@ -107,8 +105,7 @@ class _QueryBlocks:
     mask: Tensor
 
 
-@dataclass(frozen=True)
-class PackedIndex:
+class PackedIndex(NamedTuple):
     """Which queries and keys of a stream `attend_packed` multiplies with each other.
 
     output_index int64 [T' x K]: where each row of q [T' x K, g x C] is among the queries of all query blocks.
@@ -258,8 +255,7 @@ def attend_packed(
     return torch.cat(outputs).index_select(0, index.output_index).view(shape)
 
 
-@dataclass(frozen=True)
-class DecodeIndex:
+class DecodeIndex(NamedTuple):
     """Which blocks of a cache pool each of B requests reads in a decode step, in all layers with the same window.
 
     A request reads up to n blocks, its entries: those of its block table from the first one that its token sees.
