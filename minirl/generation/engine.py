@@ -199,8 +199,8 @@ class Engine:
                 self._decode(rows)
             # With asynchronous decoding the step just launched is read one call later. Until then the device
             # runs it, while the host handles the finished requests and prepares the next step.
-            num_unread = 1 if len(rows) and self.async_decoding else 0
-            finished += table.read(num_unread=num_unread)
+            keeps_unread = self.async_decoding and len(rows) > 0
+            finished += table.read(num_unread=int(keeps_unread))
         if not self.is_busy:
             self._end_phase()
         return finished

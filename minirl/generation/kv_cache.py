@@ -107,7 +107,7 @@ class KVCache:
         old, *new = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
         if new and new[0] != old:
             self._copy(np.full(num_forks, old), np.array(new))
-        if self.has_states:
+        if forks and self.has_states:
             self.pool.states.fork(parent, forks)
         return forks
 
