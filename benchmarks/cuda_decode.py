@@ -23,7 +23,7 @@ from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
 from minirl.model.weights import write_folder
 from minirl.ranks import launch, process_group
-from minirl.rollouts import Rollout
+from minirl.rollouts import SampledSequence
 from minirl.run.budget import Sizes, Workload, budget, num_parameters
 from minirl.training.batch import pack
 from minirl.training.scoring import score_batch
@@ -135,7 +135,7 @@ def decode(
     mode: str,
     device: torch.device,
     kernels: Path | None = None,
-) -> tuple[float, list[Rollout]]:
+) -> tuple[float, list[SampledSequence]]:
     """Tokens per second of decode steps with all requests running, and some rollouts.
 
     Requests have 2 x `steps` new tokens, so that all of them run while `timed` decodes `steps` tokens of each.
@@ -161,7 +161,7 @@ def decode(
         engine.step()
     steps_per_run = steps // 4
     seconds = timed(lambda: [engine.step() for _ in range(steps_per_run)], device)
-    rollouts: list[Rollout] = []
+    rollouts: list[SampledSequence] = []
     if kernels:
         with profile() as profiled:
             for _ in range(NUM_PROFILED):
@@ -175,7 +175,11 @@ def decode(
 
 
 def measure_update(
-    policy: ShardedModel, rollouts: list[Rollout], num_parameters: int, flops: float, device: torch.device
+    policy: ShardedModel,
+    rollouts: list[SampledSequence],
+    num_parameters: int,
+    flops: float,
+    device: torch.device,
 ) -> Iterator[dict[str, float]]:
     """The logprob gap of some rollouts, MFU of prefill and update, the refresh, and the peak memory of each."""
     # Each prompt is computed as often as it is there.

@@ -77,7 +77,8 @@ class GrpoLoop:
         )
         first = len(requests) * rank() // world_size()
         end = len(requests) * (rank() + 1) // world_size()
-        return self.engine.generate(requests[first:end], weight_version=step)
+        sequences = self.engine.generate(requests[first:end], weight_version=step)
+        return [Rollout((sequence,), sequence.finish_reason) for sequence in sequences]
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The share of the letter e in each completion. Not collective."""

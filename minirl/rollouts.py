@@ -152,27 +152,19 @@ class EpisodeRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollout:
-    """One prompt with one completion, L tokens in all.
+class SampledSequence:
+    """A prompt with its completion, L tokens in all: what the engine returns for a request, and a training sample.
 
     stream: TOKEN [L]. A completion of several turns has appended tokens between them, which are not in the loss mask.
-    finish_reason: "stop" (by a stop id or stop string) or "length"; for episodes also "turn_length" (the last turn
-    reached its own `max_tokens`), one of `CUT_OFF`, or one of `episodes.episode.END_REASONS` from its function.
-
-    An episode that does more than append to its tokens (a rewritten conversation, a second conversation) has several
-    branches: each is a prompt with a completion, and a training sample with its own end. They share the rollout's
-    rewards and its weight in the loss. The rollout is then the last branch, with the others in `earlier`.
-    branch_end: why the last branch ended; "" for `finish_reason`. Branches in `earlier` say so in `finish_reason`.
+    finish_reason: as that of a `Rollout`, of which this is a branch; from the engine, "stop" or "length".
+    temperature: that its tokens were sampled at.
     """
 
     stream: Stream
     num_prompt_tokens: int
     rollout_id: RolloutId
     finish_reason: str
-    branch_end: str = ""
-    episode: EpisodeRecord = field(default_factory=EpisodeRecord)
-    earlier: tuple["Rollout", ...] = ()  # the branches before this one, in order; they have none themselves
-    temperature: float = 1.0  # that its tokens were sampled at
+    temperature: float = 1.0
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -185,54 +177,62 @@ class Rollout:
         return self.stream["is_sampled"]
 
     @property
-    def branches(self) -> tuple["Rollout", ...]:
-        """All branches, in order; usually the rollout alone."""
-        return (*self.earlier, self)
+    def after_prompt(self) -> Stream:
+        """The tokens after the prompt."""
+        return self.stream[self.num_prompt_tokens :]
+
+    @property
+    def completion(self) -> list[int]:
+        """The token ids after the prompt, including the stop token."""
+        return self.after_prompt["id"].tolist()
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit cut it off."""
+        return self.finish_reason in CUT_OFF
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """What an episode sampled for one prompt: the `Episode`, as it is stored when it has ended.
+
+    branches: in order; mostly one. An episode that does more than append to its tokens (a rewritten conversation, a
+    second conversation) has several: each is a training sample with its own end. They share the rollout's rewards and
+    its weight in the loss.
+    finish_reason: "stop" (by a stop id or stop string) or "length"; also "turn_length" (the last turn reached its own
+    `max_tokens`), one of `CUT_OFF`, or one of `episodes.episode.END_REASONS` from its function.
+    """
+
+    branches: tuple[SampledSequence, ...]
+    finish_reason: str
+    episode: EpisodeRecord = field(default_factory=EpisodeRecord)
+
+    @property
+    def rollout_id(self) -> RolloutId:
+        """The id of its first branch."""
+        return self.branches[0].rollout_id._replace(branch=0)
 
     @property
     def num_sampled(self) -> int:
         """How many tokens the policy sampled, in all branches."""
-        return sum(int(np.count_nonzero(branch.loss_mask)) for branch in self.branches)
+        return sum(branch.num_sampled for branch in self.branches)
 
     @property
     def is_truncated(self) -> bool:
-        """Return whether a limit cut off the rollout."""
+        """Whether a limit cut off the rollout."""
         return self.finish_reason in CUT_OFF
-
-    @property
-    def own_end(self) -> str:
-        """Why this branch ended."""
-        return self.branch_end or self.finish_reason
 
     @property
     def completion(self) -> list[int]:
         """The token ids after the prompt, including the stop token; those of several branches end to end."""
-        return [token for branch in self.branches for token in branch.after_prompt["id"].tolist()]
-
-    @property
-    def after_prompt(self) -> Stream:
-        """The tokens after the prompt of this branch."""
-        return self.stream[self.num_prompt_tokens :]
+        return [token for branch in self.branches for token in branch.completion]
 
 
-def all_branches(rollouts: Iterable[Rollout]) -> list[Rollout]:
+def all_branches(rollouts: Iterable[Rollout]) -> list[SampledSequence]:
     """The branches of these rollouts, end to end."""
     return [branch for rollout in rollouts for branch in rollout.branches]
-
-
-def rollout_of(
-    rollout_id: RolloutId,
-    prompt_ids: Sequence[int],
-    completion: Stream,
-    finish_reason: str,
-    *,
-    temperature: float = 1.0,
-) -> Rollout:
-    """The rollout of a prompt with this completion, which is copied."""
-    return Rollout(
-        stream=join_streams(unsampled(prompt_ids), completion),
-        num_prompt_tokens=len(prompt_ids),
-        rollout_id=rollout_id,
-        finish_reason=finish_reason,
-        temperature=temperature,
-    )

@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import support.interpreter  # noqa: F401  before any test imports triton
-from minirl.episodes import driver
+from minirl.episodes import runner
 from minirl.episodes.event_loop import event_loop
 from minirl.rewards.reward_workers import WorkerReward
 from minirl.run.embedded_model import embedded_model_folder
@@ -69,8 +70,8 @@ def four_ranks() -> Iterator[RankPool]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of functions that reply, which stands still until its `monotonic` is another."""
-    stopped = SimpleNamespace(monotonic=lambda: 0.0)
-    monkeypatch.setattr(driver, "time", stopped)
+    stopped = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr(runner, "time", stopped)
     return stopped
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -59,7 +60,8 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
         other = episode.branch("abc")
         await other.generate(max_tokens=3)
         await episode.generate(after="q", max_tokens=5)
-        other.drops_last = episode.drops_last = True
+        other.drop_last_turn()
+        episode.branches[0].drop_last_turn()
         await episode.branch("xyz").generate(max_tokens=6)
 
     def made(rollout):
@@ -199,7 +201,7 @@ def made_episode():
 
 def sampled_turn(branch, text="yes", **said):
     """A turn of one token per letter, with this message."""
-    branch.prompt_ids = [5, 6]
+    branch.request = replace(branch.request, prompt_ids=(5, 6))
     ids = [ord(letter) for letter in text or ""]
     start, count = branch.num_tokens, len(ids)
     return SimpleNamespace(
@@ -208,7 +210,6 @@ def sampled_turn(branch, text="yes", **said):
         end=start + count,
         num_tokens=count,
         finish_reason="stop",
-        appended=[],
         ids=ids,
         text=text,
         message=assistant(text, **said),
@@ -250,7 +251,7 @@ def drive(rollout, *turns, while_sampled=at_once):
         episode.take(turn)
         return turn
 
-    episode.ask = ask
+    episode.branches[0].ask = ask
     task = event_loop().create_task(rollout(episode))
     until(task.done)
     assert task.cancelled() or task.result() is None
@@ -306,7 +307,8 @@ def test_row_60_what_is_refused_is_no_turn_shows_no_traceback_and_the_episode_go
         assert b" 400 Bad Request" in await reader.read()
         writer.close()
         _, answer = await post(url, messages=[HI])
-        episode.max_tokens = 3
+        first = episode.branches[0]
+        first.request = replace(first.request, max_new_tokens=3)
         status, answer = await post(url, messages=[HI, message_in(answer), HI])
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -350,7 +352,7 @@ def test_row_60_what_a_client_hung_up_on_is_not_sampled_and_if_it_was_is_dropped
             await at_least(number, arrived)
         await asyncio.wait(hung_up)
         _, answer = await post(url, messages=[HI], max_tokens=3)
-        assert [branch.drops_last for branch in episode.branches] == [True, False]
+        assert [len(branch.turns) for branch in episode.branches] == [0, 1]
         await post(url, messages=[HI, message_in(answer), HI], max_tokens=4)
 
     async def hang_up():
@@ -392,11 +394,11 @@ def test_row_60_an_episode_that_ends_ends_its_agent_and_what_that_started(tmp_pa
 
 HOSTILE = """
 import asyncio, json, math, sys, time, urllib.request
-from minirl.episodes import driver
+from minirl.episodes import runner
 from minirl.extras.agents.endpoint import run_program, serve
 
 def let_time_pass():
-    driver.time.monotonic = lambda: math.inf
+    runner.time.monotonic = lambda: math.inf
 
 def asks(url, episode):
     fields = {"messages": [{"role": "user", "content": episode.row.prompt}], "max_tokens": 3}

@@ -171,7 +171,7 @@ def converse(rollout, tokenizer, texts, columns=None):
         episode.take(turn)
         return turn
 
-    episode.ask = ask
+    episode.branches[0].ask = ask
     asyncio.run(rollout(episode))
     return requests, episode
 
@@ -413,7 +413,7 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
     prompts = chat_prompts(200, HERMES + MAY_CALL)
     for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
         assert messages_of(rollout, prompts.tokenizer)[-1] == asks
-        text = prompts.tokenizer.decode(rollout.tokens, skip_special_tokens=False)
+        text = prompts.tokenizer.decode(rollout.branches[0].tokens, skip_special_tokens=False)
         assert text.startswith("look <turn>u:")
         assert text.count("<turn>may call:") == 2
     with pytest.raises(RolloutError, match=r"before .*: the chat template of .* does not show the tool look"):

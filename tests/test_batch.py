@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from minirl.episodes.step_groups import Groups
-from minirl.rollouts import RolloutId, all_branches, rollout_of
+from minirl.rollouts import RolloutId, all_branches
 from minirl.training.batch import NOT_MADE, Batch, exchange, gather_infos, gather_to_rollouts, pack
-from support.rollouts import in_two_branches, sampled
+from support.rollouts import in_two_branches, rollout_of, sampled
 
 IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in order
 
@@ -22,7 +22,7 @@ def make_rollout(prompt, sample):
     first = 100 * prompt
     tokens = np.arange(prompt, prompt + 1 + sample) + first + 10 * sample
     completion = sampled(tokens, logprobs=tokens / -1000, versions=1 + sample)
-    end = "length" if sample == 2 else "stop"
+    end = "length" if sample == 2 and prompt < 8 else "stop"
     return rollout_of(RolloutId(prompt, sample), range(first, first + prompt), completion, end)
 
 
@@ -36,7 +36,9 @@ class TaughtBatch(Batch):
 def rollouts_of(ids):
     """Those of three sampled tokens are in two branches; the limit that cut off 8's came after its last branch."""
     rollouts = [in_two_branches(r) if r.num_sampled == 3 else r for r in starmap(make_rollout, ids)]
-    return [dataclasses.replace(r, branch_end="stop" if r.rollout_id[:2] == (8, 2) else "") for r in rollouts]
+    return [
+        dataclasses.replace(r, finish_reason=("stop", "length")[r.rollout_id.sample == 2]) for r in rollouts
+    ]
 
 
 def exchange_branches(rank, first_share, rank_of):
@@ -93,8 +95,10 @@ def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, 
 
 def shared_prompts(rank, changed, has_branches=False):
     """What an exchange shares of two rollouts of one prompt; one token of the second is changed, in all branches."""
-    rollouts = [make_rollout(7, 2), dataclasses.replace(make_rollout(7, 2), rollout_id=RolloutId(7, 5))]
-    rollouts[1].tokens[changed] += 1
+    first, (second,) = make_rollout(7, 2), make_rollout(7, 2).branches
+    second.tokens[changed] += 1
+    second = dataclasses.replace(second, rollout_id=RolloutId(7, 5))
+    rollouts = [first, dataclasses.replace(first, branches=(second,))]
     if has_branches:
         rollouts = list(map(in_two_branches, rollouts))
     batch = exchange(rollouts, [[[list(pack(all_branches(rollouts)).sequences)]]])

@@ -12,7 +12,9 @@ import torch
 
 from minirl.data.conversation import messages_of
 from minirl.data.task import Row
-from minirl.rollouts import Rollout
+from minirl.episodes.in_flight import PromptsInFlight
+from minirl.errors import InputError
+from minirl.rollouts import Rollout, SampledSequence
 from support.collecting import (
     CHAT,
     Prompts,
@@ -36,13 +38,15 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     expected = make_engine(cached_model("mixed", torch.float32)).generate(requests)
     rewards = torch.tensor(sums([rollout.completion for rollout in expected])).double().view(5, 4)
     trained = [rollout for rollout in expected if rollout.rollout_id.sample < 3]
-    assert [facts(rollout) for rollout in groups.rewarded.rollouts] == [facts(rollout) for rollout in trained]
+    assert [facts(rollout) for rollout in groups.rewarded.rollouts] == [
+        facts(Rollout((sequence,), sequence.finish_reason)) for sequence in trained
+    ]
     assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
     assert [sequence.num_tokens for sequence in groups.sequences] == [
         len(rollout.tokens) for rollout in trained
     ]
-    assert collector.num_served == 5
+    assert collector.in_flight.num_served == 5
     assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
 
 
@@ -63,12 +67,12 @@ def test_an_episode_is_gone_with_its_rollout():
         gc.enable()
 
 
-def assert_scored_as_sampled(rollout: Rollout) -> None:
-    """Training's logprobs of a rollout are the sampled ones, bit for bit."""
+def assert_scored_as_sampled(sequence: SampledSequence) -> None:
+    """Training's logprobs of a branch are the sampled ones, bit for bit."""
     with torch.no_grad():
-        logprobs = scores_of(cached_model("mixed", torch.float32), [rollout])
-    assert np.array_equal(logprobs, rollout.stream["logprob"])
-    assert not rollout.stream["logprob"][~rollout.loss_mask].any()
+        logprobs = scores_of(cached_model("mixed", torch.float32), [sequence])
+    assert np.array_equal(logprobs, sequence.stream["logprob"])
+    assert not sequence.stream["logprob"][~sequence.loss_mask].any()
 
 
 def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_turn_once():
@@ -101,7 +105,7 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
         endings.add((first.finish_reason, len(end)))
 
     for rollout in make_collector(chat_prompts(200), rollout=replying).collect(20).rewarded.rollouts:
-        assert_scored_as_sampled(rollout)
+        assert_scored_as_sampled(*rollout.branches)
     assert endings == {("stop", 0), ("stop", 1), ("length", 1)}
 
 
@@ -168,7 +172,8 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
         waiting = {r.rollout_id.prompt_ordinal for r in collector._rewarded.rollouts}
         assert not waiting or min(waiting) > max(ordinals)
         for rollout in groups.rewarded.rollouts:
-            versions = rollout.stream["weight_version"][rollout.loss_mask]
+            (branch,) = rollout.branches
+            versions = branch.stream["weight_version"][branch.loss_mask]
             assert step - int(versions[0]) <= max_staleness
             assert (np.diff(versions) >= 0).all()
             ages.append(step - int(versions[0]))
@@ -186,9 +191,25 @@ def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step()
     for taken, num_served in (([0, 1, 4], 5), ([6, 7, 8], 9)):
         groups = collector.collect(3)
         assert [info.id.prompt_ordinal for info in groups.infos[::2]] == taken
-        assert collector.num_served == num_served
+        assert collector.in_flight.num_served == num_served
         expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
         assert groups.rewards[:, :, 0].tolist() == expected
         assert groups.rewarded.rewards.flatten().tolist() == list(itertools.chain(*expected))
         texts = [prompts.tokenizer.decode(rollout.completion) for rollout in groups.rewarded.rollouts]
         assert groups.rewarded.texts == texts
+
+
+def test_prompts_in_flight_are_due_and_begin_as_by_hand():
+    """The numbers of the docstrings; interrupted ones begin before new ones."""
+    begun_in = dict(zip(range(10, 17), (3, 3, 4, 4, 4, 4, 4), strict=True))
+    prompts = PromptsInFlight(2, 17, 5, begun_in)
+    assert prompts.due(4) == {10, 11, 12}
+    with pytest.raises(InputError, match="a step of 2 prompts takes some of those in flight too late"):
+        prompts.due(2)
+    assert prompts.num_to_begin(4, num_wanted=4, num_ready=2) == 3
+    assert prompts.begin(3) == [17, 18, 19]
+    assert prompts.num_to_begin(4, num_wanted=4, num_ready=4) == 2
+    prompts.end_step(range(10, 18))
+    prompts.restore(20, [7])
+    assert prompts.begin(2) == [7, 20]
+    assert prompts.ordinals == [7, 18, 19, 20]

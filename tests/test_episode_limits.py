@@ -91,7 +91,7 @@ def test_row_56_a_limit_cuts_off_the_branch_that_reached_it_and_not_its_whole_ep
     groups = collected(function, 2, max_turns=max_turns, prompts=prompts)
     for rollout in groups.rewarded.rollouts:
         assert rollout.finish_reason == reason
-        assert [branch.own_end for branch in rollout.branches] == ends
+        assert [branch.finish_reason for branch in rollout.branches] == ends
     assert set(groups.is_truncated.flatten().tolist()) == {reason in CUT_OFF}
     batch = pack(all_branches(groups.rewarded.rollouts))
     assert batch.is_truncated.tolist() == [end in CUT_OFF for end in ends] * 6

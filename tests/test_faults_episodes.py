@@ -58,12 +58,12 @@ WRONG += [
 ]
 SOURCE = """
 import asyncio, math, sys, threading, torch
-from minirl.episodes import driver
+from minirl.episodes import runner
 
 has_failed = threading.Event()
 
 def let_time_pass():
-    driver.time.monotonic = lambda: math.inf
+    runner.time.monotonic = lambda: math.inf
 
 async def mine(episode):
     if episode.row.place != "f:3":

@@ -27,10 +27,10 @@ from minirl.report.metrics import (
     add_tokens,
     derived,
 )
-from minirl.rollouts import RolloutId, rollout_of
+from minirl.rollouts import RolloutId
 from minirl.training.batch import Batch, independent_sequences
 from support.processes import file_limit
-from support.rollouts import in_two_branches, sampled
+from support.rollouts import in_two_branches, rollout_of, sampled
 
 
 @pytest.fixture

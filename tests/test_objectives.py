@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, TurnFacts
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, SampledSequence, TurnFacts
 from minirl.training.batch import Batch, independent_sequences
 from support.resuming import resume
 from support.rollouts import sampled
@@ -122,8 +122,8 @@ def turn_rewards(fork):
     rollouts = []
     for sample, rewards in enumerate(([1.0, 0.0], [0.5, 0.5])):
         turns = [TurnFacts(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
-        record, rollout_id = EpisodeRecord(turns), RolloutId(0, sample)
-        rollouts.append(Rollout(sampled([0, 1]), 0, rollout_id, "stop", episode=record))
+        sequence = SampledSequence(sampled([0, 1]), 0, RolloutId(0, sample), "stop")
+        rollouts.append(Rollout((sequence,), "stop", EpisodeRecord(turns)))
     return [fork.turn_advantages(rollouts)]
 
 

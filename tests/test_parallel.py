@@ -14,14 +14,14 @@ from minirl.generation.engine import Request
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica
 from minirl.ranks.process_group import world_size
-from minirl.rollouts import RolloutId, rollout_of
+from minirl.rollouts import RolloutId
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, exchange, gather_infos, independent_sequences, pack
 from minirl.training.scoring import score_batch
 from support.engines import CPU, make_engine
 from support.marks import slow
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
-from support.rollouts import in_two_branches, sampled
+from support.rollouts import in_two_branches, rollout_of, sampled
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_w
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import WorkerReward
-from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, rollout_of, unsampled
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, unsampled
 from support.collecting import letter_tokenizer
 from support.jobs import LIMIT_S, wait_for
-from support.rollouts import rewards_of_call
+from support.rollouts import rewards_of_call, rollout_of
 from support.texts import TEMPLATE, TOKENS, assistant, ids, letter_prompts, save_tokenizer, user
 
 ROW = Row("one?", {"answer": 1, "messages": "of the file"}, "f.jsonl:1")
@@ -145,7 +145,7 @@ def test_overlong_penalty_is_the_reference_row():
     """
     lengths = (0, 12, 13, 16, 20, 100)
     rollouts = [rollout_of(RolloutId(0, 0), [1], unsampled([7] * n), "") for n in lengths]
-    rollouts.append(replace(rollouts[2], earlier=(rollouts[3],)))
+    rollouts.append(replace(rollouts[2], branches=rollouts[3].branches + rollouts[2].branches))
     assert overlong_penalty(limit=20, buffer=8)(rollouts) == [0, 0, -0.125, -0.5, -1, -1, -0.625]
 
 

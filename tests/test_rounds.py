@@ -67,7 +67,7 @@ def test_a_slow_reply_or_reward_holds_no_step_up_and_its_rollouts_are_trained_wh
     collector = make(**OPTIONS)
     steps = collected(collector, 2, 2)
     assert all(1 not in step for step in ordinals(steps))
-    assert 1 in collector.in_flight
+    assert 1 in collector.in_flight.ordinals
     assert (1 in collector._queue.groups) == (slow_part == "reward")
     requests = make_prompts().requests([0], group_size=0, num_greedy=1)
     assert len(collector.evaluator(make_prompts()).run(requests).rollouts) == 1
@@ -89,11 +89,11 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
     gate = asyncio.Event()
     options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 60.0}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
-    collector._serve(2)
-    collector._run_round(0)
+    collector._begin(2)
+    collector._runner.run_round(4, weight_version=0)
     gate.set()
     clock.monotonic = lambda: 61.0
-    collector._run_round(0)
+    collector._runner.run_round(4, weight_version=0)
     assert collector._queue.groups.keys() == {0, 1}
 
 

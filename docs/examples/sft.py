@@ -15,7 +15,7 @@ from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.rollouts import Rollout, RolloutId, rollout_of, unsampled
+from minirl.rollouts import RolloutId, SampledSequence, join_streams, unsampled
 from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig
 from minirl.run.flags import run_script
@@ -35,7 +35,7 @@ class Config(RunConfig):
     answer_field: str = "answer"  # field of a row that holds the answer
 
 
-def answered(prompts: PromptStream, ordinal: int, field: str) -> Rollout:
+def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence:
     """A row's prompt with its answer and the end-of-sequence token, as if they were sampled. Raises InputError."""
     row = prompts.row(ordinal)
     answer = row.columns.get(field)
@@ -48,7 +48,8 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> Rollout:
     )
     completion = unsampled(ids)
     completion["is_sampled"] = True
-    return rollout_of(RolloutId(ordinal, 0), prompt_ids, completion, "stop")
+    stream = join_streams(unsampled(prompt_ids), completion)
+    return SampledSequence(stream, len(prompt_ids), RolloutId(ordinal, 0), "stop")
 
 
 def main(config: Config) -> int:
@@ -71,16 +72,16 @@ def main(config: Config) -> int:
     for step in run.steps():
         metrics = StepMetrics(step)
         metrics.begin("update")
-        ordinals = range(collector.num_served, collector.num_served + config.prompts_per_step)
-        rollouts = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
-        num_tokens = sum(rollout.num_sampled for rollout in rollouts)
+        ordinals = collector.in_flight.begin(config.prompts_per_step)
+        answers = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
+        num_tokens = sum(answer.num_sampled for answer in answers)
         microbatches = plan_microbatches(
-            independent_sequences(len(rollout.tokens) for rollout in rollouts),
+            independent_sequences(len(answer.tokens) for answer in answers),
             num_ranks=world_size(),
             max_tokens=setup.sizes.max_tokens_per_microbatch,
         )[rank()]
         for i, members in enumerate(microbatches):
-            micro = pack([rollouts[sequence.rollout] for sequence in members]).to(run.device)
+            micro = pack([answers[sequence.rollout] for sequence in members]).to(run.device)
             logprobs, _ = score_batch(policy.module, micro)
             loss = -logprobs.sum() / num_tokens  # logprobs are 0 in the prompts
             policy.backward(loss, is_last=i == len(microbatches) - 1)
@@ -90,7 +91,7 @@ def main(config: Config) -> int:
         metrics.add("optim/lr", lr)
         metrics.add("optim/grad_norm", policy.step(optimizer, lr=lr, max_grad_norm=config.max_grad_norm))
         run.progress.update += 1
-        collector.num_served = ordinals.stop
+        collector.in_flight.end_step(ordinals)
         run.finish_step(step, metrics)
 
     return run.close()

@@ -64,14 +64,15 @@ def messages_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     if begun is None or is_token_ids(begun):
         return []
     tokenizer = tokenizer.with_tools(rollout.episode.tools)
-    turns = [turn for turn in rollout.episode.turns if turn.branch == rollout.rollout_id.branch]
+    branch = rollout.branches[-1]
+    turns = [turn for turn in rollout.episode.turns if turn.branch == branch.rollout_id.branch]
 
     def answer(turn: TurnFacts, start: int) -> str | dict[str, Any]:
-        ids = rollout.after_prompt["id"][start : turn.end].tolist()
+        ids = branch.after_prompt["id"][start : turn.end].tolist()
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:
             return text
-        before = rollout.tokens[: rollout.num_prompt_tokens + start]
+        before = branch.tokens[: branch.num_prompt_tokens + start]
         try:
             message = answers.parsed_answer(tokenizer, ids, before)
         except InputError:  # nothing says how the model writes calls

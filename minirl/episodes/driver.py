@@ -3,12 +3,12 @@
 import asyncio
 import inspect
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minirl.data.task import Row
+from minirl.data.messages import is_messages
+from minirl.data.prompts import PromptStream
 from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, refuse
@@ -17,7 +17,9 @@ from minirl.files.user_code import users_traceback
 from minirl.rollouts import (
     NO_TOKENS,
     EpisodeRecord,
+    Request,
     Rollout,
+    SampledSequence,
     Stream,
     TurnFacts,
     join_streams,
@@ -26,9 +28,8 @@ from minirl.rollouts import (
 
 NO_BUDGET = sys.maxsize
 
-# A function asks for a turn; ended, with these rewards by name, None for one that does not apply; or failed: it
-# made a request that is refused, raised, or took too long.
-Reply = Generate | dict[str, float | None] | InputError
+# A function asks for a turn, failed, or (None) returned.
+Reply = Generate | InputError | None
 
 
 @dataclass(frozen=True)
@@ -60,39 +61,40 @@ def function_name(function: Callable[..., Any]) -> str:
 class Driver:
     """Runs the function of one episode, as a task of the event loop, until its `finally` has run.
 
-    The function replies when it asks for a turn, and once more when it ends.
+    The function replies when it asks for a turn, and once more when it ends. `begin_turn` makes the turn, `next_part`
+    the engine's request for it, and `take` gives it to the function, or `fail` the error of a rejected request.
 
-    turn: the one that it asks for; None before the first. branch: the turn's; None if a new branch has no room for its
-    prompt. part_start: the number of tokens after the branch's prompt when the engine took up the turn in this round.
-    budget: how many tokens the episode may sample in this round, from part_start on. rejected: why the function's last
-    request was rejected, if one was. ended: its rollout, once it has ended.
+    budget: how many tokens the episode may still sample in this round. branch: the last that was asked for a turn.
+    turn: the last that began; `has_begun` says whether one did. tokens: all after the prompt of the turn's branch, with
+    those appended before the turn. rejected: why its last request was rejected, if one was.
     """
+
+    budget: int
+    branch: Branch
+    turn: Turn
+    tokens: Stream
+    has_begun = False
+    rejected: InputError | None = None
 
     def __init__(
         self,
-        episode: Episode,
+        request: Request,
+        prompts: PromptStream,
         function: RolloutFunction,
         replies: "list[tuple[Driver, Reply]]",
-        working: "dict[Driver, float]",
     ):
-        """replies: gets those of the function. working: when each function began to work on its next reply, if it does.
-
-        Other drivers share both.
-        """
-        self.episode = episode
-        self.turn: Turn
-        self.branch: Branch | None = None
-        self.part_start = 0
-        self.budget = NO_BUDGET
-        self.rejected: InputError | None = None
-        self.ended: Rollout | None = None
+        """replies: gets those of the function; other drivers share it."""
+        row = prompts.row(request.rollout_id.prompt_ordinal)
+        tokenizer = prompts.tokenizer.with_tools(row.tools)
+        self.episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
+        self.episode.branches[0].ask = self._ask
+        self.rollout_id = request.rollout_id
+        self._prompts = prompts
         self._function = function
         self._replies = replies
-        self._working = working
-        self._working[self] = time.monotonic()
-        # While the function waits for its turn.
-        self._asked: asyncio.Future[Turn] | None = None
-        episode.ask = self._ask
+        # Done while the function works on its next reply.
+        self._awaited: asyncio.Future[Turn] = event_loop().create_future()
+        self._awaited.cancel()
         self.task = event_loop().create_task(self._run())
 
     @property
@@ -100,31 +102,70 @@ class Driver:
         """How messages name it."""
         return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
 
-    @property
-    def worked_s(self) -> float:
-        """How many seconds its function, which is at work, has worked on its next reply."""
-        return time.monotonic() - self._working[self]
+    def begin_turn(self, asked: Generate) -> bool:
+        """Begin the turn that the function asks for; return False if there is no room for it.
 
-    def tokens_before(self) -> Stream:
-        """All tokens after the prompt of the present turn's branch, with those appended before the turn."""
-        rollout = self.turn.tokens.rollout
-        tokens = NO_TOKENS if rollout is None else rollout.after_prompt
-        if len(tokens) < self.turn.start:
-            tokens = join_streams(tokens, unsampled(self.turn.appended))
-        return tokens
+        Raises InputError naming function and row for a request that is rejected.
+        """
+        episode = self.episode
+        refuse(
+            episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})"
+        )
+        branch = episode.branches[asked.branch]
+        if not branch.request.prompt_ids and not self._tokenize_prompt(branch):
+            self.branch = branch
+            return False
+        appended = self._appended_ids(branch, asked) if asked.after else []
+        self.branch = branch
+        start = branch.num_tokens + len(appended)
+        room = branch.room - len(appended)
+        if room < 1:
+            refuse(not episode.num_turns, f"{self.place}: the first turn's `after` leaves no room for a turn")
+            return False
+        self.has_begun = True
+        self.turn = Turn(
+            start,
+            branch=branch.number,
+            inserted=asked.after if is_messages(asked.after) else [],
+            tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
+            tokens=branch.engine_tokens,
+        )
+        so_far = branch.engine_tokens.sequence.after_prompt if branch.turns else NO_TOKENS
+        self.tokens = join_streams(so_far, unsampled(appended))
+        self._request = replace(
+            branch.request,
+            max_new_tokens=start + min(room, asked.max_tokens or room),
+            holds=True,
+            stop=asked.stop,
+            turn_start=start,
+        )
+        return True
 
-    def send(self, turn: Turn | InputError) -> None:
-        """Give the function the turn that it asked for, or raise the error in it; it replies."""
-        self._working[self] = time.monotonic()
-        future, self._asked = self._asked, None
-        assert future is not None, "it asked for no turn"
-        if future.cancelled():  # a failure follows
-            return
-        if isinstance(turn, Turn):
-            future.set_result(turn)
-        else:
-            self.rejected = turn
-            future.set_exception(turn)
+    def next_part(self) -> Request:
+        """Return the request for the part of the present turn that this round's budget allows."""
+        limit = min(self._request.max_new_tokens, len(self.tokens) + self.budget)
+        return replace(self._request, sampled=self.tokens, max_new_tokens=limit)
+
+    def take(self, sequence: SampledSequence) -> bool:
+        """Take the tokens of a part from the engine. If the turn has ended, the function gets it; else return False."""
+        num_tokens = len(sequence.after_prompt)
+        self.budget -= num_tokens - len(self.tokens)
+        self.tokens = sequence.after_prompt
+        if sequence.finish_reason == "length" and num_tokens < self._request.max_new_tokens:
+            return False
+        turn = self.turn
+        turn.num_tokens, turn.finish_reason = num_tokens - turn.start, sequence.finish_reason
+        self.episode.take(turn)
+        turn.tokens.sequence = replace(sequence, finish_reason=self.branch.finish_reason)
+        if not self._awaited.done():  # otherwise its task was cancelled, and a failure follows
+            self._awaited.set_result(turn)
+        return True
+
+    def fail(self, error: InputError) -> None:
+        """Raise the error in the function, where it asked for a turn."""
+        self.rejected = error
+        if not self._awaited.done():
+            self._awaited.set_exception(error)
 
     def cancel(self) -> None:
         """End the function where it waits, unless it cleans up already: its `finally` runs in the next slice.
@@ -133,34 +174,41 @@ class Driver:
         """
         if not self.episode.is_closed:
             self.episode.is_closed = True
-            self._working.pop(self, None)
             self.task.cancel()
 
-    def rollout(
-        self, finish_reason: str, ends: Mapping[int, str], rewards: Mapping[str, float | None], row: Row
-    ) -> Rollout:
-        """Return the rollout up to the end of the last turn; it must have one.
+    def rollout(self, finish_reason: str | None, rewards: Mapping[str, float | None]) -> Rollout:
+        """Return the rollout up to the end of the last turn. Raises InputError if it has none.
 
-        ends: the branches' finish reasons, by number. rewards: all rewards by name. row: as the data has it; the
-        function may have changed the episode's.
+        finish_reason: None for that of the last turn. It is also that of the branch which asked last; the others end
+        like their own last turns. rewards: all rewards by name.
         """
         episode = self.episode
-        *earlier, last = [branch for branch in episode.branches if branch.turns]
-        turns = sorted(map(plain_facts, episode.all_turns), key=lambda turn: turn.branch)
-        return _seen(
-            last,
-            finish_reason,
-            branch_end=ends[last.number],
-            episode=EpisodeRecord(turns, rewards, episode.environment, last.prompt, last.tools, row),
-            earlier=tuple(_seen(branch, ends[branch.number]) for branch in earlier),
+        branches = [branch for branch in episode.branches if branch.turns]
+        turns = [turn for branch in branches for turn in branch.turns]
+        if not turns:
+            rejected = f"; its last request was rejected: {self.rejected}" if self.rejected else ""
+            raise InputError(f"ended without a turn; it must await one{rejected}")
+        if finish_reason is None:
+            last_turn = max(turns, key=lambda turn: turn.number)
+            finish_reason = episode.branches[last_turn.branch].finish_reason
+        elif self.branch.turns:
+            tokens = self.branch.engine_tokens
+            tokens.sequence = replace(tokens.sequence, finish_reason=finish_reason)
+        last = branches[-1]
+        # As the data has it: the function may have changed the episode's.
+        row = self._prompts.row(self.rollout_id.prompt_ordinal)
+        record = EpisodeRecord(
+            list(map(plain_facts, turns)), rewards, episode.environment, last.prompt, last.tools, row
         )
+        return Rollout(tuple(branch.engine_tokens.sequence for branch in branches), finish_reason, record)
 
     async def _run(self) -> None:
-        reply: Reply
+        reply: Reply = None
         try:
             returned = await self._function(self.episode)
-            refuse(self._asked is not None, "ended while one of its turns was sampled; await all")
-            reply = returned_rewards(returned)
+            refuse(not self._awaited.done(), "ended while one of its turns was sampled; await all")
+            if returned is not None:
+                add_returned(self.episode.given, returned)
         except InputError as error:
             reply = error
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -173,11 +221,13 @@ class Driver:
     async def _ask(self, asked: Generate) -> Turn:
         """Return the turn that the function asks for."""
         refuse(self.episode.is_closed, "generate(): the episode ended")
-        refuse(self._asked is not None, "generate(): asks for two turns at a time; await one after the other")
-        self._asked = event_loop().create_future()
+        refuse(
+            not self._awaited.done(), "generate(): asks for two turns at a time; await one after the other"
+        )
+        self._awaited = event_loop().create_future()
         self._reply(asked)
         try:
-            return await self._asked
+            return await self._awaited
         except asyncio.CancelledError:
             self._reply(
                 InputError("generate(): was cancelled while its turn was sampled, which cannot be undone")
@@ -187,46 +237,61 @@ class Driver:
     def _reply(self, reply: Reply) -> None:
         if not self.episode.is_closed:
             self.episode.is_closed = not isinstance(reply, Generate)
-            self._working.pop(self, None)
             self._replies.append((self, reply))
             event_loop().stop()
+
+    def _tokenize_prompt(self, branch: Branch) -> bool:
+        """Make the request of a branch that the function began; return False if its prompt leaves no room."""
+        request = self._prompts.branch_request(
+            branch.request, branch.number, branch.prompt, self.place, tools=branch.tools
+        )
+        if request.max_new_tokens < 1:
+            is_first = not self.episode.num_turns
+            refuse(is_first, f"{self.place}: the prompt of its first turn leaves no room for it")
+            return False
+        branch.request = request
+        return True
+
+    def _appended_ids(self, branch: Branch, asked: Generate) -> list[int]:
+        """Return the token ids that the function appends to a branch. Raises InputError naming function and row."""
+        end_id, place = None, self.place
+        if is_messages(asked.after):
+            refuse(
+                not branch.turns,
+                f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+            )
+            is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
+            refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
+            last = branch.turns[-1]
+            end_id = last.ids[-1] if last.finish_reason == "stop" else None
+        tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
+        return tokenizer.encode_after(asked.after, place, end_id=end_id)
 
 
 async def _ask_too_late(asked: Generate) -> Turn:
     raise InputError("generate(): the episode ended")
 
 
-def _seen(branch: Branch, finish_reason: str, **facts: Any) -> Rollout:
-    """Return the rollout of a branch up to its last turn, of which it has one, without one that reached nobody.
-
-    facts: further fields of it.
-    """
-    rollout = branch.engine_tokens.rollout
-    assert rollout is not None, "no turn has ended"
-    num_tokens = rollout.num_prompt_tokens + branch.num_tokens
-    return replace(rollout, stream=rollout.stream[:num_tokens], finish_reason=finish_reason, **facts)
-
-
 def plain_facts(turn: Turn) -> TurnFacts:
     """Return what is stored of a turn. Raises InputError for what JSON cannot hold."""
-    facts = TurnFacts(**turn.numbers(), inserted=turn.inserted)
-    try:
-        json_text([turn.extra, turn.inserted])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"turn.extra, or a message appended before the turn, is not JSON: {error}") from None
-    return facts
+    if turn.extra or turn.inserted:
+        try:
+            json_text([turn.extra, turn.inserted])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"turn.extra, or a message appended before the turn, is not JSON: {error}"
+            ) from None
+    return TurnFacts(*(getattr(turn, one.name) for one in fields(TurnFacts)))
 
 
-def returned_rewards(returned: Any) -> dict[str, float | None]:
-    """Return the rewards, by name, that a function returned: a number is the one named "reward", None means none.
+def add_returned(given: dict[str, float | None], returned: Any) -> None:
+    """Add the rewards that a function returned to those that it gave, by name; one that is returned as None is None.
 
-    Raises InputError with the reason if it cannot be one.
+    A number is the reward named "reward". Raises InputError with the reason if it cannot be one.
     """
-    if returned is None:
-        return {}
     if not isinstance(returned, dict):
-        return {REWARD: checked_reward(returned, "returns")}
-    return {
-        name: None if value is None else checked_reward(value, f"returns {name!r}:")
-        for name, value in returned.items()
-    }
+        returned = {REWARD: checked_reward(returned, "returns")}
+    for name, value in returned.items():
+        if value is not None:
+            value = (given.get(name) or 0.0) + checked_reward(value, f"returns {name!r}:")
+        given[name] = value

@@ -12,8 +12,8 @@ messages, which the chat template writes.
 
 import copy
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from minirl.data import answers
@@ -25,7 +25,7 @@ from minirl.data.tokenizer import is_stop_string
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import short_repr
 from minirl.rewards.calls import MAX_REWARD, validate_number
-from minirl.rollouts import Request, Rollout, Stream, TurnFacts
+from minirl.rollouts import Request, SampledSequence, Stream, TurnFacts
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -46,8 +46,8 @@ REWARD = "reward"
 class Generate:
     """Asks for a turn: tokens are appended, then at most `max_tokens` are sampled.
 
-    after: text, token ids or, between turns of a chat, messages. The results of tools may have other contents than
-    text: the chat template gets these as text, reward functions as they are.
+    after: text, token ids or, between turns of a chat, messages, as `read_message` returns them. The results of tools
+    may have other contents than text: the chat template gets these as text, reward functions as they are.
     stop: strings that end the turn, as the model's stop tokens do; the token in which one ends is kept whole.
     max_tokens: None for as many as fit.
     branch: the number of the episode's branch.
@@ -60,39 +60,39 @@ class Generate:
 
     def __post_init__(self) -> None:
         """Raise InputError naming the field that is wrong. What is appended is checked where it is tokenized."""
-        is_after = isinstance(self.after, str | list | tuple)
-        is_limit = self.max_tokens is None or (type(self.max_tokens) is int and self.max_tokens >= 1)
         refuse(
-            not is_after,
+            not isinstance(self.after, str | list | tuple),
             f"generate(after={self.after!r:.80}): expected text, a list of token ids, or messages",
         )
         refuse(
             not all(map(is_stop_string, self.stop)),
             f"generate(stop={self.stop!r:.80}): expected texts; '' is in every text, U+FFFD and surrogates in none",
         )
-        refuse(not is_limit, f"generate(max_tokens={self.max_tokens!r:.80}): must be at least 1")
+        if self.max_tokens is not None:
+            is_limit = type(self.max_tokens) is int and self.max_tokens >= 1
+            refuse(not is_limit, f"generate(max_tokens={self.max_tokens!r:.80}): must be at least 1")
 
 
 @dataclass(slots=True)
 class BranchTokens:
-    """The tokens of a branch, as the engine last returned them, at the end of a turn or of a round's part of one.
+    """The tokens of a branch up to its last turn, with the finish reason of the branch if that stays the last.
 
     The branch and its turns share it, so that memory holds a branch once and not once per turn.
     """
 
-    rollout: Rollout | None = None
+    sequence: SampledSequence = field(init=False)
 
 
 @dataclass(eq=False, kw_only=True)
 class Turn(TurnFacts):
     """A turn that a function asked for: appended tokens, then sampled ones.
 
-    appended: the token ids that were appended before it. tokens: the branch's.
+    tokens: the branch's. number: its place in the episode, from 1.
     """
 
-    appended: list[int]
     tokenizer: ChatTokenizer
     tokens: BranchTokens
+    number: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -115,51 +115,46 @@ class Turn(TurnFacts):
 
         Raises InputError if the form of the model's calls is unknown.
         """
-        before = self._rollout.tokens[: self._rollout.num_prompt_tokens + self.start]
+        sequence = self.tokens.sequence
+        before = sequence.tokens[: sequence.num_prompt_tokens + self.start]
         message = answers.parsed_answer(self.tokenizer, self.ids, before)
         self.parse_error = message.get("parse_error")
         return message
 
     def text_from(self, start: int) -> str:
         """Return the text, up to the turn's end, from `start` among the branch's tokens after its prompt."""
-        return self.tokenizer.decode(self._rollout.after_prompt["id"][start : self.end])
-
-    @property
-    def _rollout(self) -> Rollout:
-        """The branch, up to this turn or a later one."""
-        assert self.tokens.rollout is not None, "the turn has not ended"
-        return self.tokens.rollout
+        return self.tokenizer.decode(self.tokens.sequence.after_prompt["id"][start : self.end])
 
     @property
     def _sampled(self) -> Stream:
         """The sampled tokens, including the stop token."""
-        return self._rollout.after_prompt[self.start : self.end]
+        return self.tokens.sequence.after_prompt[self.start : self.end]
 
 
 @dataclass(eq=False)
 class Branch:
-    """A prompt with the turns that follow it.
+    """A prompt with the turns that follow it, while its episode runs; a `SampledSequence` stores it.
 
-    number: its place among the episode's branches. max_tokens: limit of all tokens after the prompt, appended ones
-    included. prompt_ids: the prompt's token ids. A branch that the function begins gets its own limit and ids with its
-    first turn; until then it has the episode's limit. turns: the finished ones. tools: JSON schemas of the tools that
-    its prompt shows; None: the run's. drops_last: whether its last turn reached nobody, and so does not belong to the
-    rollout. No turn follows it.
+    number: its place among the episode's branches. turns: the finished ones. tools: JSON schemas of the tools that its
+    prompt shows; None: the run's.
 
-    For the code that runs the episode, which sets them: ask: samples a turn. request: that of the present turn, without
-    tokens; missing before the first. engine_tokens: as the engine last returned them.
+    For the code that runs the episode, which sets them: request: without tokens; until the first turn of a branch that
+    the function began, it has the episode's limit and no prompt. ask: samples a turn. engine_tokens: those of its
+    finished turns.
     """
 
     prompt: str | Messages | list[int]
-    max_tokens: int
+    request: Request = field(repr=False)
     number: int = 0
-    prompt_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
-    drops_last: bool = False
     ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
-    request: Request = field(init=False, repr=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's token ids; [] before the first turn of a branch that the function began."""
+        return list(self.request.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -169,12 +164,12 @@ class Branch:
     @property
     def room(self) -> int:
         """How many more tokens it may have."""
-        return self.max_tokens - self.num_tokens
+        return self.request.max_new_tokens - self.num_tokens
 
     @property
     def tokens(self) -> list[int]:
         """All tokens after the prompt, sampled and appended."""
-        return [token for turn in self.turns for token in turn.appended + turn.ids]
+        return self.engine_tokens.sequence.completion[: self.num_tokens] if self.turns else []
 
     @property
     def messages(self) -> Messages:
@@ -188,6 +183,20 @@ class Branch:
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
         return conversation(cast(str | Messages, self.prompt), self.turns, Turn.text_from)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ends, if its last turn stays the last."""
+        last = self.turns[-1]
+        return "turn_length" if last.finish_reason == "length" and self.room > 0 else last.finish_reason
+
+    def drop_last_turn(self) -> None:
+        """Remove the last turn, which reached nobody, from the rollout. No turn may follow it."""
+        self.turns.pop()
+        if self.turns:
+            sequence = self.engine_tokens.sequence
+            stream = sequence.stream[: sequence.num_prompt_tokens + self.num_tokens]
+            self.engine_tokens.sequence = replace(sequence, stream=stream, finish_reason=self.finish_reason)
 
     async def generate(
         self,
@@ -203,24 +212,27 @@ class Branch:
         while another turn of the episode is sampled.
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
-        appended = [after] if isinstance(after, dict) else after
-        if appended is not None and is_messages(appended):
-            # Copies: the caller may go on to change its messages.
-            appended = [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended]
-        asked = Generate("" if appended is None else appended, strings, max_tokens, self.number)
-        return await self.ask(asked)
+        appended = "" if after is None else _read_after(after)
+        return await self.ask(Generate(appended, strings, max_tokens, self.number))
 
 
-class Episode(Branch):
-    """One rollout in the making. It is itself a branch, the one that follows the row's prompt.
+class Episode:
+    """One rollout in the making.
 
+    branches: in order of their numbers. The first follows the row's prompt; its `generate`, `turns`, `messages` and the
+    like are the episode's, too.
     row: a copy of the prompt's row of the data. seed: for everything random in this episode; the same in every run.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: of all turns. all_turns: the turns of all branches, in order. given: the rewards given so far, by name.
-    end_reason: the argument of `end`, if it was called.
-    is_closed: whether the function ended, or is being ended.
+    temperature: of all turns. num_turns: how many have ended, in all branches. given: the rewards given so far, by
+    name; in the end also those returned, None for one that does not apply. end_reason: the argument of `end`, if it was
+    called. is_closed: whether the function ended, or is being ended.
     environment: the object of --environment, or what else a function sets here; reward functions get it.
     """
+
+    environment: Any = None
+    end_reason: str | None = None
+    num_turns = 0
+    is_closed = False
 
     def __init__(
         self,
@@ -230,45 +242,39 @@ class Episode(Branch):
         *,
         is_chat: bool = False,
     ):
-        prompt = copy.deepcopy(row.prompt)
-        super().__init__(prompt, request.max_new_tokens, prompt_ids=list(request.prompt_ids))
         self.row = row
-        self.request = request
         self.seed = request.key
         self.tools = copy.deepcopy(tools or [])
         self.is_chat = is_chat
         self.temperature = request.temperature
-        self.environment: Any = None
-        self.end_reason: str | None = None
-        self._further: list[Branch] = []
-        self.all_turns: list[Turn] = []
-        self.given: dict[str, float] = {}
-        self.is_closed = False
+        first = Branch(copy.deepcopy(row.prompt), request, tools=self.tools)
+        self.branches = [first]
+        self.prompt = first.prompt
+        self.prompt_ids = first.prompt_ids
+        self.turns = first.turns
+        self.generate = first.generate
+        self.given: dict[str, float | None] = {}
 
     @property
-    def branches(self) -> list[Branch]:
-        """All branches, in order of their numbers; the episode itself is 0."""
-        # Not stored: only a garbage collection would free an object that holds itself, with its rollout.
-        return [self, *self._further]
+    def messages(self) -> Messages:
+        """The conversation of the first branch; see `Branch.messages`."""
+        return self.branches[0].messages
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens of the first branch after its prompt, sampled and appended."""
+        return self.branches[0].tokens
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the first branch may have."""
+        return self.branches[0].room
 
     def take(self, turn: Turn) -> None:
         """Add a finished turn to its branch. For the code that runs the episode."""
+        self.num_turns += 1
+        turn.number = self.num_turns
         self.branches[turn.branch].turns.append(turn)
-        self.all_turns.append(turn)
-
-    def drop_unseen(self) -> None:
-        """Remove the turns that reached nobody."""
-        for branch in self.branches:
-            if branch.drops_last:
-                self.all_turns.remove(branch.turns.pop())
-
-    def sum_of_rewards(self, returned: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return the rewards, by name, that were given and returned; one that was returned as None stays None."""
-        rewards = dict(returned)
-        for name, value in self.given.items():
-            so_far = rewards.get(name, 0.0)
-            rewards[name] = None if so_far is None else so_far + value
-        return rewards
 
     def branch(
         self, prompt: str | Messages | list[int], *, tools: list[dict[str, Any]] | None = None
@@ -281,11 +287,16 @@ class Episode(Branch):
         """
         if not is_token_ids(prompt):
             prompt = read_prompt(prompt, "branch(...): the prompt")
+        first = self.branches[0]
+        number = len(self.branches)
+        rollout_id = first.request.rollout_id._replace(branch=number)
+        # Until its prompt is tokenized, for its first turn.
+        request = replace(first.request, rollout_id=rollout_id, prompt_ids=())
         # The caller may go on to change its lists; the branch keeps the present ones.
         own, own_tools = copy.deepcopy((prompt, tools))
-        branch = Branch(own, self.max_tokens, number=len(self.branches), tools=own_tools)
-        branch.ask = self.ask
-        self._further.append(branch)
+        branch = Branch(own, request, number, tools=own_tools)
+        branch.ask = first.ask
+        self.branches.append(branch)
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
@@ -293,7 +304,8 @@ class Episode(Branch):
         place = f"episode.reward, for the row at {self.row.place}:"
         refuse(self.is_closed, f"{place} the episode ended; give rewards before `await episode.generate()`")
         checked = checked_reward(value, f"{place} {name!r} is")
-        self.given[name] = checked_reward(self.given.get(name, 0.0) + checked, f"{place} {name!r} adds up to")
+        total = (self.given.get(name) or 0.0) + checked
+        self.given[name] = checked_reward(total, f"{place} {name!r} adds up to")
 
     def end(self, reason: str) -> None:
         """End the episode with this finish reason; then return from the function.
@@ -305,6 +317,14 @@ class Episode(Branch):
             f"episode.end({reason!r:.80}): expected one of {', '.join(END_REASONS)}",
         )
         self.end_reason = reason
+
+
+def _read_after(after: After | dict[str, str]) -> After:
+    """Return what a caller appends, messages as copies: the caller may go on to change them."""
+    appended = [after] if isinstance(after, dict) else after
+    if is_messages(appended):
+        return [read_message(copy.deepcopy(one), "generate(after=...)") for one in appended]
+    return appended
 
 
 def checked_reward(value: Any, what: str) -> float:

@@ -1,26 +1,40 @@
 """Run the functions that write rollouts on the engine, which decodes their turns together.
 
-While a function works on its reply (`driver`), its episode waits in the engine, which decodes the others.
+The life of a rollout:
 
-Episodes run in rounds; a round's budget limits the tokens that each may sample in it. Between two rounds they keep
-their keys and values in the engine, which frees these at the end of a step: see `EpisodeRunner.in_step`.
+1. The collector draws a prompt and begins its G rollouts. The function of each runs as a task, which a `Driver` owns.
+2. The function asks for a turn. Once all G have asked for their first, they start together, and share one prefill.
+3. The engine samples a token of each turn per step; between two steps, functions work on their next replies.
+4. A turn ends with a stop token or string, or is truncated at its limit ("length"). The function gets it either way,
+   and may append tokens and ask for another one, of this branch or another.
+5. If that has no room, or is one more than `max_turns`, the episode ends there: its function is cancelled, and the
+   turns so far are the rollout, with the limit as finish reason. Otherwise it ends when its function returns.
+6. When the last rollout of a prompt has ended, all go into the reward queue, from which a step takes the group.
+7. A rejected request raises InputError in the function. A function that raises, is late, or returns something else than
+   rewards ends the run: RolloutError names function, row and turn, and the other functions are cancelled.
+8. With `max_staleness` a step decodes in rounds, with a budget of tokens for each rollout. One that has used it pauses
+   until the next round, and a round does not wait long for functions at work, on a tool's result say.
+9. At the end of a step the rollouts that go on lose their keys and values, but no token. A tool at work goes on, and
+   the next step takes its result, computes the tokens again under its own weights, and samples on.
+10. A checkpoint has only the numbers of their prompts, whose rollouts begin again after a resume.
 """
 
-import functools
+import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
-from minirl.data.messages import is_messages
 from minirl.data.prompts import PromptStream
 from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_form, function_name
-from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn
+from minirl.episodes.episode import REWARD, Generate, RolloutFunction
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
 from minirl.ranks.time_account import spent_on
+from minirl.report.progress_bar import show_progress
+from minirl.rewards.functions import RewardLike
+from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request, Rollout, RolloutId
 
 # The longest wait for replies while there is nothing to decode, before rewards get attention.
@@ -34,9 +48,10 @@ CLOSE_S = 1.0
 
 
 class EpisodeRunner:
-    """Runs episodes, round by round. Not collective.
+    """Runs episodes, round by round. Not collective, unless ranks share the model's layers.
 
-    patience_s: how long a round with a budget waits for the next reply if it has nothing to decode.
+    queue: rewards the rollouts of whole prompts. patience_s: how long a round with a budget waits for the next reply if
+    it has nothing to decode.
     counts: see `Collector.take_count`.
     """
 
@@ -45,93 +60,83 @@ class EpisodeRunner:
     def __init__(
         self,
         engine: Engine,
-        rollout: RolloutFunction,
         prompts: PromptStream,
+        functions: Mapping[str, RewardLike],
         *,
+        rollout: RolloutFunction,
         max_turns: int,
-        reward_names: Collection[str],
         call_timeout: float | None,
     ):
-        """rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
+        """functions: the K reward functions by name. rollout: see `episode`. max_turns: of an episode; 0: MAX_TURNS.
 
-        call_timeout: the most seconds from a turn to the function's next request.
-
-        reward_names: the rewards that an episode must give; if it ends at a limit first they are 0.
+        call_timeout: the most seconds from a turn to the function's next request, and of a reward call in a thread.
         """
-        self._engine = engine
+        self.engine = engine
         check_form(rollout, f"rollout {function_name(rollout)}")
         self._rollout = rollout
         self._call_timeout = call_timeout
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
-        self._reward_names = reward_names
+        self.queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
+        # If an episode ends at a limit before it gave them, they are 0.
+        self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
-        # Those of all open episodes, by the id of their first branch, in the order in which they began; those whose
-        # turn waits for the next round's budget.
+        # All open episodes, by the id of their first branch, in the order in which they began.
         self._drivers: dict[RolloutId, Driver] = {}
-        self._paused: list[Driver] = []
-        # Those whose functions have not returned: also where they clean up after their episode's end.
-        self._unfinished: set[Driver] = set()
-        self._replies: list[tuple[Driver, Reply]] = []
+        # Those whose turn waits: for the first turns of its prompt's other episodes, or for the next round's budget.
+        self._waiting: list[Driver] = []
         # When each function began to work on its next reply; the first has worked longest.
         self._working: dict[Driver, float] = {}
-        # By prompt: its episodes until all have ended; then their rollouts are in `_ended`, until `step` returns them.
+        self._replies: list[tuple[Driver, Reply]] = []
+        # Functions that have not returned: also those that clean up after their episode's end.
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Open episodes per prompt, and the rollouts of those that have ended, until all have.
         self._groups: defaultdict[int, list[Driver]] = defaultdict(list)
-        self._ended: list[list[Rollout]] = []
-        # In the present round.
-        self._budget = NO_BUDGET
-        self._weight_version = 0
-        self._active_at = 0.0
+        self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
+
+    def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
+        """Return the rollouts of these requests, of whole prompts, with their rewards."""
+        with self.in_step():
+            self.begin(requests)
+            self.run_round(weight_version=weight_version)
+        return self.queue.finish(sorted(self.queue.groups))
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
-            row = self._prompts.row(request.rollout_id.prompt_ordinal)
-            tokenizer = self._prompts.tokenizer.with_tools(row.tools)
-            episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
-            driver = Driver(episode, self._rollout, self._replies, self._working)
-            self._unfinished.add(driver)
-            driver.task.add_done_callback(functools.partial(self._forget, driver))
+            driver = Driver(request, self._prompts, self._rollout, self._replies)
+            self._tasks.add(driver.task)
+            driver.task.add_done_callback(self._tasks.discard)
             self._drivers[request.rollout_id] = driver
             self._groups[request.rollout_id.prompt_ordinal].append(driver)
+            self._working[driver] = time.monotonic()
 
-    def begin_round(self, budget: int, *, weight_version: int) -> None:
-        """Let each episode sample up to `budget` tokens. Raises InputError like `Engine.submit`."""
-        self._budget = budget
-        self._weight_version = weight_version
-        self._active_at = time.monotonic()
+    def run_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
+        """Let each episode sample up to `budget` tokens; without a budget all run to their ends.
+
+        The rollouts of each prompt whose last episode ends go into the queue. With a budget the round also ends when it
+        has nothing to decode and no function has replied for `patience_s`.
+
+        Raises InputError like `Engine.submit`, RewardError, and RolloutError naming function, row and turn if the
+        function fails, as it does at a rejected request that it does not catch.
+        """
         for driver in self._drivers.values():
             driver.budget = budget
-        paused, self._paused = self._paused, []
-        self._start(paused)
-        self._take_replies(0.0)
-
-    @property
-    def num_open(self) -> int:
-        """How many episodes have begun and not ended."""
-        return len(self._drivers)
-
-    @property
-    def is_round_over(self) -> bool:
-        """Return whether every episode ended or, with a budget, used it up or waited long for a reply.
-
-        `step` has returned all whole groups.
-        """
-        if self._engine.is_decoding or self._ended:
-            return False
-        if self._budget == NO_BUDGET:
-            return not self._drivers
-        waits = len(self._paused) < len(self._drivers)
-        return not waits or time.monotonic() - self._active_at > self.patience_s
-
-    def close(self) -> None:
-        """End all episodes without a rollout, and give their functions CLOSE_S to clean up."""
-        self._drivers.clear()
-        for driver in self._unfinished:
-            driver.cancel()
-        until = time.monotonic() + CLOSE_S
-        while self._unfinished and (left_s := until - time.monotonic()) > 0:
-            event_loop().run_slice(left_s)
+        self._submit(weight_version)
+        active_at = time.perf_counter()
+        with show_progress("generate", total=len(self._drivers), unit="completions") as bar:
+            while self.engine.is_decoding or len(self._waiting) < len(self._drivers):
+                num_open = len(self._drivers)
+                has_replies = self._take_replies(0.0 if self.engine.any_rank_has_work else WAIT_S)
+                self._submit(weight_version)
+                self.queue.poll()
+                bar.update(num_open - len(self._drivers))
+                if has_replies or self.engine.is_decoding:
+                    active_at = time.perf_counter()
+                elif budget < NO_BUDGET and time.perf_counter() - active_at > self.patience_s:
+                    break
+                self._decode()
+        self.engine.sync()  # ranks that share the model's layers pass through them until all are here
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -145,244 +150,124 @@ class EpisodeRunner:
             self._leave(driver)
         event_loop().run_slice()  # functions of episodes that ended clean up
 
-    def step(self) -> list[list[Rollout]]:
-        """Decode one more token of each episode that has a turn.
+    def close(self) -> None:
+        """End all episodes without a rollout, and give their functions CLOSE_S to clean up."""
+        for driver in self._drivers.values():
+            driver.cancel()
+        self._drivers.clear()
+        until = time.perf_counter() + CLOSE_S
+        while self._tasks and time.perf_counter() < until:
+            event_loop().run_slice(0.01)
 
-        Returns the rollouts of each prompt whose last episode ended, in the order in which they began.
-        If none has a turn, wait a moment for replies. Raises RolloutError naming function, row and turn if the
-        function fails, as it does at a rejected request that it does not catch.
-        """
-        for rollout in self._engine.step():
-            self._take_tokens(self._drivers[rollout.rollout_id._replace(branch=0)], rollout)
-        if self._engine.lacks_room:
+    def _submit(self, weight_version: int) -> None:
+        """Let the engine sample the turns that need not wait: all first turns of a prompt share one prefill."""
+        requests = []
+        waiting, self._waiting = self._waiting, []
+        for driver in waiting:
+            group = self._groups[driver.rollout_id.prompt_ordinal]
+            if driver.budget > 0 and all(one.has_begun for one in group):
+                requests.append(driver.next_part())
+            else:
+                self._waiting.append(driver)
+        self.engine.submit(requests, weight_version=weight_version)
+
+    def _decode(self) -> None:
+        """Sample one more token of each turn that the engine has."""
+        for sequence in self.engine.step():
+            driver = self._drivers[sequence.rollout_id._replace(branch=0)]
+            self.counts["sampled_tokens"] += len(sequence.after_prompt) - len(driver.tokens)
+            if driver.take(sequence):
+                self._working[driver] = time.monotonic()
+            else:
+                self._waiting.append(driver)
+        if self.engine.lacks_room:
             # Episodes that need no more in this round make room for others.
-            for driver in self._paused:
+            for driver in self._waiting:
                 self._leave(driver)
-        has_replies = self._take_replies(0.0 if self._engine.any_rank_has_work else WAIT_S)
-        if has_replies or self._engine.is_decoding:
-            self._active_at = time.monotonic()
-        ended, self._ended = self._ended, []
-        return ended
-
-    @spent_on("wait_replies")
-    def _wait_for_replies(self, wait_s: float) -> list[tuple[Driver, Reply]]:
-        """Let the functions run until all wait; return their replies, in any order.
-
-        Without any it waits up to `wait_s` seconds for the first. The function that has worked longest fails if it
-        exceeds its time.
-        """
-        event_loop().run_slice(0.0 if self._replies else wait_s)
-        if self._call_timeout is not None and self._working:
-            # After the slice: what came in time is a reply by then.
-            slowest = next(iter(self._working))
-            if slowest.worked_s > self._call_timeout:
-                slowest.cancel()
-                late = InputError(f"took more than {self._call_timeout:g} s; see --call-timeout")
-                self._replies.append((slowest, late))
-        replies = self._replies.copy()
-        self._replies.clear()
-        return replies
-
-    def _forget(self, driver: Driver, task: object) -> None:
-        """Note that a driver's function has returned."""
-        self._unfinished.discard(driver)
-        if not self._unfinished:
-            event_loop().stop()
 
     def _take_replies(self, wait_s: float) -> bool:
-        """Continue the episodes whose functions have replied. Return whether there are any."""
-        replies = self._wait_for_replies(wait_s)
-        for driver, reply in replies:
+        """Let the functions run until all wait, and continue the episodes whose functions have replied.
+
+        Without a reply it waits up to `wait_s` seconds for the first. Returns whether there was one. The function that
+        has worked longest fails if it exceeds its time.
+        """
+        with spent_on("wait_replies"):
+            event_loop().run_slice(0.0 if self._replies else wait_s)
+        has_replies = bool(self._replies)
+        for driver, reply in self._replies:
+            self._working.pop(driver, None)
             try:
                 if isinstance(reply, Generate):
                     self._begin_turn(driver, reply)
                 elif isinstance(reply, InputError):
                     raise reply
                 else:
-                    self._end(driver, driver.episode.end_reason, reply)
+                    self._end(driver, driver.episode.end_reason, has_returned=True)
             except InputError as error:
-                num_turns = len(driver.episode.all_turns)
-                when = f"after turn {num_turns}" if num_turns else "before its first turn"
-                place = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.place}"
-                raise RolloutError(escaped(f"{place}, {when}: {error}")) from None
-        return bool(replies)
+                raise self._failed(driver, error) from None
+        self._replies.clear()
+        if self._call_timeout is not None and self._working:
+            # After the slice: what came in time is a reply by then.
+            slowest, since = next(iter(self._working.items()))
+            if time.monotonic() - since > self._call_timeout:
+                raise self._failed(slowest, f"took more than {self._call_timeout:g} s; see --call-timeout")
+        return has_replies
+
+    def _failed(self, driver: Driver, error: InputError | str) -> RolloutError:
+        """Return the error of a function, which ends the run."""
+        num_turns = driver.episode.num_turns
+        when = f"after turn {num_turns}" if num_turns else "before its first turn"
+        place = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.place}"
+        return RolloutError(escaped(f"{place}, {when}: {error}"))
 
     def _begin_turn(self, driver: Driver, asked: Generate) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
 
         A request that is rejected raises its InputError in the function, which may catch it and go on.
         """
-        limit = "length"  # the turn has no room
         try:
-            driver.branch, turn = _make_turn(self._prompts, driver, asked)
+            has_room = driver.begin_turn(asked)
         except InputError as error:
-            driver.send(error)
+            driver.fail(error)
+            self._working[driver] = time.monotonic()
             return
-        if turn is not None:
-            driver.turn = turn
-            self._count_results(turn)
-            limit = "max_turns" if len(driver.episode.all_turns) >= self._max_turns else ""
-        if limit:
-            driver.cancel()
-            self._end(driver, limit)
-        elif not driver.episode.all_turns:
-            # All those of a prompt begin together: they share one prefill.
-            group = self._groups[driver.episode.request.rollout_id.prompt_ordinal]
-            if all(one.branch is not None for one in group):
-                self._start(group)
-        elif driver.budget == 0:
-            self._paused.append(driver)
+        if has_room:
+            self._count_results(driver)
+        if has_room and driver.episode.num_turns < self._max_turns:
+            self._waiting.append(driver)
         else:
-            self._start([driver])
+            driver.cancel()
+            self._end(driver, "max_turns" if has_room else "length")
 
-    def _count_results(self, turn: Turn) -> None:
+    def _count_results(self, driver: Driver) -> None:
         """Count the results of tools that are appended before a turn."""
-        for message in turn.inserted:
+        for message in driver.turn.inserted:
             if message["role"] == "tool":
                 self.counts["tool_results"] += 1
                 self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
-    def _start(self, episodes: Sequence[Driver]) -> None:
-        """Submit the turns of these episodes."""
-        requests = []
-        for driver in episodes:
-            request = driver.episode.branches[driver.turn.branch].request
-            tokens = driver.tokens_before()
-            driver.part_start = len(tokens)
-            # Of the turn, the part that this round's budget allows.
-            limit = min(request.max_new_tokens, driver.part_start + driver.budget)
-            requests.append(replace(request, sampled=tokens, max_new_tokens=limit))
-        self._engine.submit(requests, weight_version=self._weight_version)
-
-    def _take_tokens(self, driver: Driver, rollout: Rollout) -> None:
-        """Take an episode's tokens from the engine: the function gets the turn, or it waits for the next round."""
-        turn = driver.turn
-        turn.tokens.rollout = rollout
-        end = len(rollout.after_prompt)
-        driver.budget -= end - driver.part_start
-        self.counts["sampled_tokens"] += end - driver.part_start
-        if (
-            rollout.finish_reason == "length"
-            and end < driver.episode.branches[turn.branch].request.max_new_tokens
-        ):
-            self._paused.append(driver)
-            return
-        turn.num_tokens, turn.finish_reason = end - turn.start, rollout.finish_reason
-        driver.episode.take(turn)
-        driver.send(turn)
-
-    def _end(
-        self,
-        driver: Driver,
-        finish_reason: str | None,
-        returned: Mapping[str, float | None] | None = None,
-    ) -> None:
-        """End an episode after its last turn. returned: the rewards from its function, if that ended.
+    def _end(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
+        """End an episode after its last turn. has_returned: whether its function returned, before a limit.
 
         finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
         rewards than the run's.
         """
-        episode = driver.episode
-        episode.drop_unseen()
-        rejected = f"; its last request was rejected: {driver.rejected}" if driver.rejected else ""
-        refuse(not episode.all_turns, f"ended without a turn; it must await one{rejected}")
-        if returned is not None:
-            check_rewards({*returned, *episode.given}, self._reward_names, driver.place)
-        rewards = dict.fromkeys(self._reward_names, 0.0) | episode.sum_of_rewards(returned or {})
-        # The branch that had the last turn, or asked for a further one, has the episode's finish reason.
-        ends = _branch_ends(episode)
-        if finish_reason is None:
-            finish_reason = ends[episode.all_turns[-1].branch]
-        elif driver.branch is not None:
-            ends[driver.branch.number] = finish_reason
-        rollout_id = episode.request.rollout_id
-        row = self._prompts.row(rollout_id.prompt_ordinal)
-        driver.ended = driver.rollout(finish_reason, ends, rewards, row)
-        group = self._groups[rollout_id.prompt_ordinal]
-        rollouts = [one.ended for one in group if one.ended is not None]
-        if len(rollouts) == len(group):
-            del self._groups[rollout_id.prompt_ordinal]
-            self._ended.append(rollouts)
-        del self._drivers[rollout_id]
+        given = driver.episode.given
+        rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given)
+        if has_returned and (given or self._reward_names):
+            check_rewards(given, self._reward_names, driver.place)
+        ordinal = driver.rollout_id.prompt_ordinal
+        self._rollouts[ordinal].append(rollout)
+        self._groups[ordinal].remove(driver)
+        if not self._groups[ordinal]:
+            del self._groups[ordinal]
+            self.queue.add(self._rollouts.pop(ordinal))
+        del self._drivers[driver.rollout_id]
         self._leave(driver)
 
     def _leave(self, driver: Driver) -> None:
         """Take the branches of an episode out of the engine."""
-        episode = driver.episode
-        self._engine.release(
-            *(episode.request.rollout_id._replace(branch=branch.number) for branch in episode.branches)
-        )
-
-
-def _make_turn(prompts: PromptStream, driver: Driver, asked: Generate) -> tuple[Branch | None, Turn | None]:
-    """Return the branch and the turn that a function asks for.
-
-    The turn is None if it has no room, and the branch, too, if it is new and its prompt leaves none. Raises InputError,
-    with the episode's place.
-    """
-    episode, place = driver.episode, driver.place
-    refuse(episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})")
-    branch = episode.branches[asked.branch]
-    if not branch.prompt_ids and not _begin_branch(prompts, branch, episode, place):
-        return None, None
-    new_ids = _appended_ids(prompts, branch, asked, place) if asked.after else []
-    start = branch.num_tokens + len(new_ids)
-    room = branch.max_tokens - start
-    if room < 1:
-        refuse(not episode.all_turns, f"{place}: the first turn's `after` leaves no room for a turn")
-        return branch, None
-    branch.request = replace(
-        branch.request,
-        max_new_tokens=start + min(room, asked.max_tokens or room),
-        holds=True,
-        stop=asked.stop,
-        turn_start=start,
-    )
-    turn = Turn(
-        start,
-        branch=branch.number,
-        inserted=asked.after if is_messages(asked.after) else [],
-        appended=new_ids,
-        tokenizer=prompts.tokenizer.with_tools(branch.tools),
-        tokens=branch.engine_tokens,
-    )
-    return branch, turn
-
-
-def _begin_branch(prompts: PromptStream, branch: Branch, episode: Episode, place: str) -> bool:
-    """Make a new branch's request; return False if its prompt leaves no room for a turn."""
-    request = prompts.branch_request(episode.request, branch.number, branch.prompt, place, tools=branch.tools)
-    if request.max_new_tokens < 1:
-        refuse(not episode.all_turns, f"{place}: the prompt of its first turn leaves no room for it")
-        return False
-    branch.request, branch.prompt_ids = request, list(request.prompt_ids)
-    branch.max_tokens = request.max_new_tokens
-    return True
-
-
-def _appended_ids(prompts: PromptStream, branch: Branch, asked: Generate, place: str) -> list[int]:
-    """Return the token ids that a function appends to a branch. Raises InputError naming function and row."""
-    end_id = None
-    if is_messages(asked.after):
-        refuse(
-            not branch.turns,
-            f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
-        )
-        is_chat = prompts.tokenizer.is_chat(branch.prompt)
-        refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
-        last = branch.turns[-1]
-        end_id = last.ids[-1] if last.finish_reason == "stop" else None
-    return prompts.tokenizer.with_tools(branch.tools).encode_after(asked.after, place, end_id=end_id)
-
-
-def _branch_ends(episode: Episode) -> dict[int, str]:
-    """Return the finish reasons of an episode's branches, by number, if they end with their last turns."""
-    branches = episode.branches
-    ends = {}
-    for turn in episode.all_turns:
-        is_own_limit = turn.finish_reason == "length" and turn.end < branches[turn.branch].max_tokens
-        ends[turn.branch] = "turn_length" if is_own_limit else turn.finish_reason
-    return ends
+        self.engine.release(*(branch.request.rollout_id for branch in driver.episode.branches))
 
 
 def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:

@@ -62,7 +62,7 @@ class Selection:
     groups: Groups
     # This rank's rollouts that later steps may select.
     left: RewardedRollouts
-    # How many of P groups are missing: not complete, or replaceable.
+    # How many groups there are too few, not counting replaceable ones; less than 0 if there are more.
     num_missing: int
     # How many groups have equal first rewards, if such groups are replaced.
     num_equal: int
@@ -114,7 +114,7 @@ def select_step(
     return Selection(
         groups=groups,
         left=rewarded.select(own_left),
-        num_missing=num_groups - len(selected) + int(is_equal[selected].sum()),
+        num_missing=num_groups - int((~is_equal).sum()),
         num_equal=int(is_equal.sum()),
         ended=frozenset(ended),
     )

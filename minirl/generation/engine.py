@@ -37,7 +37,7 @@ from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenat
 from minirl.model.shards import Pass
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, Rollout, RolloutId, StopTest
+from minirl.rollouts import Request, RolloutId, SampledSequence, StopTest
 
 if TYPE_CHECKING:
     from minirl.extras.kernels.cuda_graphs import DecodeGraphs
@@ -168,10 +168,10 @@ class Engine:
             self._end_phase()
 
     @torch.no_grad()
-    def step(self) -> list[Rollout]:
+    def step(self) -> list[SampledSequence]:
         """Admit and prefill waiting requests, then decode one token of every running request.
 
-        Returns the rollouts found to be finished. Collective among ranks that share the model's layers.
+        Returns the sequences found to be finished. Collective among ranks that share the model's layers.
         """
         if not self.is_decoding:
             self._help_others()
@@ -187,7 +187,7 @@ class Engine:
             if admitted:
                 self._prefill(admitted)
         with spent_on("decode"):
-            finished: list[Rollout] = []
+            finished: list[SampledSequence] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
             rows = table.below_limit()
@@ -210,12 +210,12 @@ class Engine:
         requests: Sequence[Request],
         *,
         weight_version: int = 0,
-    ) -> list[Rollout]:
-        """Run these requests to their end. Rollouts are in the order of the requests. Not collective."""
+    ) -> list[SampledSequence]:
+        """Run these requests to their end. Sequences are in the order of the requests. Not collective."""
         self.submit(requests, weight_version=weight_version)
-        finished: dict[RolloutId, Rollout] = {}
+        finished: dict[RolloutId, SampledSequence] = {}
         while self.is_decoding:
-            finished |= {rollout.rollout_id: rollout for rollout in self.step()}
+            finished |= {sequence.rollout_id: sequence for sequence in self.step()}
         return [finished[request.rollout_id] for request in requests]
 
     def sync(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.generation.block_pool import IntArray, with_room
-from minirl.rollouts import TOKEN, Request, Rollout, StopTest, Stream, rollout_of
+from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, unsampled
 
 # Lengths include the prompt. `length`: the tokens that the host has read; with asynchronous decoding one more may have
 # been launched. `max_length`: where the present turn ends. The others are for sampling.
@@ -99,14 +99,15 @@ class RequestColumns:
         request = self.requests[row]
         return replace(request, sampled=self.tokens(row, len(request.prompt_ids)).copy())
 
-    def rollout(self, row: int, finish_reason: str) -> Rollout:
-        """The finished rollout."""
+    def sequence(self, row: int, finish_reason: str) -> SampledSequence:
+        """A copy of the finished sequence."""
         request = self.requests[row]
-        return rollout_of(
-            request.rollout_id,
-            request.prompt_ids,
-            self.tokens(row, len(request.prompt_ids)),
-            finish_reason,
+        num_prompt_tokens = len(request.prompt_ids)
+        return SampledSequence(
+            stream=join_streams(unsampled(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
+            num_prompt_tokens=num_prompt_tokens,
+            rollout_id=request.rollout_id,
+            finish_reason=finish_reason,
             temperature=request.temperature,
         )
 

@@ -36,7 +36,16 @@ from minirl.generation.block_pool import IntArray
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache
 from minirl.generation.request_columns import RequestColumns
-from minirl.rollouts import TOKEN, Request, Rollout, RolloutId, StopTest, Stream, join_streams, unsampled
+from minirl.rollouts import (
+    TOKEN,
+    Request,
+    RolloutId,
+    SampledSequence,
+    StopTest,
+    Stream,
+    join_streams,
+    unsampled,
+)
 
 NO_LIMIT = 1 << 62
 
@@ -263,17 +272,17 @@ class RequestTable:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""
         self._readbacks.append(Readback(rows, sampled, self.weight_version))
 
-    def read(self, *, num_unread: int = 0) -> list[Rollout]:
-        """Read launched tokens except the `num_unread` newest launches; returns the rollouts that finish with them.
+    def read(self, *, num_unread: int = 0) -> list[SampledSequence]:
+        """Read launched tokens except the `num_unread` newest launches; returns the sequences that finish with them.
 
         With asynchronous decoding a request's token before may have been its last: then this one is discarded.
         """
-        finished: list[Rollout] = []
+        finished: list[SampledSequence] = []
         while len(self._readbacks) > num_unread:
             readback = self._readbacks.popleft()
             reasons = self.columns.append(*readback.read())
             if reasons:
-                finished += [self.columns.rollout(row, reason) for row, reason in reasons.items()]
+                finished += [self.columns.sequence(row, reason) for row, reason in reasons.items()]
                 self._end_turns(np.array(list(reasons)))
         return finished
 

@@ -46,9 +46,9 @@ def rollout_records(
             "num_tokens": rollout.num_sampled,
             "finish_reason": rollout.finish_reason,
         }
-        if rollout.earlier:
+        if len(rollout.branches) > 1:
             record["branches"] = [
-                {"branch": branch.rollout_id.branch, "finish_reason": branch.own_end}
+                {"branch": branch.rollout_id.branch, "finish_reason": branch.finish_reason}
                 for branch in rollout.branches
             ]
         records.append(record | view_of(rollout, tokenizer))

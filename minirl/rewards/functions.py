@@ -47,7 +47,7 @@ from minirl.rewards.calls import (
     signature_of,
     validate_rewards,
 )
-from minirl.rollouts import Rollout
+from minirl.rollouts import Rollout, SampledSequence
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
 # Arguments whose entries are objects of this process: they are neither sent to workers nor copied.
@@ -243,7 +243,7 @@ def overlong_penalty(*, limit: int, buffer: float) -> RewardFunction:
     of a rollout's branches.
     """
 
-    def penalty(branch: Rollout) -> float:
+    def penalty(branch: SampledSequence) -> float:
         return min(0.0, max(-1.0, (limit - buffer - len(branch.after_prompt)) / buffer))
 
     def overlong(rollouts: Sequence[Rollout]) -> list[float]:

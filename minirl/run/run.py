@@ -71,7 +71,7 @@ class Run:
         self._setup = setup
         self._config = config = setup.config
         self._collector = collector
-        self._evaluator = collector and collector.evaluator(setup.held_out)
+        self._evaluator = collector.evaluator(setup.held_out) if collector else None
         self._stop_signal = 0
         self.device = setup.device
         self.max_new_tokens = setup.prompts.max_new_tokens
@@ -101,8 +101,7 @@ class Run:
         self.progress = Progress(**self._checkpoints.restore(checkpoint))
         self.progress.extra = first_extra | self.progress.extra
         if self._collector:
-            self._collector.num_served = self.progress.num_served
-            self._collector.restore(self.progress.in_flight)
+            self._collector.in_flight.restore(self.progress.num_served, self.progress.in_flight)
         if self.progress.step >= self._config.num_steps:
             print0("already finished; a greater --num-steps continues it")
 
@@ -223,8 +222,8 @@ class Run:
         is_last = step == self._config.num_steps
         progress, collector = self.progress, self._collector
         if collector:
-            progress.num_served = collector.num_served
-            progress.in_flight = collector.in_flight
+            progress.num_served = collector.in_flight.num_served
+            progress.in_flight = collector.in_flight.ordinals
         if collector and groups is not None:
             add_generation(metrics, collector.engine.take_stats())
             add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)

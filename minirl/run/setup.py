@@ -18,6 +18,7 @@ from minirl.data.task import RewardFunction
 from minirl.data.tokenizer import StopStrings
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
+from minirl.episodes.runner import EpisodeRunner
 from minirl.errors import refuse
 from minirl.files.json_files import json_text
 from minirl.generation.engine import Engine
@@ -257,7 +258,7 @@ class Setup:
         )
 
     def evaluate(
-        self, evaluator: Collector, *, weight_version: int = 0, truncation: Truncation = NO_TRUNCATION
+        self, evaluator: EpisodeRunner, *, weight_version: int = 0, truncation: Truncation = NO_TRUNCATION
     ) -> list[dict[str, Any]]:
         """The records of this rank's rollouts of the held-out prompts (collective if ranks share layers).
 

@@ -1,8 +1,8 @@
 """Packed batches of rollouts, and the communication that brings each rollout to the rank that trains on it.
 
-A `Rollout` is one prompt with one completion, on the host; an episode may have several of them, its branches. Each is
-a sequence of a `Batch`, which holds N of them end to end, T tokens in all, on the device: a stream is a tensor [T]
-whose element t is about token t. Every rank knows a `RolloutInfo` of each rollout of a step, and so a `SequenceInfo` of
+Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one. A
+`Batch` holds N of these sequences end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t
+is about token t. Every rank knows a `RolloutInfo` of each rollout of a step, and so a `SequenceInfo` of
 each sequence; the plan of an update and the batches are made of these. Only `gather_infos`, `gather_to_rollouts` and
 `exchange` communicate.
 """
@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +23,7 @@ from minirl.model import attention
 from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import CUT_OFF, Rollout, RolloutId, all_branches, join_streams
+from minirl.rollouts import Rollout, RolloutId, SampledSequence, all_branches, join_streams
 from minirl.training.losses import over_tokens, sequence_sums
 
 
@@ -218,7 +217,7 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
     return all_reduce_sum(sums.index_add(0, batch.rollout, values.double().cpu()))
 
 
-def pack(branches: Sequence[Rollout], batch_type: type[Batch] = Batch) -> Batch:
+def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host, without their rollouts. Not collective."""
     packed = join_streams(*(branch.stream for branch in branches))
     streams = {name: torch.from_numpy(packed[field].copy()) for name, field in STREAMS_OF_ROLLOUTS.items()}
@@ -271,14 +270,14 @@ def exchange(
     return batch
 
 
-def _info_of(branch: Rollout) -> SequenceInfo:
+def _info_of(branch: SampledSequence) -> SequenceInfo:
     """The info of a branch of this rank."""
     return SequenceInfo(
         branch.rollout_id,
         len(branch.stream),
         num_prompt_tokens=branch.num_prompt_tokens,
-        num_loss_tokens=int(np.count_nonzero(branch.loss_mask)),
+        num_loss_tokens=branch.num_sampled,
         temperature=branch.temperature,
-        is_truncated=branch.own_end in CUT_OFF,
+        is_truncated=branch.is_truncated,
         holder=rank(),
     )

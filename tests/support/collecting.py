@@ -104,13 +104,13 @@ def unhurried(rollout):
     """The same function with a random wait before each request."""
 
     async def waiting(episode):
-        ask = episode.ask
+        ask = episode.branches[0].ask
 
         async def ask_later(asked):
             await asyncio.sleep(random.SystemRandom().random() / 250)
             return await ask(asked)
 
-        episode.ask = ask_later
+        episode.branches[0].ask = ask_later
         return await rollout(episode)
 
     return waiting
@@ -133,15 +133,20 @@ async def branching(episode: Episode):
 
 def facts(rollout: Rollout) -> tuple:
     """The parts of a rollout that must be equal, bit for bit."""
-    streams = (rollout.stream[name].tolist() for name in ("id", "is_sampled", "logprob"))
-    own = (rollout.rollout_id, rollout.finish_reason, *streams)
-    return (*own, rollout.own_end, [facts(branch) for branch in rollout.earlier])
+    branches = [
+        (
+            branch.rollout_id,
+            branch.finish_reason,
+            *(branch.stream[name].tolist() for name in ("id", "is_sampled", "logprob")),
+        )
+        for branch in rollout.branches
+    ]
+    return rollout.rollout_id, rollout.finish_reason, branches
 
 
 def resumed(first: Collector, second: Collector) -> Collector:
     """The second collector, which continues from a checkpoint of the first one."""
-    second.num_served = first.num_served
-    second.restore(first.in_flight)
+    second.in_flight.restore(first.in_flight.num_served, first.in_flight.ordinals)
     first.close()
     return second
 
@@ -167,7 +172,7 @@ def assert_pauses_change_nothing(make, whole: Collector, *, budget=6) -> None:
     pausing = {"round_tokens": budget, "max_staleness": 3}
     collector = make(**pausing)
     found = {row[0]: row for step in collected(collector, 2, 2) for row in step}
-    assert collector.in_flight, "nothing is in flight"
+    assert collector.in_flight.ordinals, "nothing is in flight"
     again = resumed(collector, make(**pausing))
     later = {row[0]: row for step in collected(again, 2, 2, first_step=2) for row in step}
     again.close()

@@ -16,7 +16,7 @@ from minirl.model.attention import PackedLayout
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer
-from minirl.rollouts import Rollout, RolloutId, unsampled
+from minirl.rollouts import RolloutId, SampledSequence, unsampled
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 from support.models import RAW_CONFIG
@@ -112,7 +112,7 @@ def make_prompt(length: int) -> list[int]:
 
 
 def next_turn(
-    request: Request, rollout: Rollout, reply: Sequence[int], num_tokens: int, **changes
+    request: Request, rollout: SampledSequence, reply: Sequence[int], num_tokens: int, **changes
 ) -> Request:
     """The request for another turn of up to `num_tokens`, after a reply."""
     sampled = np.concatenate([rollout.after_prompt, unsampled(reply)])
@@ -129,8 +129,8 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-def finish(engine: Engine, count: int) -> list[Rollout]:
-    rollouts: list[Rollout] = []
+def finish(engine: Engine, count: int) -> list[SampledSequence]:
+    rollouts: list[SampledSequence] = []
     for _ in range(4000):
         rollouts += engine.step()
         if len(rollouts) == count:
@@ -138,7 +138,7 @@ def finish(engine: Engine, count: int) -> list[Rollout]:
     raise AssertionError(f"{len(rollouts)} of {count} rollouts after 4000 steps")
 
 
-def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[Rollout]:
+def run(engine: Engine, requests: Sequence[Request], *, weight_version: int = 0) -> list[SampledSequence]:
     """`Engine.generate`, but a run that makes no progress fails instead of hanging."""
     engine.submit(requests, weight_version=weight_version)
     return finish(engine, len(requests))
@@ -150,7 +150,7 @@ def hidden_states(model: Transformer, *sequences: Tensor) -> Tensor:
     return model(torch.cat(sequences), layout.positions, layout)
 
 
-def scores_of(model: Transformer, rollouts: Sequence[Rollout]) -> Tensor:
+def scores_of(model: Transformer, rollouts: Sequence[SampledSequence]) -> Tensor:
     """The scoring path's logprobs of rollouts that are packed end to end."""
     return score_batch(model, with_infos(pack(rollouts), num_prompt_tokens=0))[0]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from minirl.rewards.functions import FunctionReward, PromptGroup, Reward
-from minirl.rollouts import RolloutId, rollout_of, unsampled
+from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, unsampled
 
 
 def rewards_of_call(function, row, completions):
@@ -23,13 +23,20 @@ def sampled(ids, *, logprobs=0.0, versions=0):
     return stream
 
 
+def rollout_of(rollout_id, prompt_ids, completion, finish_reason):
+    """A prompt with this completion, as a rollout."""
+    stream = join_streams(unsampled(prompt_ids), completion)
+    return Rollout((SampledSequence(stream, len(prompt_ids), rollout_id, finish_reason),), finish_reason)
+
+
 def in_two_branches(rollout):
     """The rollout in two branches: the prompt of the second one is all that came before. One token stays as it is."""
-    places = rollout.loss_mask.nonzero()[0]
+    (branch,) = rollout.branches
+    places = branch.loss_mask.nonzero()[0]
     if len(places) < 2:
         return rollout
     cut = int(places[len(places) // 2])
-    first = replace(rollout, stream=rollout.stream[:cut], finish_reason="stop")
-    last_id = rollout.rollout_id._replace(branch=1)
-    last = rollout_of(last_id, rollout.tokens[:cut], rollout.stream[cut:], rollout.finish_reason)
-    return replace(last, earlier=(first,))
+    first = replace(branch, stream=branch.stream[:cut], finish_reason="stop")
+    last_id = branch.rollout_id._replace(branch=1)
+    last = rollout_of(last_id, branch.tokens[:cut], branch.stream[cut:], branch.finish_reason)
+    return replace(rollout, branches=(first, *last.branches))

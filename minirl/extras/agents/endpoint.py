@@ -91,7 +91,7 @@ class Endpoint:
         prompt = [said_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
         # The messages so far of each branch, as the agent knows them: `said_message` returned them.
-        self._said: dict[Branch, Messages] = {episode: prompt}
+        self._said: dict[Branch, Messages] = {episode.branches[0]: prompt}
         # Requests wait for each other, in order of arrival. A turn goes on without its client.
         self._is_free = asyncio.Lock()
         self._answering: dict[asyncio.Future[Completion], asyncio.Task[None]] = {}
@@ -146,11 +146,11 @@ class Endpoint:
         after = request.messages[len(self._said[branch]) :] or None
         turn = await branch.generate(after=after, stop=request.stop, max_tokens=request.max_tokens)
         if answered.done():
-            # Its client hung up.
-            branch.drops_last = True
+            # Its client hung up: the turn is no part of the rollout, and none follows it.
+            branch.drop_last_turn()
             del self._said[branch]
             return
-        completion = completion_of(turn, branch, request, len(self._episode.all_turns))
+        completion = completion_of(turn, branch, request)
         answer = said_message(completion["choices"][0]["message"], "answer")
         self._said[branch] = [*request.messages, answer]
         answered.set_result(completion)

@@ -88,7 +88,7 @@ def _note_ignored(key: str) -> None:
     print0(f"note: an agent's request sets {key!a:.80}, which has no effect: the run's flags decide")
 
 
-def _message(turn: Turn, request: ChatRequest, number: int) -> dict[str, Any]:
+def _message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
     """Return a turn as a message for its agent, with the arguments of calls as JSON text.
 
     A stop string, and the rest of the token in which it ends, are left out.
@@ -108,19 +108,19 @@ def _message(turn: Turn, request: ChatRequest, number: int) -> dict[str, Any]:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         function = {"name": call["function"]["name"], "arguments": arguments}
         # Some templates take ids of nine letters and digits only.
-        calls.append({"id": f"c{number:05}{i:03}", "type": "function", "function": function})
+        calls.append({"id": f"c{turn.number:05}{i:03}", "type": "function", "function": function})
     return {**message, "tool_calls": calls} if calls else message
 
 
-def completion_of(turn: Turn, branch: Branch, request: ChatRequest, number: int) -> dict[str, Any]:
-    """Return the answer to a request, without `stream`. number: the turn's place in its episode."""
-    message = _message(turn, request, number)
+def completion_of(turn: Turn, branch: Branch, request: ChatRequest) -> dict[str, Any]:
+    """Return the answer to a request, without `stream`."""
+    message = _message(turn, request)
     is_call = "tool_calls" in message and turn.finish_reason == "stop"
     finish_reason = "tool_calls" if is_call else turn.finish_reason
     choice = {"index": 0, "message": message, "finish_reason": finish_reason}
     num_before = len(branch.prompt_ids) + turn.start
     completion = {
-        "id": f"turn-{number}",
+        "id": f"turn-{turn.number}",
         "object": "chat.completion",
         "created": 0,
         "model": "policy",

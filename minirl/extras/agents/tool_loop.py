@@ -101,14 +101,14 @@ class EpisodeTools:
         Returns the branch to continue.
         """
         if self._factory is None:
-            return episode
+            return episode.branches[0]
         self._environment = episode.environment = await self.value(self._factory)
         self.by_name = {method.__name__: method for method in methods_of(self._environment)}
         messages = as_messages(episode.row.prompt)
         row = copy.deepcopy({**episode.row.columns, "prompt": messages})
         observation = await self.value(self._environment.reset, **row)
         if observation is None:
-            return episode
+            return episode.branches[0]
         if not isinstance(observation, str):
             raise TypeError(f"reset returned {observation!r:.80}; expected text or None")
         *others, last = messages
