@@ -77,10 +77,12 @@ class GrpoLoop:
         )
         first = len(requests) * rank() // world_size()
         end = len(requests) * (rank() + 1) // world_size()
-        sequences = self.engine.generate(requests[first:end], weight_version=step)
-        return [Rollout((sequence,), sequence.finish_reason) for sequence in sequences]
+        return [
+            Rollout((sequence,), sequence.finish_reason)
+            for sequence in self.engine.generate(requests[first:end], weight_version=step)
+        ]
 
-    def reward(self, rollouts: Sequence[Rollout]) -> list[float]:
+    def reward(self, rollouts: list[Rollout]) -> list[float]:
         """The share of the letter e in each completion. Not collective."""
         rewards = []
         for rollout in rollouts:
@@ -88,11 +90,11 @@ class GrpoLoop:
             rewards.append(text.count("e") / max(1, len(text)))
         return rewards
 
-    def score(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> tuple[Batch, list[Microbatch]]:
+    def score(self, rollouts: list[Rollout], rewards: list[float]) -> tuple[Batch, list[Microbatch]]:
         """This rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
-        column = torch.tensor(rewards, dtype=torch.float64).view(-1, 1)
-        rewarded = RewardedRollouts(list(rollouts), [""] * len(rollouts), column)
+        column = torch.tensor(rewards, dtype=torch.float64)[:, None]
+        rewarded = RewardedRollouts(rollouts, [""] * len(rollouts), column)
         weight = torch.ones(1, dtype=torch.float64)
         groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
         by_rank = plan_microbatches(

@@ -38,9 +38,8 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     expected = make_engine(cached_model("mixed", torch.float32)).generate(requests)
     rewards = torch.tensor(sums([rollout.completion for rollout in expected])).double().view(5, 4)
     trained = [rollout for rollout in expected if rollout.rollout_id.sample < 3]
-    assert [facts(rollout) for rollout in groups.rewarded.rollouts] == [
-        facts(Rollout((sequence,), sequence.finish_reason)) for sequence in trained
-    ]
+    rollouts = [Rollout((sequence,), sequence.finish_reason) for sequence in trained]
+    assert list(map(facts, groups.rewarded.rollouts)) == list(map(facts, rollouts))
     assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
     assert [sequence.num_tokens for sequence in groups.sequences] == [
@@ -201,8 +200,7 @@ def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step()
 
 def test_prompts_in_flight_are_due_and_begin_as_by_hand():
     """The numbers of the docstrings; interrupted ones begin before new ones."""
-    begun_in = dict(zip(range(10, 17), (3, 3, 4, 4, 4, 4, 4), strict=True))
-    prompts = PromptsInFlight(2, 17, 5, begun_in)
+    prompts = PromptsInFlight(2, 17, 5, {10: 3, 11: 3, 12: 4, 13: 4, 14: 4, 15: 4, 16: 4})
     assert prompts.due(4) == {10, 11, 12}
     with pytest.raises(InputError, match="a step of 2 prompts takes some of those in flight too late"):
         prompts.due(2)

@@ -133,14 +133,8 @@ async def branching(episode: Episode):
 
 def facts(rollout: Rollout) -> tuple:
     """The parts of a rollout that must be equal, bit for bit."""
-    branches = [
-        (
-            branch.rollout_id,
-            branch.finish_reason,
-            *(branch.stream[name].tolist() for name in ("id", "is_sampled", "logprob")),
-        )
-        for branch in rollout.branches
-    ]
+    fields = ["id", "is_sampled", "logprob"]
+    branches = [(one.rollout_id, one.finish_reason, one.stream[fields].tolist()) for one in rollout.branches]
     return rollout.rollout_id, rollout.finish_reason, branches
 
 
