@@ -17,6 +17,9 @@ A: generalised advantage estimates, whitened over the step's tokens; R: the esti
 branches. Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
+
+Shapes: P prompts of a step, G rollouts of each; N sequences, T tokens and M sampled tokens of this rank's batch, or of
+a microbatch. A sequence is a rollout, or one of its branches.
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ from torch import Tensor
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.episode import Episode
 from minirl.episodes.step_groups import Groups
-from minirl.errors import InputError
+from minirl.errors import refuse
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
@@ -56,30 +59,29 @@ from minirl.training.scoring import score_batch, value_batch
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Objective"""
+    """The flags of this script."""
 
     prompts_per_step: int = 128  # prompts per step, over all ranks
     group_size: int = 1  # completions per prompt
     value_model: str | None = None
-    """folder or hub id: its trunk, and its scalar head if any; none: the policy's trunk"""
-    value_lr: float | None = None  # the value model's; none: 1e-5, and 1e-3 for the embedded model
+    """[Objective] folder or hub id of the value model, which may have a scalar head (default: the policy's layers)"""
+    value_lr: float | None = None
+    """peak learning rate of the value model (default: 1e-5, for the embedded model 1e-3)"""
     value_warmup_steps: int = 0  # steps at the start that update only the value model
-    value_clip: float = 0.2  # values farther than this from the old ones lose their gradient; 0: none do
-    kl_reward_coef: float = 0.0
-    """weight of the KL term (k1) in the reward of each token; 0: no reference model"""
+    value_clip: float = 0.2
+    """clip range of values: those farther than this from the old ones get no gradient; 0 disables"""
+    kl_reward_coef: float = 0.0  # coefficient of the k1 KL penalty in the reward of each token; 0 disables
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # of generalised advantage estimation
-    bootstrap_truncated: bool = False  # value the state that --max-new-tokens cut off, not 0 as at an end
+    gae_lambda: float = 0.95  # lambda of generalised advantage estimation
+    bootstrap_truncated: bool = False
+    """bootstrap from the value of the state that --max-new-tokens truncated, instead of 0 as at an end"""
+
+    num_value_models = 1
 
     @property
     def has_reference(self) -> bool:
-        """True if the KL term needs the initial model."""
+        """Whether the KL penalty needs the initial model."""
         return bool(self.kl_reward_coef)
-
-    @property
-    def num_value_models(self) -> int:
-        """PPO trains one beside the policy."""
-        return 1
 
     @property
     def value_peak_lr(self) -> float:
@@ -89,7 +91,7 @@ class Config(RunConfig):
 
 
 async def rollout(episode: Episode) -> None:
-    """Write one rollout: ask for turns, which the engine samples together with those of all other rollouts.
+    """Write one rollout: request turns, which the engine samples together with those of all other rollouts.
 
     For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
     rewards: a number, or a dict of them.
@@ -98,21 +100,19 @@ async def rollout(episode: Episode) -> None:
 
 
 def kl_to_reference(batch: Batch) -> Tensor:
-    """Estimate (k1) of the KL divergence from the reference at each token [T]; 0 without a reference."""
-    logprobs = batch.sample_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    """Return the k1 estimate of the KL divergence from the reference at each token [T]; 0 without a reference."""
     if batch.ref_logprobs is None:
-        return torch.zeros_like(logprobs)
-    return kl_penalty(logprobs, batch.ref_logprobs, "k1")
+        return torch.zeros_like(batch.policy_logprobs)
+    return kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
 
 
 def advantages_and_returns(
     config: Config, scores: Tensor, kl: Tensor, end_values: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns fp64 [M] of the sampled tokens of this rank's batch. Host tensors.
+    """Return the advantages and returns fp64 [M] of sampled tokens, on the host (collective).
 
-    scores fp64 [P, G] of all rollouts, NaN where no reward applies: each sequence is paid its rollout's at its end.
-    kl [T]: old - ref of each token; end_values [N]: values of the states after the last tokens. All ranks call it
-    (collective).
+    scores fp64 [P, G]: NaN where no reward applies; each sequence is paid its rollout's score at its end. kl [T]: old -
+    ref of each token; end_values [N]: values of the states after the last tokens.
 
     Estimates go from each sampled token to the next of its sequence and skip appended tokens, as in verl.
     """
@@ -140,7 +140,7 @@ def advantages_and_returns(
 
 
 def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
-    """Weights fp64 [P, G] of the rollouts' tokens in the loss of their optimizer step; 0: the loss leaves it out."""
+    """Return the weights fp64 [P, G] of rollouts' tokens in the loss of their optimizer step; 0 drops a rollout."""
     keep = ~groups.scores.isnan() & ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
         groups.num_loss_tokens,
@@ -152,21 +152,16 @@ def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tens
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Policy loss [T] of each token of a microbatch, and its importance ratio [T]; `main` weights and sums the loss.
+    """Return the policy loss [T] of a microbatch's tokens, which `main` weights and sums, and importance ratios [T].
 
-    new [T]: logprobs under the policy, with gradient; entropy [T]. micro has advantages, old and sampled
-    logprobs.
+    new [T]: logprobs under the policy, with gradient. micro has advantages, and old and sampled logprobs.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(new, old, lengths=micro.lengths, loss_mask=micro.loss_mask)
     loss = clipped_policy_loss(ratio, micro.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-    if config.importance_correction != "none":
-        loss = loss * importance_weights(
-            old,
-            micro.sample_logprobs,
-            correction=config.importance_correction,
-            lengths=micro.lengths,
-        )
+    loss = loss * importance_weights(
+        old, micro.sample_logprobs, correction=config.importance_correction, lengths=micro.lengths
+    )
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
     return loss, ratio
@@ -197,21 +192,14 @@ def main(config: Config) -> int:
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
 
         metrics.begin("score")
-        # This rank's share of the rollouts, and which of it each minibatch has, in which microbatch.
+        # This rank's sequences, and their places in minibatches and microbatches.
         batch, minibatches = run.distribute(groups, metrics)
-        # Adds values, and logprobs under the old policy and the reference.
+        # With values, and logprobs under the old policy and the reference.
         batch = run.score(batch, minibatches, policy, frozen)
         kl = kl_to_reference(batch)
         end_values = batch.end_values[batch.last_index]
         advantages, returns = advantages_and_returns(config, groups.scores, kl, end_values, batch)
-        old_values = batch.values[batch.loss_mask].double()
-        has_score = batch.spread_rollouts(~groups.scores.isnan())[batch.loss_mask]
-        explained = explained_variance(old_values[has_score], returns[has_score])
-        metrics.add("value/explained_var", explained)
-        if config.has_reference:
-            kl_sums = sequence_sums(kl, batch.lengths)
-            kl_of_rollouts = gather_to_rollouts(batch, kl_sums, groups.scores.numel())
-            metrics.add("policy/kl_ref_completion", float(kl_of_rollouts.mean()))
+        add_scoring(metrics, groups, batch, kl, returns)
         weights = rollout_weights(config, groups, run.max_new_tokens)
         batch = batch.replace(
             advantages=batch.scatter(advantages.float()),
@@ -235,7 +223,7 @@ def main(config: Config) -> int:
                 metrics.add_total("value/loss", objective / config.updates_per_step)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro)
-                    if micro.old_logprobs is None:  # one update a step: the old policy is this one
+                    if micro.old_logprobs is None:  # with one update per step the old policy is this one
                         micro = micro.replace(old_logprobs=new.detach())
                     loss, ratio = token_loss(config, micro, new, entropy)
                     objective = (micro.loss_weights * loss).sum()
@@ -259,17 +247,29 @@ def main(config: Config) -> int:
     return run.close()
 
 
+def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
+    """Add the metrics of values and, with a reference, of its KL [T] (collective). returns [M]."""
+    old_values = batch.values[batch.loss_mask].double()
+    has_score = batch.spread_rollouts(~groups.scores.isnan())[batch.loss_mask]
+    explained = explained_variance(old_values[has_score], returns[has_score])
+    metrics.add("value/explained_var", explained)
+    if batch.ref_logprobs is not None:
+        kl_sums = sequence_sums(kl, batch.lengths)
+        kl_of_rollouts = gather_to_rollouts(batch, kl_sums, groups.scores.numel())
+        metrics.add("policy/kl_ref_completion", float(kl_of_rollouts.mean()))
+
+
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Config and folder of the value model, which must read the policy's tokens. Raises InputError."""
+    """Return config and folder of the value model, which must read the policy's tokens. Raises InputError."""
     folder = setup.saved_folder("value") or named_folder(config, "value_model") or setup.model_folder
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()
     is_too_short = model_config.max_position_embeddings < setup.prompts.max_tokens
-    if not vocabulary <= value_vocabulary or is_too_short:
-        raise InputError(
-            f"--value-model {folder}: must read the policy's tokens, up to {setup.prompts.max_tokens} of them"
-        )
+    refuse(
+        is_too_short or not vocabulary <= value_vocabulary,
+        f"--value-model {folder}: must read the policy's tokens, up to {setup.prompts.max_tokens} of them",
+    )
     return model_config, folder
 
 

@@ -131,7 +131,7 @@ KEPT = double([1, 0, 1, 1])
 @pytest.mark.parametrize(
     ("lengths", "options", "token_mean", "sequence_mean", "constant"),
     [
-        (LENGTHS, {"keep": KEPT.bool()}, KEPT / 9, [1 / 9, 0, 1 / 6, 1 / 12], KEPT / 24),
+        (LENGTHS, {"keep": KEPT}, KEPT / 9, [1 / 9, 0, 1 / 6, 1 / 12], KEPT / 24),
         # Each of two minibatches by itself.
         (
             (1, 4, 3, 6),
@@ -149,6 +149,7 @@ def test_loss_weights_equal_their_formulas(lengths, options, token_mean, sequenc
 
     Pitfall 34: by the constant a sequence weighs the same beside a short and beside a long one.
     """
+    options = {"keep": torch.ones(len(lengths))} | options
     for norm, expected in (
         ("token_mean", token_mean),
         ("sequence_mean", double(sequence_mean)),

@@ -4,13 +4,14 @@ import itertools
 import re
 import typing
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
 import train_grpo
 import train_ppo
 from minirl.errors import InputError
-from minirl.run.checks import check_grpo, check_shared
+from minirl.run.checks import check_shared
 from minirl.run.flags import flag_of, parse
 from minirl.run.progress import Progress
 from support.scripts import read_config, write_rows
@@ -22,7 +23,7 @@ PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 class ForkConfig(train_grpo.Config):
     """Fork"""
 
-    bonus: float = 1.0  # what this fork adds
+    bonus: float = 1.0  # [Mine] what this fork adds
     lr: float | None = 0.5  # a shared flag with another default
     penalty: float = 0.0
 
@@ -47,10 +48,18 @@ def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
         parsed("--algorithm=nope", presets=PRESETS)
 
 
-CHECKS = {train_grpo: check_grpo, train_ppo: check_shared}
+def test_help_has_a_title_over_each_group_of_flags():
+    """Of the library, the script and the fork. A reader that leaves, as `head` does, is no error."""
+    with (
+        mock.patch("builtins.print", side_effect=BrokenPipeError) as printed,
+        pytest.raises(SystemExit, match="0"),
+    ):
+        parsed("--help")
+    titles = "Model and data,Step,Rollout,Reward,Update,Policy loss,Run and report,Machine,Objective,Mine"
+    assert ",".join(re.findall("([A-Z][a-z ]+) options", str(printed.call_args))) == titles
 
 
-@pytest.mark.parametrize("module", CHECKS)
+@pytest.mark.parametrize("module", [train_grpo, train_ppo])
 def test_every_number_flag_must_be_finite(module):
     """By the types of the fields: plain, optional, several; ints of any length too, which the command line takes."""
     kinds = {name: str(kind) for name, kind in typing.get_type_hints(module.Config).items()}
@@ -60,7 +69,7 @@ def test_every_number_flag_must_be_finite(module):
     for name, number in itertools.product(numbers, endless):
         value = (number,) if "tuple" in kinds[name] else number
         with pytest.raises(InputError, match=rf"{flag_of(name)}\b"):
-            CHECKS[module](module.Config(**{name: value}))
+            check_shared(module.Config(**{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -75,57 +84,48 @@ def test_every_number_flag_must_be_finite(module):
 def test_a_negative_number_a_0_where_none_can_be_and_an_empty_text_are_refused(fields, message):
     """Those of a fork too. An empty text is never taken for a flag that was left out. Fault 43."""
     check_shared(ForkConfig())
+    with pytest.raises(InputError, match="--value-lr"):
+        check_shared(train_ppo.Config(value_lr=0.0))
     with pytest.raises(InputError, match=message):
         check_shared(ForkConfig(**fields))
 
 
-REFUSED = {
-    train_grpo: [
-        # files
-        ("--data none.jsonl --task gsm8k", "none.jsonl"),
-        ("--model no/such --data one.jsonl --task gsm8k --dry-run", "--model no/such"),
-        # shared flags
-        ("--model x", "--model needs --data"),
-        ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
-        ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
-        ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
-        ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
-        ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
-        ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),
-        ("--rollout json:loads,dumps", "json has no function loads,dumps"),
-        # the script's
-        ("--group-size 1 --advantage-norm none", "--group-size 1: --baseline mean or"),
-        ("--algorithm remax --dynamic-sampling", "--group-size 1: --baseline greedy or --dynamic-sampling"),
-        ("--baseline greedy", "--baseline greedy: needs --advantage-norm none"),
-        ("--baseline none --advantage-norm batch_std", "--baseline none: needs --advantage-norm none"),
-        ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would divide it away"),
-        ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
-        ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: has one"),
-        ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness the"),
-        ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
-        ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: has one ratio"),
-        ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),
-    ],
-    train_ppo: [
-        ("--value-lr 0", "--value-lr 0.0"),
-    ],
-}
+REFUSED = [
+    # files
+    ("--data none.jsonl --task gsm8k", "none.jsonl"),
+    ("--model no/such --data one.jsonl --task gsm8k --dry-run", "--model no/such"),
+    # shared flags
+    ("--model x", "--model needs --data"),
+    ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
+    ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
+    ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
+    ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
+    ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
+    ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),
+    ("--rollout json:loads,dumps", "json has no function loads,dumps"),
+    # the script's
+    ("--group-size 1 --advantage-norm none", "--group-size 1: --baseline mean or"),
+    ("--algorithm remax --dynamic-sampling", "--group-size 1: --baseline greedy or --dynamic-sampling"),
+    ("--baseline greedy", "--baseline greedy: needs --advantage-norm none"),
+    ("--baseline none --advantage-norm batch_std", "--baseline none: needs --advantage-norm none"),
+    ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would divide it away"),
+    ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
+    ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: has one"),
+    ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness the"),
+    ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
+    ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: has one ratio"),
+    ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "flags", "message"),
-    [(module, *refusal) for module, refusals in REFUSED.items() for refusal in refusals],
-    ids=lambda value: str(value)[:40],
-)
-def test_flags_that_would_train_something_else_are_refused_by_name(
-    module, flags, message, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=lambda text: text[:40])
+def test_flags_that_would_train_something_else_are_refused_by_name(flags, message, tmp_path, monkeypatch):
     """Pitfalls 5, 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     with pytest.raises(InputError, match=re.escape(message)):
-        module.main(read_config(module, [flags]))
+        train_grpo.main(read_config(train_grpo, [flags]))
     assert not (tmp_path / "runs").exists()
 
 

@@ -72,7 +72,7 @@ CAP = {"clip_low": 1.0, "clip_high": 0.3}  # at most 1.3, no lower bound
 
 
 def weights_of(norm):
-    return spread(loss_weights(torch.tensor(LENGTHS), norm=norm, constant=8))
+    return spread(loss_weights(torch.tensor(LENGTHS), norm=norm, constant=8, keep=double([1] * 4)))
 
 
 def advantages_of(estimator=DR_GRPO):
@@ -187,11 +187,10 @@ def test_total_weight_on_old_equal_new_is_exactly_rho(is_corrected):
         old = new if is_corrected else SAMPLED
         ratio = ratio_of(new, old.detach())
         loss = clipped_policy_loss(ratio, advantages_of(), clip_low=1.0, clip_high=99.0)
-        if is_corrected:
-            loss = loss * importance_weights(
-                old, SAMPLED, lengths=WITH_PROMPTS, correction="token_truncate", high=math.inf
-            )
-        return loss.sum()
+        rho = importance_weights(
+            old, SAMPLED, lengths=WITH_PROMPTS, correction="token_truncate", high=math.inf
+        )
+        return (loss * rho).sum()
 
     rho = (NEW - SAMPLED).exp()
     torch.testing.assert_close(gradient(objective)[0], -advantages_of() * rho, rtol=1e-14, atol=0)

@@ -30,13 +30,13 @@ from minirl.training.scoring import value_batch
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Objective"""
+    """The flags of this script."""
 
     prompts_per_step: int = 64  # pairs of an optimizer step, over all ranks
     num_minibatches: int | None = 1
     lr: float | None = 1e-5
     max_new_tokens: int | None = 1  # nothing is generated
-    margin: float = 0.0  # by which the chosen completion's score has to be greater
+    margin: float = 0.0  # [Objective] lead of the chosen completion's score that the loss asks for
     center_coef: float = 0.01  # weight of the squared sum of both scores, which keeps them around 0
     frozen_layers: int = 0  # the first layers that stay as they are; the embedding too, if it is not 0
 

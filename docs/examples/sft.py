@@ -28,11 +28,11 @@ from minirl.training.scoring import score_batch
 
 @dataclass(frozen=True)
 class Config(RunConfig):
-    """Objective"""
+    """The flags of this script."""
 
     prompts_per_step: int = 64  # rows of an optimizer step, over all ranks
     num_minibatches: int | None = 1
-    answer_field: str = "answer"  # field of a row that holds the answer
+    answer_field: str = "answer"  # [Objective] field of a row that holds the answer
 
 
 def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence:

@@ -38,48 +38,39 @@ from minirl.report.records import Record, mean_rewards
 from minirl.rollouts import CUT_OFF, MAX_TOP_K, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
-from minirl.run.config import (
-    GenerationFlags,
-    MachineFlags,
-    ModelAndDataFlags,
-    RewardFlags,
-    RunConfig,
-    RunNameFlags,
-)
-from minirl.run.flags import early_value, parse
+from minirl.run.config import RunConfig
+from minirl.run.flags import parse, peek_flag
 from minirl.run.run_folder import find_run
 from minirl.run.setup import Setup
 
-# The flags of a run that its evaluation repeats.
+# The flags of a run that its evaluation repeats, and all flags of an evaluation.
 OF_RUN = (
     "task eval_data chat chat_template_kwargs max_new_tokens rollout tools environment workers call_timeout reward "
     "reward_model reward_weights overlong_buffer"
 ).split()
+FLAGS = (
+    *OF_RUN,
+    *"model data eval_rows eval_samples temperature top_k top_p max_turns cache_tokens".split(),
+    *"run_name seed dtype hang_timeout".split(),
+)
 NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
-class EvaluationFlags(MachineFlags, RunNameFlags, RewardFlags, GenerationFlags, ModelAndDataFlags):
-    """The flags of an evaluation."""
+class Config(RunConfig):
+    """The flags of an evaluation; those of training have their defaults."""
 
     model: str | None = None
-    """Hugging Face folder, hub id, or a run, for its newest checkpoint; none: a tiny embedded model"""
-    data: str | None = None  # JSONL file of prompts, if there is no --eval-data
-    eval_rows: int = 10**9  # most rows used from each file
+    """[Model and data] Hugging Face folder or hub id, or a run, for its newest checkpoint (default: a tiny embedded
+    model)"""
+    data: str | None = None  # JSONL file of prompts, unless there is --eval-data
+    eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
-    """completions of each row, sampled at --temperature; 0: one, greedy"""
-    top_k: int = 0  # sample among the N likeliest tokens, at most 256; 0: among all
-    top_p: float = 1.0  # of the --top-k, sample among the likeliest with this share of their probability
+    """completions per row, sampled at --temperature (0: one, greedy)"""
+    top_k: int = 0  # number of likeliest tokens to sample among, at most 256; 0 disables
+    top_p: float = 1.0  # probability that the likeliest tokens to sample among hold, out of the --top-k
 
-
-@dataclass(frozen=True)
-class Config(EvaluationFlags, RunConfig):
-    """Those of training have their defaults."""
-
-    @property
-    def trains(self) -> bool:
-        """Nothing is trained."""
-        return False
+    trains = False
 
 
 def find_model(model: str) -> tuple[str, dict[str, Any]]:
@@ -105,13 +96,13 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
 
 def parsed(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
-    model = early_value("model", arguments)
+    model = peek_flag("model", arguments)
     folder, args = find_model(model) if model else (None, {})
-    if early_value("data", arguments):
+    if peek_flag("data", arguments):
         args["eval_data"] = []
     defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in args.items() if name in OF_RUN}
-    flags = parse(EvaluationFlags, description=__doc__ or "", defaults=defaults, arguments=arguments)
-    return Config(**vars(flags) | {"model": folder})
+    config = parse(Config, description=__doc__ or "", defaults=defaults, names=FLAGS, arguments=arguments)
+    return dataclasses.replace(config, model=folder)
 
 
 @functools.cache

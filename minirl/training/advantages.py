@@ -16,7 +16,7 @@ RELATIVE_ERROR = 1e-9
 
 
 def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Sums [...] of rewards [..., K] by weight [K].
+    """Return the sums [...] of rewards [..., K] by weight [K].
 
     A NaN reward does not apply to its completion and is left out of the sum. The sum is NaN where no reward applies.
     Rewards of weight 0 are only logged and never count.
@@ -38,7 +38,7 @@ def are_equal(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
-    """Advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
+    """Return the advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
@@ -55,8 +55,6 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     """
     if isinstance(baseline, Tensor):
         centred = rewards - baseline[:, None]
-    elif baseline == "none":
-        centred = rewards
     elif baseline in ("mean", "leave_one_out"):
         centred = rewards - rewards.nanmean(1, keepdim=True)
         # The mean of equal rewards may differ from them by a rounding error.
@@ -65,12 +63,15 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
             # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
             group_size = (~rewards.isnan()).sum(1, keepdim=True).to(rewards)
             centred = centred * (group_size / (group_size - 1))
+    elif baseline == "none":
+        centred = rewards
     else:
         raise ValueError(f"baseline {baseline!r} is unknown")
 
-    dims = {"group_std": [1], "batch_std": [0, 1]}
-    if norm in dims:
-        centred = centred / (_standard_deviation(rewards, dims[norm]) + eps)
+    if norm == "group_std":
+        centred = centred / (_standard_deviation(rewards, [1]) + eps)
+    elif norm == "batch_std":
+        centred = centred / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
     # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
@@ -93,8 +94,7 @@ def select_groups(is_equal: Tensor, count: int) -> list[int]:
     which would make the rollouts of every group differ.
     """
     # A stable sort of 0 and 1 keeps the order within both kinds of groups.
-    by_preference = torch.argsort(is_equal.int(), stable=True)
-    return sorted(by_preference[:count].tolist())
+    return sorted(is_equal.int().argsort(stable=True)[:count].tolist())
 
 
 def gae(

@@ -136,6 +136,11 @@ class Batch:
         """Where the last token of each sequence is in the streams, int64 [N]."""
         return upload(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
+    @property
+    def policy_logprobs(self) -> Tensor:
+        """The policy's logprobs [T] before the update: the sampled ones where no pass has computed old ones."""
+        return self.sample_logprobs if self.old_logprobs is None else self.old_logprobs
+
     def layout(self) -> PackedLayout:
         """The layout of the batch's tokens, for the model.
 

@@ -101,11 +101,13 @@ def importance_weights(
     rho = exp(old_logprobs - sample_logprobs), of each token for "token_...", of the whole completion for
     "sequence_..." (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask"
     sets it to 0 outside of [low, high]. The cap 2 is verl's and open-instruct's; TRL's default is
-    "sequence_mask" at 3.
+    "sequence_mask" at 3. correction "none": the weights are 1.
 
     Multiplied with the loss, they make the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the
     loss's ratio already has the sampled logprobs in its denominator.
     """
+    if correction == "none":
+        return torch.ones_like(old_logprobs)
     if correction not in CORRECTIONS:
         raise ValueError(f"correction {correction!r}: choose one of {', '.join(CORRECTIONS)}")
     level, kind = correction.split("_")
@@ -135,12 +137,11 @@ def minibatch_of(num_rollouts: int, num_minibatches: int) -> Tensor:
 
     Example: 5 rollouts in 2 minibatches are [0, 0, 1, 1, 1].
     """
-    firsts = torch.arange(num_minibatches) * num_rollouts // num_minibatches
-    return torch.searchsorted(firsts, torch.arange(num_rollouts), right=True) - 1
+    return (torch.arange(1, num_rollouts + 1) * num_minibatches - 1) // num_rollouts
 
 
 def loss_weights(
-    num_loss_tokens: Tensor, *, norm: str, constant: int, keep: Tensor | None = None, num_minibatches: int = 1
+    num_loss_tokens: Tensor, *, norm: str, constant: int, keep: Tensor, num_minibatches: int = 1
 ) -> Tensor:
     """Return fp64 [P, G]: the weight of a loss token of each rollout of a step in the loss of its minibatch.
 
@@ -153,12 +154,12 @@ def loss_weights(
     Rollouts where `keep` bool [P, G] is false get 0 and do not count in N and sum(L).
     """
     lengths = num_loss_tokens.double()
-    kept = torch.ones_like(lengths) if keep is None else keep.double()
+    kept = keep.double()
     minibatch = minibatch_of(lengths.numel(), num_minibatches)
 
     def total(values: Tensor) -> Tensor:
         """The sum over each rollout's minibatch [P, G], at least 1."""
-        sums = values.new_zeros(num_minibatches).index_add(0, minibatch, values.flatten())
+        sums = minibatch.bincount(values.flatten(), minlength=num_minibatches)
         return sums.clamp(min=1)[minibatch].view_as(values)
 
     if norm == "token_mean":

@@ -122,22 +122,23 @@ def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tens
 
 
 def refuse_gradient(
-    objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor
+    objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor | None
 ) -> None:
     """Refuse a microbatch's objective that has a gradient for rollouts that the script skips.
 
     new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [P, G]: of the step's
-    rollouts. Raises InputError. Not collective.
+    rollouts; None: no rollout. Raises InputError. Not collective.
     """
+    if is_skipped is None:
+        return
     of_micro = is_skipped.flatten()[micro.rollout]
     if not of_micro.any():
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     refuse(
         any((micro.spread(of_micro) & (gradient.abs() > 0)).any() for gradient in gradients),
-        "can_skip: skips rollouts which token_loss or token_advantages of this script teach something. Make their "
-        "advantages in `advantages`, or let can_skip return False for them: "
-        "torch.zeros_like(weights, dtype=torch.bool) for all",
+        "can_skip: skips rollouts that have a gradient by this script's token_loss or token_advantages. Make their "
+        "advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
     )
 
 
