@@ -52,9 +52,16 @@ class PromptStream:
         self.seed = seed
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
-        self._rows, self.longest_prompt, left_out = self._fitting([_read_row(row) for row in rows])
-        tokenizer_notes = tokenizer.notes(self._rows[0].prompt) if rows else []
-        self._notes = [*tokenizer_notes, *left_out, *notes]
+        rows = [_read_row(row) for row in rows]
+        lengths = [len(ids) for ids in tokenizer.encode_all(rows)]
+        limit = max_tokens - max_new_tokens
+        self._rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+        self.longest_prompt = max((length for length in lengths if length <= limit), default=0)
+        self._notes = list(notes)
+        if len(self._rows) < len(rows):
+            self._notes.insert(0, self._note_on_long_prompts(rows, lengths))
+        if rows:
+            self._notes = tokenizer.notes(self._rows[0].prompt) + self._notes
         self.index: Callable[[int], int] = self._shuffled_index
         # The orders of two epochs: a step may begin in one and end in the next.
         self._order = functools.lru_cache(2)(self._shuffled)
@@ -176,32 +183,18 @@ class PromptStream:
         random.Random(f"{self.seed} {epoch}").shuffle(order)
         return order
 
-    def _fitting(self, rows: Sequence[Row]) -> tuple[list[Row], int, list[str]]:
-        """Return the rows that are short enough, the tokens of the longest one, and a note on rows that are too long.
-
-        See `__init__`. Raises InputError naming the first bad row.
-        """
+    def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> str:
+        """Return a note on the rows whose prompts are too long. Raises InputError if all of them are."""
         limit = self.max_tokens - self.max_new_tokens
-        fitting = []
-        longest = 0
-        too_long = []
-        for row, ids in zip(rows, self.tokenizer.encode_all(rows), strict=True):
-            if len(ids) > limit:
-                too_long.append((len(ids), row.place))
-                continue
-            fitting.append(row)
-            longest = max(longest, len(ids))
-        if not too_long:
-            return fitting, longest, []
         refuse(
-            not fitting,
-            f"every prompt is too long: the shortest has {min(too_long)[0]} tokens, and --max-new-tokens "
+            min(lengths) > limit,
+            f"every prompt is too long: the shortest has {min(lengths)} tokens, and --max-new-tokens "
             f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} that the model, --cache-tokens and "
             "--max-tokens-per-microbatch allow",
         )
-        listed = ", ".join(place for _, place in too_long[:3]) + (", ..." if len(too_long) > 3 else "")
-        counts = f"{len(too_long)} of {len(rows)} prompts"
-        return fitting, longest, [f"{counts} have more than {limit} tokens ({listed}): left out"]
+        places = [row.place for row, length in zip(rows, lengths, strict=True) if length > limit]
+        listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+        return f"{len(places)} of {len(rows)} prompts have more than {limit} tokens ({listed}): left out"
 
 
 def _read_row(row: Row) -> Row:

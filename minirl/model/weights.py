@@ -61,8 +61,7 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
     if config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del expected["score.weight"]
     missing = sorted(expected.keys() - files.keys())
-    others = sorted(files.keys() - expected.keys())
-    unexpected = [name for name in others if not _is_unused(config, name)]
+    unexpected = sorted(name for name in files.keys() - expected.keys() if not _is_unused(config, name))
     refuse(
         missing or unexpected,
         f"{folder}: missing tensors {missing[:5]}, unexpected tensors {unexpected[:5]} (first five)",

@@ -147,13 +147,14 @@ class Checkpoints:
             _write(
                 folder / PROGRESS_FILE, {**progress, "world_size": world_size(), "adapters": self._adapters}
             )
-            try:
-                _read(folder / PROGRESS_FILE)
-            except InputError as error:
-                raise InputError(
-                    "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
-                    f"{error}"
-                ) from None
+            if progress["extra"]:
+                try:
+                    _read(folder / PROGRESS_FILE)
+                except InputError as error:
+                    raise InputError(
+                        "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
+                        f"{error}"
+                    ) from None
 
 
 def _file_of_rank(rank: int, world_size: int) -> str:

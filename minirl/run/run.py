@@ -165,17 +165,18 @@ class Run:
         policy: ShardedModel,
         frozen: Sequence[FrozenModel],
     ) -> Batch:
-        """The batch with its old logprobs and the streams of frozen models (collective if weights are sharded).
+        """Add old logprobs and the frozen models' streams to a batch on the host (collective if weights are sharded).
 
-        It comes from the host and returns there. There are no old logprobs if one update a step makes them equal to the
-        new ones.
+        With one update per step the batch gets no old logprobs if they would equal the new ones.
         """
-        batch = batch.to(self.device)
-        microbatches = list(itertools.chain(*minibatches))
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
         elif self._setup.old_logprobs == "scored":
             frozen = [self._setup.frozen(policy, score_batch, ["old_logprobs"]), *frozen]
+        if not frozen:
+            return batch
+        batch = batch.to(self.device)
+        microbatches = list(itertools.chain(*minibatches))
         for model in frozen:
             batch = model.add_to(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
@@ -228,9 +229,10 @@ class Run:
             add_generation(metrics, collector.engine.take_stats())
             add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
             add_rewards(metrics, self._setup.reward_functions, groups.rewards)
-            tool_counts = ["tool_results", "tool_errors"] if self._setup.tokenizer.tools else []
-            for name in ["sampled_tokens", *tool_counts]:
-                metrics.add_total(f"count/{name}", collector.take_count(name))
+            metrics.add_total("count/sampled_tokens", collector.take_count("sampled_tokens"))
+            if self._setup.tokenizer.tools:
+                for name in ("tool_results", "tool_errors"):
+                    metrics.add_total(f"count/{name}", collector.take_count(name))
             metrics.add("count/epoch", progress.num_served / self._setup.prompts.num_prompts)
         progress.evaluated = {}
         if is_last or _is_due(step, self._config.eval_every):
@@ -251,9 +253,8 @@ class Run:
         if self._collector:
             self._collector.close()
         for name, score in self.progress.evaluated.items():
-            before = self.progress.before.get(name)
-            if before is not None:
-                print0(f"held-out {name}: {before:.3f} before, {score:.3f} after")
+            if name in self.progress.before:
+                print0(f"held-out {name}: {self.progress.before[name]:.3f} before, {score:.3f} after")
         print0(
             f"metrics    {self._folder}/metrics.jsonl (python -m minirl.extras.plot {self._folder})\n"
             f"rollouts   {self._folder}/rollouts/ (python -m minirl.extras.show {self._folder})\n"

@@ -219,20 +219,19 @@ class ShardedModel:
         weights are not, so that they are never saved.
         """
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for master in self.masters.values():
-            if master not in trained:
-                master.grad = None
-        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
-        norm = _total_norm(gradients) if gradients else 0.0
+        for other in {*self.masters.values()} - trained:
+            other.grad = None
+        gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+        norm = _total_norm(gradients.values()) if gradients else 0.0
         if not math.isfinite(norm):
-            where = _first_nonfinite({name: master.grad for name, master in self.masters.items()})
+            where = _first_nonfinite(gradients)
             raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad()
             return norm
         if max_grad_norm and norm > max_grad_norm:
             # One kernel for all local shards, not one each.
-            torch._foreach_mul_([_local(gradient) for gradient in gradients], max_grad_norm / norm)
+            torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], max_grad_norm / norm)
         for group in optimizer.param_groups:
             own_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = lr * (own_lr / optimizer.defaults["lr"])
@@ -383,10 +382,10 @@ def _total_norm(tensors: Iterable[Tensor]) -> float:
     return float(norm.full_tensor())  # type: ignore[attr-defined]
 
 
-def _first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str:
-    """Say which of these sharded tensors is the first with a norm that is not finite (collective)."""
+def _first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
+    """Name the first of these sharded tensors with a non-finite norm (collective)."""
     for name, tensor in tensors.items():
-        if tensor is not None and not math.isfinite(_total_norm([tensor])):
+        if not math.isfinite(_total_norm([tensor])):
             return f"first in {name}"
     return "each tensor's norm is finite, the sum of their squares overflows"
 
