@@ -9,7 +9,7 @@ import pytest
 
 from minirl.data.answers import check_readable, parsed_answer
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.jsonl import read_rows
+from minirl.data.jsonl import load_jsonl_task
 from minirl.data.messages import read_message, read_prompt
 from minirl.data.task import Row, Task
 from minirl.errors import InputError
@@ -166,7 +166,7 @@ def test_the_token_that_the_template_writes_after_an_answer_ends_the_turns_of_ch
 def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
     """A column of them would be lost in silence."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hi", "tools": [LOOKUP], "n": 1}))
-    (row,) = read_rows(str(tmp_path / "rows.jsonl"))
+    (row,) = load_jsonl_task(str(tmp_path / "rows.jsonl"), ()).train_rows
     assert row.columns == {"n": 1}
     assert "Look up." in shown(make(WITH_TOOLS), row)
     with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show the tool end"):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.jsonl import read_rows
+from minirl.data.jsonl import load_jsonl_task
 from minirl.data.task import Row
 from minirl.data.tokenizer import StopStrings
 from minirl.errors import InputError
@@ -340,14 +340,14 @@ def write(tmp_path):
 def test_a_bad_line_is_named(write, line, said):
     """The first one stops the load: file, line, and field or column. Faults 15, 16 and 19."""
     with pytest.raises(InputError, match=rf"rows\.jsonl:3: {said}"):
-        read_rows(write(GOOD, b"", line, b"{}"))
+        load_jsonl_task(write(GOOD, b"", line, b"{}"), ())
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
 def test_row_18_an_empty_file_is_refused(write, content):
     """Not a run of 0 steps."""
     with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
-        read_rows(write(content))
+        load_jsonl_task(write(content), ())
 
 
 def test_row_18_few_rows_are_said():
@@ -371,7 +371,7 @@ def test_row_19_odd_text_is_read_and_rows_stay_aligned(write):
     coded = [line.replace("\ud800", r"\ud800").encode() + b"\r\n" for line in lines]
     path = write(b"\xef\xbb\xbf" + b"\r\n".join(coded))
     expected = [Row(text, {"answer": i}, f"{path}:{1 + 2 * i}") for i, text in enumerate(texts)]
-    assert list(read_rows(path)) == expected
+    assert load_jsonl_task(path, ()).train_rows == expected
 
 
 EMBEDDED = {"vocab_size": ord("z")}

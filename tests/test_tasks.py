@@ -11,7 +11,6 @@ from minirl.data.gsm8k import (
     flexible_answer,
     flexible_score,
     load_gsm8k,
-    read_gsm8k,
     strict_answer,
     strict_score,
 )
@@ -94,7 +93,7 @@ def test_scores_are_of_the_completion_alone(is_chat):
 def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(tmp_path, row, said):
     """Also a reference answer that could never be matched."""
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: {said}"):
-        read_gsm8k(write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": "#### 3"}, row]))
+        load_gsm8k(write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": "#### 3"}, row]), ())
 
 
 def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):

@@ -53,8 +53,8 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
     """Load the task from `train.jsonl` and, for evaluation, `test.jsonl`."""
     return Task(
         name="gsm8k",
-        train_rows=read_gsm8k(data),
-        eval_sets={path: read_gsm8k(path) for path in eval_data},
+        train_rows=rows_of(data, _to_row),
+        eval_sets={path: rows_of(path, _to_row) for path in eval_data},
         rewards={"strict": strict_score},
         max_new_tokens=512,
         extra_scores={"flexible": flexible_score},
@@ -62,16 +62,11 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
     )
 
 
-def read_gsm8k(path: str) -> list[Row]:
-    """Read rows with the question as prompt and the reference number as column `answer`.
-
-    Raises InputError naming file, line and field of the first bad row.
-    """
-    return rows_of(path, _to_row)
-
-
 def _to_row(fields: dict[str, Any], place: str) -> Row:
-    """Return the row of an object. Raises InputError naming the place and the field."""
+    """Return the row of an object: the question is the prompt, the reference number the column `answer`.
+
+    Raises InputError naming the place and the field.
+    """
     for name in ("question", "answer"):
         value = fields.get(name)
         refuse(

@@ -18,20 +18,15 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
     """Load a task without rewards, whose prompts are texts or chats; the rows of the files `eval_data` are held out."""
     return Task(
         name="jsonl",
-        train_rows=read_rows(data),
-        eval_sets={path: read_rows(path) for path in eval_data},
+        train_rows=rows_of(data, _to_row),
+        eval_sets={path: rows_of(path, _to_row) for path in eval_data},
         rewards={},
         max_new_tokens=256,
     )
 
 
-def read_rows(path: str) -> list[Row]:
-    """Read a file with the fields "prompt" and, if a prompt has its own, "tools". Raises InputError like `rows_of`."""
-    return rows_of(path, _to_row)
-
-
 def _to_row(fields: dict[str, Any], place: str) -> Row:
-    """Return the row of an object, whose further fields become columns.
+    """Return the row of an object with a "prompt" and perhaps "tools"; its other fields become columns.
 
     Raises InputError naming the place, also for a column named like an argument of reward functions.
     """

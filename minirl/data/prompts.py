@@ -63,8 +63,6 @@ class PromptStream:
         if rows:
             self._notes = tokenizer.notes(self._rows[0].prompt) + self._notes
         self.index: Callable[[int], int] = self._shuffled_index
-        # The orders of two epochs: a step may begin in one and end in the next.
-        self._order = functools.lru_cache(2)(self._shuffled)
 
     @property
     def num_prompts(self) -> int:
@@ -175,13 +173,7 @@ class PromptStream:
 
     def _shuffled_index(self, prompt_ordinal: int) -> int:
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
-        return self._order(epoch)[position]
-
-    def _shuffled(self, epoch: int) -> "array[int]":
-        """Return the order of the rows in an epoch."""
-        order = array("q", range(self.num_prompts))
-        random.Random(f"{self.seed} {epoch}").shuffle(order)
-        return order
+        return _shuffled_order(self.num_prompts, self.seed, epoch)[position]
 
     def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> str:
         """Return a note on the rows whose prompts are too long. Raises InputError if all of them are."""
@@ -195,6 +187,14 @@ class PromptStream:
         places = [row.place for row, length in zip(rows, lengths, strict=True) if length > limit]
         listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
         return f"{len(places)} of {len(rows)} prompts have more than {limit} tokens ({listed}): left out"
+
+
+@functools.lru_cache(4)  # those of two streams: a step may begin in one epoch and end in the next
+def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
+    """Return the order of the rows in an epoch."""
+    order = array("q", range(num_rows))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return order
 
 
 def _read_row(row: Row) -> Row:

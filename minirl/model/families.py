@@ -143,13 +143,12 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
 
         scalar_head = _is_classifier(raw, as_transformers_reads(raw).num_labels)
         return dataclasses.replace(read_other(raw), scalar_head=scalar_head)
-    vision = _VISION_MODELS.get(raw["model_type"])
-    raw = _text_part(raw)
-    config = as_transformers_reads(raw)
+    text = _text_part(raw)
+    config = as_transformers_reads(text)
     # Keys of other families mean nothing here; the gate sees whether they do in transformers.
     own_keys = vars(type(config)()).keys()
     keys = {key: value for key, value in vars(config).items() if key in own_keys}
-    _check_values(raw, keys)
+    _check_values(text, keys)
     fields = {field: keys[key] for field, key in _FIELDS_AND_KEYS if keys.get(key) is not None}
     fields["head_dim"] = head_dim = _head_dim(keys)
     kinds = _kinds_of_layers(keys)
@@ -163,10 +162,10 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
         fields["query_multiplier"] = 1 / math.sqrt(keys["query_pre_attn_scalar"]) / (1 / math.sqrt(head_dim))
     if "linear_attention" in kinds:
         fields["delta_net"] = _delta_net(keys, kinds)
-    if vision is not None:
-        fields["weight_prefix"] = vision.prefix
-    fields["scalar_head"] = _is_classifier(raw, config.num_labels)
-    fields |= FAMILIES[raw["model_type"]]
+    if text is not raw:
+        fields["weight_prefix"] = _VISION_MODELS[raw["model_type"]].prefix
+    fields["scalar_head"] = _is_classifier(text, config.num_labels)
+    fields |= FAMILIES[text["model_type"]]
     refuse(
         fields["activation"] not in ACTIVATIONS,
         f"config.json: hidden_act={fields['activation']!r} is not supported; expected one of {', '.join(ACTIVATIONS)}",

@@ -171,7 +171,7 @@ def _is_kept(config: ModelConfig, name: str) -> bool:
 def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
     """Raise InputError, with `label`, if a stored tensor's shape differs from the parameter's."""
     refuse(
-        list(shape) != list(param.shape),
+        tuple(shape) != param.shape,
         f"{label} has shape {list(shape)}, the model's has {list(param.shape)}",
     )
 

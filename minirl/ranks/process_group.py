@@ -57,8 +57,8 @@ def start(
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
         # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    timeout = timedelta(seconds=hang_timeout)
     if not dist.is_initialized():
+        timeout = timedelta(seconds=hang_timeout)
         store = launch.rendezvous()
         store.set_timeout(timeout)
         dist.init_process_group(

@@ -74,10 +74,6 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
     has_rewards: whether the script has rewards of its own. Raises InputError naming file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
-    refuse(
-        len({Path(path).stem for path in eval_data}) < len(eval_data),
-        f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
-    )
     name: str = config.task
     if name == "auto":
         name = "jsonl" if data else "sorting"
@@ -86,6 +82,10 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
         return EMBEDDED_TASKS[name]()
     if data is None:
         raise InputError(f"--task {name} needs --data FILE.jsonl")
+    refuse(
+        len({Path(path).stem for path in eval_data}) < len(eval_data),
+        f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
+    )
     if name == "gsm8k":
         return load_gsm8k(data, eval_data)
     if config.is_rewarded and not config.reward and not config.reward_model and not has_rewards:
@@ -215,10 +215,10 @@ def load_tokenizer(
     change no prompt.
     """
     called = [] if user_rollout is None else user_rollout.tools
-    refuse(
-        bool(tools and called),
-        "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout",
-    )
+    if tools and called:
+        raise InputError(
+            "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout"
+        )
     tokenizer = ChatTokenizer(
         folder,
         chat=config.chat,
