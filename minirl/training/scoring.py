@@ -42,11 +42,8 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
     Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
     """
-    states = _states_at(model, batch, _places_before(batch))
-    temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
-    temperatures = over_tokens(upload(temperatures, batch.tokens.device), batch.lengths)
-    divisor = divisor_of(temperatures[batch.loss_index])
     targets = batch.tokens[batch.loss_index]
+    states, divisor = states_before(model, batch), divisor_of_batch(batch)
     logprobs, entropies = outputs_of_head(states, model.head, targets, divisor)
     return batch.scatter(logprobs), batch.scatter(entropies)
 
@@ -88,6 +85,11 @@ def with_known_tokens(model: Transformer, batch: Batch) -> Batch:
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
 
+def states_before(model: Transformer, batch: Batch) -> Tensor:
+    """Final hidden states [M, D] that the batch's sampled tokens were sampled from. Not collective."""
+    return _states_at(model, batch, _places_before(batch))
+
+
 def _places_before(batch: Batch) -> Tensor:
     """The next-token shift: where the tokens before the sampled ones are in the streams, int64 [M]."""
     return batch.loss_index - 1
@@ -98,6 +100,13 @@ def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     layout = batch.layout()
     hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[places])
+
+
+def divisor_of_batch(batch: Batch) -> Tensor:
+    """The `divisor_of` the temperatures of a batch's sampled tokens, [M, 1]."""
+    temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
+    temperatures = upload(temperatures, batch.tokens.device)
+    return divisor_of(over_tokens(temperatures, batch.lengths)[batch.loss_index])
 
 
 def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
