@@ -163,12 +163,13 @@ FROZEN = "model.norm.weight"
 def two_updates(rank, folder, options):
     """Of two microbatches each, on texts that differ between ranks: norms and weights, and all that is saved.
 
-    A weight is frozen.
+    A weight is frozen, and there are all moments, of the others, before the first update.
     """
     model = sharded(folder, torch.bfloat16, is_frozen=FROZEN.__eq__, **options)
     optimizer = adamw(model, weight_decay=0.1)
     frozen = model.compute_weights[FROZEN].clone()
     assert FROZEN not in model.masters
+    assert sum("exp_avg_sq" in state for state in optimizer.state.values()) == len(model.masters)
     norms = []
     for update in range(2):
         for is_last in (False, True):

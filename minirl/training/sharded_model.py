@@ -189,8 +189,8 @@ class ShardedModel:
 
         Only matrices decay: norms and biases do not.
 
-        torch allocates the moments in the first `step`, but those on CUDA are allocated here: in the middle of the
-        memory that the update freed, they would leave no block as large as the next phase's cache.
+        torch would allocate the moments in the first `step`, in the middle of the memory that the update freed: on
+        CUDA that would leave no block as large as the next phase's cache.
         """
         masters = self.masters.values()
         groups = [
@@ -199,12 +199,11 @@ class ShardedModel:
         ]
         optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, fused=True)
         for master in masters:
-            if master.is_cuda:
-                optimizer.state[master] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                    "exp_avg": torch.zeros_like(master),
-                    "exp_avg_sq": torch.zeros_like(master),
-                }
+            optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
         return optimizer
 
     def step(self, optimizer: torch.optim.Optimizer, *, lr: float, max_grad_norm: float) -> float:
