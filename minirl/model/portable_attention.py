@@ -376,32 +376,27 @@ def _assign_slots(
         live_blocks = torch.from_numpy(live)
         num_users = num_users[live]
 
-    user = np.zeros_like(live_index)
+    head = np.arange(num_kv)
+    # With at most `min_users` users, the slots of a block are its own at each key head.
+    slot = (live_index[:, None] * num_kv + head) * min_users
+    num_slots = len(live) * num_kv * min_users
+    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_slots * groups))]
     most_users = int(num_users.max())
+    if most_users > min_users:
+        shared = (num_users > min_users).nonzero()[0]
+        is_shared = num_users[live_index] > min_users
+        place = np.searchsorted(shared, live_index[is_shared])
+        slot[is_shared] = num_slots + (place[:, None] * num_kv + head) * most_users
+        end = num_slots + len(shared) * num_kv * most_users
+        block_sets.append((torch.from_numpy(live[shared]), slice(num_slots * groups, end * groups)))
     if most_users > 1:
         # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by
         # block, that is an entry's position less the number of entries of lower blocks.
         order = live_index.argsort(kind="stable")
         num_lower = num_users.cumsum() - num_users
-        position = np.arange(len(order))
-        user[order] = position - num_lower.repeat(num_users)
-
-    # Of each live block the slots at a key head: how many, and where they would start with one key head.
-    width = np.full_like(live, min_users)
-    start = width.cumsum() - width
-    num_rows = len(live) * min_users * num_kv * groups
-    block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_rows))]
-    if most_users > min_users:
-        shared = (num_users > min_users).nonzero()[0]
-        width[shared] = most_users
-        start[shared] = len(live) * min_users + np.arange(len(shared)) * most_users
-        end = num_rows + len(shared) * most_users * num_kv * groups
-        block_sets.append((torch.from_numpy(live[shared]), slice(num_rows, end)))
-
-    # With K key heads, K times as many slots come before a block; within it, each key head has its own users.
-    first_slot = start[live_index] * num_kv + user
-    slots_before_head = width[live_index, None] * np.arange(num_kv)
-    return block_sets, first_slot[:, None] + slots_before_head
+        user = np.arange(len(order)) - num_lower.repeat(num_users)
+        slot[order] += user[:, None]
+    return block_sets, slot
 
 
 def decode(
