@@ -29,7 +29,7 @@ def check_accounting(pool: BlockPool, lengths: dict[int, int]) -> None:
             assert is_full or held[block] == 1, "two sequences would write a block"
 
 
-KINDS = ("add", "add", "fork", "fork", "decode", "decode", "decode", "free", "compact")
+KINDS = ("add", "add", "fork", "fork", "decode", "decode", "decode", "free")
 
 
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 64), (1, 48), slow(2, 20)])
@@ -42,12 +42,7 @@ def test_random_operations_keep_the_books(seed, num_blocks):
     num_full = 0  # how often the pool lacked blocks
     for _ in range(200):
         kind = rng.choice(KINDS)
-        if kind == "compact":
-            old, new = pool.compact()
-            assert len(old) == len(new)
-            used = pool.references.nonzero()[0].tolist()
-            assert used == list(range(len(used))), "a hole is left below a block in use"
-        elif kind == "free" and len(lengths) > 2:
+        if kind == "free" and len(lengths) > 2:
             row = rng.choice(list(lengths))
             pool.remove(row)
             del lengths[row]

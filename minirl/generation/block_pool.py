@@ -123,18 +123,3 @@ class BlockPool:
         self.references[blocks] -= 1
         self.free += [block for block in blocks if self.references[block] == 0]
         self.lengths[row] = 0
-
-    def compact(self) -> tuple[IntArray, IntArray]:
-        """Renumber the n blocks in use to 0 to n - 1; returns the old and the new numbers of those that move."""
-        num_blocks = len(self.references)
-        num_in_use = num_blocks - len(self.free)
-        old = num_in_use + self.references[num_in_use:].nonzero()[0]
-        new = (self.references[:num_in_use] == 0).nonzero()[0]
-        if len(old):
-            numbers = np.arange(num_blocks, dtype=np.int32)
-            numbers[old] = new
-            self.tables = numbers[self.tables]
-            self.references[new] = self.references[old]
-            self.references[old] = 0
-            self.free = list(reversed(range(num_in_use, num_blocks)))
-        return old, new

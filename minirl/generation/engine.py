@@ -177,9 +177,6 @@ class Engine:
             self._help_others()
             return []
         table = self._table
-        # Queued requests would fill the free blocks anyway, so blocks move only if there are none.
-        if not table.queue:
-            self._cache.compact()
         with spent_on("prefill"):
             if table.appended:
                 self._compute_appended()

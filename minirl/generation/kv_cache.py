@@ -104,22 +104,14 @@ class KVCache:
     def fork(self, parent: int, num_forks: int) -> list[int]:
         """Make sequences with the same tokens, if there are blocks for their partial ones; returns their rows."""
         forks = [self.blocks.fork(parent) for _ in range(num_forks)]
-        old, *new = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
-        if new and new[0] != old:
-            self._copy(np.full(num_forks, old), np.array(new))
+        last, *copies = (self.blocks.blocks_of(row)[-1] for row in (parent, *forks))
+        if copies and copies[0] != last:
+            index = upload(np.array(copies), self.device)
+            for pool in (self.pool.keys, self.pool.values):
+                pool[:, index] = pool[:, last : last + 1].clone()
         if forks and self.has_states:
             self.pool.states.fork(parent, forks)
         return forks
-
-    def compact(self) -> None:
-        """Move the n blocks in use to the numbers 0 to n - 1. Only for the portable kernel.
-
-        That kernel multiplies the pool up to the highest block in use, so the free ones below would cost time.
-        """
-        if self._portable is not None:
-            old, new = self.blocks.compact()
-            if len(old):
-                self._copy(old, new)
 
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
@@ -153,12 +145,6 @@ class KVCache:
         else:
             read = self._portable.read(tables, positions)
         return DecodeLayout(positions, cached, read, repeats)
-
-    def _copy(self, old: IntArray, new: IntArray) -> None:
-        """Copy blocks to other ones."""
-        old_index, new_index = upload(old, self.device), upload(new, self.device)
-        for pool in (self.pool.keys, self.pool.values):
-            pool.index_copy_(1, new_index, pool.index_select(1, old_index))
 
 
 class PortableReader:

@@ -32,7 +32,7 @@ _BlockSet = tuple[slice | Tensor, slice]
 BLOCK = 32
 # Decoding multiplies the lowest blocks of a pool where they lie. If they are at least this many times as many as it
 # reads, it copies those first.
-IDLE_FACTOR = 2
+IDLE_FACTOR = 1.5
 # Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Numbers of rows that `min_queries` tries.
