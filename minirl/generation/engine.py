@@ -29,7 +29,7 @@ from torch import Tensor
 from minirl.errors import refuse
 from minirl.generation.block_pool import IntArray, ceil_div
 from minirl.generation.engine_stats import EngineStats
-from minirl.generation.kv_cache import DecodeInputs, KVCache
+from minirl.generation.kv_cache import KVCache
 from minirl.generation.request_table import Group, RequestTable
 from minirl.generation.sampling import sample_packed
 from minirl.model import padding
@@ -308,7 +308,7 @@ class Engine:
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(list(parts.values())), *inputs)
-        layout = cache.decode_layout(DecodeInputs(*uploaded), tuple(counts.tolist()))
+        layout = cache.decode_layout(*uploaded, repeats=tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)
         is_ready = ends == table.columns["length"][rows]
@@ -343,16 +343,17 @@ class Engine:
             num_missing = batch_size - num_requests
             padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
             self.stats.padding_tokens += num_missing
-        sampling = self._table.columns.sampling(padded)
-        uploaded = self._upload(*sampling, *cache.begin_step(padded, cache.blocks.lengths[padded] - 1))
-        device_rows = DecodeInputs(*uploaded[len(sampling) :]).rows
+        inputs = cache.begin_step(padded, cache.blocks.lengths[padded] - 1)
+        positions, blocks, device_rows, *others = self._upload(*inputs, *self._table.columns.sampling(padded))
+        tokens = self._newest_tokens[device_rows]
 
-        def step(tokens: Tensor, *uploaded: Tensor) -> Tensor:
-            layout = cache.decode_layout(DecodeInputs(*uploaded[len(sampling) :]))
+        def step(
+            tokens: Tensor, positions: Tensor, blocks: Tensor, rows: Tensor, tables: Tensor, *sampling: Tensor
+        ) -> Tensor:
+            layout = cache.decode_layout(positions, blocks, rows, tables)
             hidden = self._forward(tokens, layout)
             # The sampled token comes one position after the token put in.
-            positions = layout.positions + 1
-            return sample_packed(hidden, self.model.head, positions, uploaded[: len(sampling)])
+            return sample_packed(hidden, self.model.head, positions + 1, sampling)
 
         run: Callable[..., Tensor] = step
         if self.cuda_graphs:
@@ -361,7 +362,7 @@ class Engine:
             max_blocks = ceil_div(self.config.max_position_embeddings, cache.block_size)
             self._graphs = self._graphs or DecodeGraphs(max_blocks)
             run = functools.partial(self._graphs.run, step)
-        sampled = run(self._newest_tokens[device_rows], *uploaded)
+        sampled = run(tokens, positions, blocks, device_rows, *others)
         self._newest_tokens[device_rows] = sampled[0]
         self._table.launched(rows, sampled[:, :num_requests])
         self.stats.decode_tokens += num_requests

@@ -4,14 +4,13 @@ A block holds keys and values of consecutive tokens in every layer with attentio
 too: a mask, or the kernel, leaves out those that the window no longer sees. Which blocks a sequence has is in
 `block_pool`. Other layers than attention may cache states, each in the row of its sequence.
 
-A decode step begins with `begin_step`; its inputs are copied to the device, and `decode_layout` makes the layout.
+A decode step begins with `begin_step`; its arrays are copied to the device, and `decode_layout` makes the layout.
 Most steps change no table, so a step costs the host a few operations on whole columns, regardless of the number and
 length of the sequences.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,19 +33,6 @@ from minirl.model.attention import (
 )
 from minirl.model.config import ModelConfig
 from minirl.model.portable_attention import BLOCK, DecodeIndex, index_decode, mask_keys, min_queries
-
-
-class DecodeInputs(NamedTuple):
-    """What a decode step of B tokens reads on the device, besides the cache.
-
-    positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their sequences;
-    tables int32 [B, n], the blocks of their sequences, with garbage behind the token's own.
-    """
-
-    positions: Tensor
-    blocks: Tensor
-    rows: Tensor
-    tables: Tensor
 
 
 class KVCache:
@@ -124,7 +110,7 @@ class KVCache:
         return PackedLayout(sequences, self.device, cached)
 
     def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
-        """Begin a decode step of tokens of these sequences [B]; returns the fields of its `DecodeInputs`.
+        """Begin a decode step of B tokens of these sequences; returns what `decode_layout` takes, on the host.
 
         positions [B]: those of the tokens, each in the last block of its sequence, which has space for it.
         """
@@ -132,12 +118,21 @@ class KVCache:
             self.pool.states.begin_step(rows, positions)
         return [positions, self.blocks.block_at(rows, positions), rows, self.blocks.tables_of(rows)]
 
-    def decode_layout(self, inputs: DecodeInputs, repeats: tuple[int, ...] | None = None) -> DecodeLayout:
-        """Layout of the tokens of a step that has begun.
+    def decode_layout(
+        self,
+        positions: Tensor,
+        blocks: Tensor,
+        rows: Tensor,
+        tables: Tensor,
+        *,
+        repeats: tuple[int, ...] | None = None,
+    ) -> DecodeLayout:
+        """Layout of the B tokens of a step that has begun.
 
-        inputs: those of `begin_step`, on the device. repeats: if sequences have several tokens, how many each has.
+        On the device: positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their
+        sequences; tables int32 [B, n], the blocks of their sequences, with garbage behind the token's own.
+        repeats: if sequences have several tokens, how many each has.
         """
-        positions, blocks, rows, tables = inputs
         cached = Cached(self.pool, rows, blocks, positions % self.block_size)
         read: PagedRead | PortableRead
         if self._portable is None:
@@ -166,7 +161,7 @@ class PortableReader:
         self._indices: dict[int | None, DecodeIndex] = {}
 
     def read(self, block_tables: Tensor, positions: Tensor) -> PortableRead:
-        """The index and the mask of each window, for these `DecodeInputs`."""
+        """The index and the mask of each window; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
         column = np.arange(num_blocks.max())
         tables = np.where(column < num_blocks, block_tables.numpy()[:, : len(column)], np.int32(-1))

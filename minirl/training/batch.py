@@ -10,7 +10,6 @@ each sequence; the plan of an update and the batches are made of these. Only `ga
 import dataclasses
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -165,10 +164,12 @@ class Batch:
 
     def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
         """Where the tokens of these sequences, which it has by their ids, are in the streams, int64."""
-        ends = itertools.accumulate(self.lengths)
-        end_of = {sequence.id: end for sequence, end in zip(self.sequences, ends, strict=True)}
-        starts = [end_of[sequence.id] - sequence.num_tokens for sequence in sequences]
-        places = concatenated_ranges(starts, [sequence.num_tokens for sequence in sequences])
+        starts = itertools.accumulate(self.lengths, initial=0)
+        start_of = {sequence.id: start for sequence, start in zip(self.sequences, starts, strict=False)}
+        places = concatenated_ranges(
+            [start_of[sequence.id] for sequence in sequences],
+            [sequence.num_tokens for sequence in sequences],
+        )
         return upload(places, self.tokens.device)
 
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
@@ -249,14 +250,11 @@ def exchange(
         rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
     """
     own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
-    # By the rank that has them and the one that gets them.
-    routes: dict[tuple[int, int], list[SequenceInfo]] = defaultdict(list)
-    for by_rank in plan:
-        for receiver, microbatches in enumerate(by_rank):
-            for sequence in itertools.chain(*microbatches):
-                routes[sequence.holder, receiver].append(sequence)
-    sent = [routes[rank(), other] for other in range(world_size())]
-    received = [routes[other, rank()] for other in range(world_size())]
+    ranks = range(world_size())
+    # Each rank's sequences of all minibatches.
+    planned = [[sequence for by_rank in plan for micro in by_rank[r] for sequence in micro] for r in ranks]
+    sent = [[sequence for sequence in planned[r] if sequence.holder == rank()] for r in ranks]
+    received = [[sequence for sequence in planned[rank()] if sequence.holder == r] for r in ranks]
     num_sent, num_received = (
         [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.generation.kv_cache import DecodeInputs, KVCache
+from minirl.generation.kv_cache import KVCache
 from minirl.model import portable_attention
 from minirl.model.attention import DecodeLayout, PagedRead
 from minirl.model.portable_attention import BLOCK
@@ -85,7 +85,7 @@ def decoded_both_ways(
 def decode_layout(cache: KVCache, rows: list[int]) -> DecodeLayout:
     """The layout of a step of these rows' last tokens."""
     inputs = map(torch.from_numpy, cache.begin_step(np.array(rows), cache.blocks.lengths[rows] - 1))
-    return cache.decode_layout(DecodeInputs(*inputs))
+    return cache.decode_layout(*inputs)
 
 
 def length_of(cache: KVCache, row: int) -> int:
