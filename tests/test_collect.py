@@ -42,9 +42,7 @@ def test_one_turn_is_what_the_engine_samples_with_its_rewards():
     assert list(map(facts, groups.rewarded.rollouts)) == list(map(facts, rollouts))
     assert torch.equal(groups.rewards[:, :, 0], rewards[:, :3])
     assert torch.equal(groups.greedy_rewards[:, :, 0], rewards[:, 3:])
-    assert [sequence.num_tokens for sequence in groups.sequences] == [
-        len(rollout.tokens) for rollout in trained
-    ]
+    assert [one.num_tokens for one in groups.sequences] == [len(rollout.tokens) for rollout in trained]
     assert collector.in_flight.num_served == 5
     assert collector.take_count("sampled_tokens") == sum(len(rollout.completion) for rollout in expected)
 

@@ -210,13 +210,6 @@ def test_a_notebook_with_its_own_event_loop_can_collect():
     assert asyncio.run(cell()) == rollouts_of(calculator)
 
 
-ONE_FILE = """
-async def rollout(episode):
-    print("hello from", episode.row.place)
-    await episode.generate()
-"""
-
-
 def test_files_of_one_name_are_two_modules_each_with_the_helpers_beside_it(tmp_path):
     """Though the helpers have one name too, and import others, at once or in a function. pickle finds their classes."""
     for folder in "ab":
@@ -232,9 +225,8 @@ def test_files_of_one_name_are_two_modules_each_with_the_helpers_beside_it(tmp_p
 def test_a_file_is_loaded_once_and_prints(tmp_path, capsys):
     path = tmp_path / "mine.py"
     config = RunConfig(rollout=f"{path}:rollout")
-    path.write_text(ONE_FILE)
+    path.write_text("print('hello')\nasync def rollout(episode): ...")
     rollout = load_rollout(config).function
-    assert rollouts_of(rollout) == rollouts_of(one_turn)
     path.write_text("# changed since then")
     assert load_rollout(config).function is rollout
-    assert capsys.readouterr().out.count("hello from f:") == 15
+    assert capsys.readouterr().out == "hello\n"
