@@ -132,6 +132,7 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
     [
         ("--samples 2 --temperature 0", "must be greater than 0"),
         ("--model unsaved --task sorting", "unsaved has no checkpoint"),
+        ("--run-name unsaved", "unsaved: holds a training run; choose another --run-name"),
         ("--top-p 0.9", "--top-p 0.9: .* needs --top-k, .* add --top-k 256"),
         ("--top-k 257", "--top-k 257: must be a number from 0 to 256"),
     ],
@@ -139,7 +140,8 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(one_rank, runs, flags, message):
     """A run without a checkpoint too."""
     (runs / "unsaved").mkdir(exist_ok=True)
-    (runs / "unsaved" / "args.json").write_text("{}")
+    (runs / "unsaved" / "lock").touch()
+    (runs / "unsaved" / "args.json").write_text('{"seed": 0}')
     with pytest.raises(AssertionError, match=message):
         evaluated(one_rank, flags, runs=runs)
 

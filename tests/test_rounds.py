@@ -97,6 +97,17 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
     assert collector._queue.groups.keys() == {0, 1}
 
 
+def test_the_time_between_two_steps_is_not_the_functions(clock):
+    options = {"rollout": waiting_for(asyncio.Event()), "call_timeout": 60.0}
+    collector = make_collector(make_prompts(), **options, **OPTIONS)
+    collector._begin(2)
+    for seconds in (0.0, 61.0):
+        clock.monotonic = lambda seconds=seconds: seconds
+        with collector._runner.in_step():
+            collector._runner.run_round(4, weight_version=0)
+    assert collector._runner._working
+
+
 @pytest.mark.slow
 def test_a_cache_that_is_too_small_for_all_in_flight_decodes_them_in_turns():
     """Those that have spent a round's budget make room for others, which would decode one by one: it has room for 7."""

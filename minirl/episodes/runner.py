@@ -87,6 +87,7 @@ class EpisodeRunner:
         self._waiting: list[Driver] = []
         # When each function began to work on its next reply; the first has worked longest.
         self._working: dict[Driver, float] = {}
+        self._step_ended_at = 0.0
         self._replies: list[tuple[Driver, Reply]] = []
         # Functions that have not returned: also those that clean up after their episode's end.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,6 +142,9 @@ class EpisodeRunner:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Take the episodes out of the engine at the end of the block; `close` if it raises an error."""
+        # Between two steps the event loop stands still, which is not the functions' time.
+        idle_s = time.monotonic() - self._step_ended_at
+        self._working = {driver: since + idle_s for driver, since in self._working.items()}
         try:
             yield
         except BaseException:
@@ -149,12 +153,21 @@ class EpisodeRunner:
         for driver in self._drivers.values():
             self._leave(driver)
         event_loop().run_slice()  # functions of episodes that ended clean up
+        self._step_ended_at = time.monotonic()
 
     def close(self) -> None:
         """End all episodes without a rollout, and give their functions CLOSE_S to clean up."""
         for driver in self._drivers.values():
             driver.cancel()
-        self._drivers.clear()
+        for kept in (
+            self._drivers,
+            self._waiting,
+            self._working,
+            self._replies,
+            self._groups,
+            self._rollouts,
+        ):
+            kept.clear()
         until = time.perf_counter() + CLOSE_S
         while self._tasks and time.perf_counter() < until:
             event_loop().run_slice(0.01)

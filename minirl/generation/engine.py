@@ -259,6 +259,7 @@ class Engine:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
         self._table.read()
+        self._table.free_memory()
         if not self.keeps_cache:
             self._cache.free_memory()
             self._graphs = None

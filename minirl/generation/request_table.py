@@ -25,6 +25,7 @@ Failing that, the youngest running request is preempted, or the appended one tha
 and returns to the front of the queue with its tokens, none of which is sampled again.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -99,7 +100,12 @@ class RequestTable:
         self.appended: deque[int] = deque()  # rows
         self._readbacks: deque[Readback] = deque()  # the oldest launch first
         # One row per running request, one for the prefix and one for the padding; parked requests add more.
-        self.columns = RequestColumns(max_running + 2, make_stop_test)
+        self._make_columns = functools.partial(RequestColumns, max_running + 2, make_stop_test)
+        self.columns = self._make_columns()
+
+    def free_memory(self) -> None:
+        """Forget the tokens and stop strings of requests, which are gone."""
+        self.columns = self._make_columns()
 
     @property
     def is_decoding(self) -> bool:

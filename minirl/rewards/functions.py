@@ -8,7 +8,7 @@ with the messages after the prompt, as `[{"role": "assistant", "content": text}]
 
 A function that names them gets further lists, one entry per completion: `episodes`, dicts with the conversation, turns
 and more (`PromptGroup.episodes`). One that runs in this process also gets `environments`, the objects of
---environment, and `rollouts`, each a `Rollout`. It may change what it gets, which is a copy.
+--environment, and `rollouts`, each a `Rollout`. It may change what else it gets, which is a copy.
 
 Its `Reward` says when and where it is called:
 
@@ -280,5 +280,5 @@ def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_env
             if missing:
                 raise InputError(
                     f"{row.place}: no field {min(missing)!r}, which the reward {name} asks for; only "
-                    f"{sorted(row.columns)}, prompts, completions, completion_ids and, with --environment, environments"
+                    f"{', '.join(sorted(given | row.columns.keys()))}"
                 )

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from minirl.errors import InputError, SaveError, refuse
 from minirl.files import durable
@@ -29,7 +31,7 @@ from minirl.model.adapters import peft_config
 from minirl.model.families import scalar_config
 from minirl.model.folders import file_of, given_name
 from minirl.model.weights import fingerprint, kept_tensors, read_tokenizer_files, write_folder
-from minirl.ranks.process_group import barrier, broadcast_object, print0, rank, world_size
+from minirl.ranks.process_group import barrier, broadcast_object, gather_objects, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
 
@@ -132,7 +134,7 @@ class Checkpoints:
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
         """Write this rank's files of a checkpoint (collective).
 
-        Raises OSError, and InputError if the script remembers what a checkpoint cannot hold.
+        Raises OSError, and InputError if the script remembers what a checkpoint cannot hold, or what ranks differ in.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
         shards: PerModel = {}
@@ -155,6 +157,13 @@ class Checkpoints:
                         "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
                         f"{error}"
                     ) from None
+        if progress["extra"]:
+            values = tree_map_only(Tensor, Tensor.tolist, progress["extra"])
+            refuse(
+                len({*gather_objects(repr(values))}) > 1,
+                "progress.extra: differs between ranks; remember what all ranks know, such as numbers of "
+                "`metrics.reduce()`",
+            )
 
 
 def _file_of_rank(rank: int, world_size: int) -> str:

@@ -5,7 +5,7 @@ import sys
 import typing
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import asdict, make_dataclass
+from dataclasses import asdict, fields, make_dataclass
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -51,6 +51,10 @@ def parse(
         algorithm = peek_flag("algorithm", arguments) or next(iter(presets))
         refuse(algorithm not in presets, f"--algorithm {algorithm}: one of {', '.join(presets)}")
         defaults = presets[algorithm]
+        lacking = sorted(defaults.keys() - {field.name for field in fields(config_class)})  # type: ignore[arg-type]
+        refuse(
+            lacking, f"--algorithm {algorithm}: sets {', '.join(lacking)}, which the script's Config lacks"
+        )
     # tyro shows titles over nested structures, so the flags are nested for tyro; the config is flat.
     groups: dict[str, list[Any]] = defaultdict(list)
     info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)
@@ -72,7 +76,7 @@ def parse(
         values = tyro.cli(
             dict[str, Any],
             args=arguments,
-            default={title: make_dataclass("Group", fields)() for title, fields in groups.items()},
+            default={title: make_dataclass("Group", members)() for title, members in groups.items()},
             description=description,
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=rank() == 0,

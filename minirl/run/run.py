@@ -192,7 +192,7 @@ class Run:
 
     @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
-        """Write the step's rollouts with their mean advantages to the run's folder (collective).
+        """Write the step's rollouts with their mean advantages, 0 if skipped, to the run's folder (collective).
 
         Call it before the update, which may be refused.
         """

@@ -26,7 +26,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import cut_vocabulary, load_replica
+from minirl.model.weights import cut_vocabulary, fingerprint, load_replica
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -77,6 +77,9 @@ class Setup:
             config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
         self.config = config
+        self._reference_weights: int | None = (
+            None  # a fingerprint, if there is a reference with weights of its own
+        )
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
             hang_timeout=config.hang_timeout,
@@ -85,6 +88,12 @@ class Setup:
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
         with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
+            was_evaluation = "eval_samples" in self.folder.args
+            refuse(
+                self.folder.args and was_evaluation == config.trains,
+                f"{self.folder.path}: holds {'an evaluation' if was_evaluation else 'a training run'}; choose another "
+                "--run-name",
+            )
             self._user_rollout = load_rollout(config)
             self.task = load_task(config, has_rewards=rewards is not None)
             trained, logged = load_rewards(config, self.task, rewards)
@@ -181,10 +190,17 @@ class Setup:
         The reference is the model that the run began with; with adapters the policy without them, on the same storage.
         """
         models = []
-        if self.config.has_reference:
-            source = policy if self.config.adapters else self._original_model()
-            outputs = under_adapters(score_batch) if self.config.adapters else score_batch
-            models.append(self.frozen(source, outputs, ["ref_logprobs"]))
+        if self.config.has_reference and self.config.adapters:
+            models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
+        elif self.config.has_reference:
+            source = self._original_model()
+            self._reference_weights = fingerprint(source)
+            refuse(
+                self.folder.args.get("reference_weights") not in (None, self._reference_weights),
+                f"--model {source}: the run began with another model, which its KL terms need; give that one, or "
+                "another --run-name",
+            )
+            models.append(self.frozen(source, score_batch, ["ref_logprobs"]))
         if teacher := named_folder(self.config, "teacher"):
             models.append(self.frozen(teacher, score_teacher, ["teacher_logprobs"]))
         return models
@@ -290,6 +306,7 @@ class Setup:
             "dtype": str(self.dtype),
             "device": self.device.type,
             "model": str(self.model_folder),
+            "reference_weights": self._reference_weights,
             "world_size": world_size(),
             "command": sys.argv,
             "wandb_id": self.folder.args.get("wandb_id", secrets.token_hex(4)),
