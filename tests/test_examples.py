@@ -97,6 +97,43 @@ def get_score_answer_fn(name):
     return lambda answer, entry: float(answer == entry["answer"])
 """,
     ),
+    # An environment for the package, whose own `null` harness runs without the network that `uv` would need.
+    "verifiers_env.py": (
+        "sort_letters.py",
+        """
+import sys
+
+import verifiers.v1 as vf
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+
+__all__ = ["Letters", "Asks"]
+
+async def prepare(self, script, *_, **__):
+    await self.write("chat.py", script.encode())
+    return [sys.executable, "chat.py"]
+
+SubprocessRuntime.prepare_uv_script = prepare
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sort(vf.Task[Data]):
+    @vf.reward(weight=0.5)
+    async def is_sorted(self, trace):
+        assert (trace.num_turns, self.data.answer) == (2, "abc")
+        return len(trace.assistant_messages[-1].content or "") % 5
+
+class Asks(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as interaction:
+            await interaction.turn()
+            await interaction.turn("Check it.")
+
+class Letters(vf.Taskset[Sort, vf.TasksetConfig]):
+    def load(self):
+        return []
+""",
+    ),
 }
 COLUMNS = {
     "game": "GuessTheNumber-v0",
@@ -104,6 +141,11 @@ COLUMNS = {
     "reward_spec": {"ground_truth": "7"},
     "answer": 7.0,
     "entry": {"answer": "7", "metadata": {"source_dataset": "sums"}},
+    "env": {
+        "taskset": {"id": "sort-letters"},
+        "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+    },
+    "task": {"prompt": "sort cab", "system_prompt": "Be short.", "answer": "abc"},
 }
 SMALL = "--prompts-per-step 4 --group-size 4"
 # Few first moves of the model are legal.
@@ -130,6 +172,7 @@ FLAGS = {
     "textarena_game.py": f"{CHATTING} episode --rollout {{example}}:play",
     "skyrl_env.py": f"{CHATTING} episode --rollout {{example}}:interact",
     "reasoning_gym_rows.py": f"{CHATTING} {{example}}:score",
+    "verifiers_env.py": f"{CHATTING} episode --rollout {{example}}:play",
 }
 # What the two steps show of what an example adds.
 SHOWN = {
@@ -170,7 +213,7 @@ def script_of(example, folder):
     if example.suffix == ".patch":
         return patched_fork(folder, example, name=example.stem), example
     text = example.read_text()
-    if "launch.run(" in text or ("__main__" in text and "Config" in text):
+    if "launch.run(" in text or ("__main__" in text and "class Config" in text):
         return str(example), example
     if example.name in STAND_INS:
         name, module = STAND_INS[example.name]
@@ -190,8 +233,7 @@ def script_of(example, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_an_example_trains_and_resumes(two_ranks, runs, tmp_path, files, name):
-    if name == "openai_agent.py":
-        pytest.importorskip("openai")
+    pytest.importorskip({"openai_agent.py": "openai", "verifiers_env.py": "verifiers"}.get(name, "torch"))
     script, example = script_of(EXAMPLES / name, tmp_path)
     flags = FLAGS[name]
     if "{teacher}" in flags:

@@ -1,0 +1,38 @@
+"""Tasks of a verifiers environment as rows, and its rollout and rewards (verifiers 0.4, with `uv` for its harness).
+
+prime env install primeintellect/alphabet-sort
+python docs/examples/verifiers_env.py alphabet-sort 1000 > rows.jsonl
+torchrun train_grpo.py --data rows.jsonl --rollout docs/examples/verifiers_env.py:play --reward episode --chat
+"""
+
+import json
+import sys
+
+import verifiers.v1 as vf
+
+from minirl.extras.agents.endpoint import serve
+
+# `null` is the package's chat loop with the tools of the task. It runs as a process of this machine.
+AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+
+@serve
+async def play(url, episode):
+    """Run the environment on the row's task with the policy at the URL; return the sum of its agents' rewards."""
+    row = episode.row.columns
+    env = vf.load_environment(vf.resolve_env_config(row["env"]))
+    task_type = env.taskset.task_type()
+    task = task_type(task_type.data_type().model_validate(row["task"]), env.config.taskset.task)
+    policy = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=url))
+    async with env.serving():
+        played = await env.run_episode(task, policy)
+    if not played.ok:
+        raise RuntimeError([error.message for part in (played, *played.traces) for error in part.errors])
+    return sum(trace.reward for trace in played.traces)
+
+
+if __name__ == "__main__":
+    config = {"taskset": {"id": sys.argv[1]}, "agent": AGENT}
+    for task in vf.load_environment(vf.resolve_env_config(config)).taskset.take(int(sys.argv[2])):
+        prompt = task.data.prompt_text or "(the environment speaks first)"
+        print(json.dumps({"prompt": prompt, "env": config, "task": task.data.model_dump(mode="json", exclude_defaults=True)}))
