@@ -135,6 +135,8 @@ class Letters(vf.Taskset[Sort, vf.TasksetConfig]):
 """,
     ),
 }
+# Examples whose package is no stand-in.
+PACKAGES = {"openai_agent.py": "openai", "verifiers_env.py": "verifiers"}
 COLUMNS = {
     "game": "GuessTheNumber-v0",
     "env_class": "gsm8k_multi_turn",
@@ -172,7 +174,8 @@ FLAGS = {
     "textarena_game.py": f"{CHATTING} episode --rollout {{example}}:play",
     "skyrl_env.py": f"{CHATTING} episode --rollout {{example}}:interact",
     "reasoning_gym_rows.py": f"{CHATTING} {{example}}:score",
-    "verifiers_env.py": f"{CHATTING} episode --rollout {{example}}:play",
+    # Each of its episodes starts two processes.
+    "verifiers_env.py": f"{CHATTING} episode --rollout {{example}}:play --prompts-per-step 2 --group-size 2",
 }
 # What the two steps show of what an example adds.
 SHOWN = {
@@ -233,7 +236,8 @@ def script_of(example, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_an_example_trains_and_resumes(two_ranks, runs, tmp_path, files, name):
-    pytest.importorskip({"openai_agent.py": "openai", "verifiers_env.py": "verifiers"}.get(name, "torch"))
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
     script, example = script_of(EXAMPLES / name, tmp_path)
     flags = FLAGS[name]
     if "{teacher}" in flags:

@@ -1,7 +1,7 @@
-"""Tasks of a verifiers environment as rows, and its rollout and rewards (verifiers 0.4, with `uv` for its harness).
+"""Train on an unmodified environment of verifiers 0.4: its tasks are the rows, its rewards the reward.
 
-prime env install primeintellect/alphabet-sort
-python docs/examples/verifiers_env.py alphabet-sort 1000 > rows.jsonl
+prime env install primeintellect/reverse-text
+python docs/examples/verifiers_env.py reverse-text 1000 > rows.jsonl
 torchrun train_grpo.py --data rows.jsonl --rollout docs/examples/verifiers_env.py:play --reward episode --chat
 """
 
@@ -12,13 +12,14 @@ import verifiers.v1 as vf
 
 from minirl.extras.agents.endpoint import serve
 
-# `null` is the package's chat loop with the tools of the task. It runs as a process of this machine.
+# verifiers' chat loop, which gets the task's tools. Each user turn starts it as a process of this machine, in a virtual
+# environment that `uv` makes once.
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
 @serve
 async def play(url, episode):
-    """Run the environment on the row's task with the policy at the URL; return the sum of its agents' rewards."""
+    """Run an episode of the row's environment with the policy as its model; return the sum of its agents' rewards."""
     row = episode.row.columns
     env = vf.load_environment(vf.resolve_env_config(row["env"]))
     task_type = env.taskset.task_type()
@@ -35,4 +36,5 @@ if __name__ == "__main__":
     config = {"taskset": {"id": sys.argv[1]}, "agent": AGENT}
     for task in vf.load_environment(vf.resolve_env_config(config)).taskset.take(int(sys.argv[2])):
         prompt = task.data.prompt_text or "(the environment speaks first)"
-        print(json.dumps({"prompt": prompt, "env": config, "task": task.data.model_dump(mode="json", exclude_defaults=True)}))
+        data = task.data.model_dump(mode="json", exclude_defaults=True)
+        print(json.dumps({"prompt": prompt, "env": config, "task": data}))
