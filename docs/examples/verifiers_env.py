@@ -1,6 +1,6 @@
 """Train on an unmodified environment of verifiers 0.4: its tasks are the rows, its rewards the reward.
 
-prime env install primeintellect/reverse-text
+pip install verifiers prime && prime env install primeintellect/reverse-text
 python docs/examples/verifiers_env.py reverse-text 1000 > rows.jsonl
 torchrun train_grpo.py --data rows.jsonl --rollout docs/examples/verifiers_env.py:play --reward episode --chat
 """
