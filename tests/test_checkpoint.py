@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -344,4 +345,11 @@ def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):
             pytest.raises(InputError, match=r"^progress.extra: a checkpoint holds numbers"),
         ):
             saver.save(2, extra={"fine": 1, "level": [0, {"x": value}]})
+    differing = mock.patch("minirl.run.checkpoint.gather_objects", lambda own: [own, f"{own} of rank 1"])
+    with (
+        saving() as saver,
+        differing,
+        pytest.raises(InputError, match=r"^progress.extra: differs between ranks"),
+    ):
+        saver.save(2, extra={"level": 1})
     assert resumed_step() == 1

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
+from minirl.errors import InputError
 from minirl.generation import sampling
 from minirl.generation.sampling import sample
 from minirl.run import setup
 from support.marks import slow
+from support.models import RAW_CONFIG, make_folder
 from support.scripts import (
     SCRIPTS,
     read_metrics,
@@ -29,6 +31,18 @@ from support.scripts import (
 )
 
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4 --save-every 1"
+
+
+def test_the_reference_is_the_model_that_the_run_began_with(tmp_path):
+    """A resume with another --model would change the KL terms of the run."""
+    run = mock.Mock()
+    run.config = train_grpo.Config(kl_coef=0.1)
+    run.folder.args = {"reference_weights": 1}
+    run._original_model.return_value = make_folder(tmp_path, RAW_CONFIG)
+    with pytest.raises(InputError, match="the run began with another model, which its KL terms need"):
+        setup.Setup.load_frozen(run, mock.Mock())
+    run.folder.args = {"reference_weights": run._reference_weights}
+    assert len(setup.Setup.load_frozen(run, mock.Mock())) == 1
 
 
 @pytest.mark.slow
