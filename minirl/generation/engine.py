@@ -271,8 +271,7 @@ class Engine:
             prefix_rows = [group.row for group in new_groups if group.row is not None]
             layout = self._cache.prefill_layout(prefix_rows)
             ids = np.concatenate([group.prefix for group in new_groups])
-            (tokens,) = self._upload(ids)
-            hidden = self._forward(tokens, layout)
+            hidden = self._forward(upload(ids, self.device), layout)
             self.stats.prefill_tokens += len(ids)
             # Copies: a view would keep the states of the whole prefill.
             last_states = hidden[layout.cu_seqlens[1:].long() - 1]
@@ -315,7 +314,7 @@ class Engine:
         is_ready = ends == table.columns["length"][rows]
         table.appended.extendleft(reversed(rows[~is_ready].tolist()))
         if is_ready.any():
-            (last,) = self._upload(counts.cumsum()[is_ready] - 1)
+            last = upload(counts.cumsum()[is_ready] - 1, self.device)
             self._start(rows[is_ready], hidden[last])
 
     def _start(self, rows: IntArray, states: Tensor) -> None:

@@ -102,7 +102,7 @@ class KVCache:
     def prefill_layout(self, rows: Sequence[int]) -> PackedLayout:
         """Layout of all tokens of these sequences, packed end to end. The forward pass fills the cache."""
         lengths = self.blocks.lengths[rows]
-        positions = concatenated_ranges(np.zeros_like(lengths), lengths)
+        positions = concatenated_ranges(0, lengths)
         blocks = self.blocks.block_at(np.repeat(rows, lengths), positions)
         offsets = positions % self.block_size
         cached = Cached(self.pool, *(upload(x, self.device) for x in (np.array(rows), blocks, offsets)))

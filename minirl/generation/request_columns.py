@@ -66,8 +66,8 @@ class RequestColumns:
         self._tokens = with_room(self._tokens, row + 1, max_length)
         self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
-        numbers = (length, max_length, request.key, request.temperature, *request.truncation)
-        self._columns[row] = numbers  # in the order of COLUMNS
+        # In the order of COLUMNS.
+        self._columns[row] = (length, max_length, request.key, request.temperature, *request.truncation)
         self._stop_ids |= request.stop_ids
         self._has_stop_strings |= bool(request.stop)
 

@@ -76,7 +76,7 @@ def upload(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
 def concatenated_ranges(starts: ArrayLike, lengths: ArrayLike) -> np.ndarray:
     """The integers from each start on, as many as its length, end to end: int64 [sum of lengths].
 
-    starts, lengths: integers [n], as arrays or lists.
+    starts, lengths: integers [n], as arrays or lists; starts may be one integer for all.
     """
     counts = np.asarray(lengths, np.int64)
     # How much larger the integers are than those from 0 on.
@@ -218,24 +218,21 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def hidden_index(self) -> Tensor:
         """The index of each token of the stream among the model's hidden states, int64 [T]."""
-        return self._upload(np.concatenate([np.arange(0), *self.hidden_rows]))
+        return upload(np.concatenate([np.arange(0), *self.hidden_rows]), self.device)
 
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
         first_tokens = self.lengths.cumsum() - self.num_own
-        return self._upload(concatenated_ranges(first_tokens, self.num_own))
+        return upload(concatenated_ranges(first_tokens, self.num_own), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        return self._upload(concatenated_ranges(self.num_shared, self.num_own))
+        return upload(concatenated_ranges(self.num_shared, self.num_own), self.device)
 
     def _limits(self, lengths: np.ndarray) -> Tensor:
-        return self._upload(np.append(0, lengths.cumsum()).astype(np.int32))
-
-    def _upload(self, x: np.ndarray) -> Tensor:
-        return upload(x, self.device)
+        return upload(np.append(0, lengths.cumsum()).astype(np.int32), self.device)
 
 
 @dataclass(frozen=True)
