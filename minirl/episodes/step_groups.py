@@ -97,7 +97,7 @@ def select_step(
     if replaces_equal:
         is_equal = are_equal(rewards[:, :group_size, 0])
     selected = select_groups(is_equal, num_groups)
-    taken = {*ordinals[selected].tolist()}
+    taken = frozenset(ordinals[selected].tolist())
     ended = taken.union(ordinals[is_equal].tolist())
 
     # This rank's part, also in order of the ids.
@@ -116,5 +116,5 @@ def select_step(
         left=rewarded.select(own_left),
         num_missing=num_groups - int((~is_equal).sum()),
         num_equal=int(is_equal.sum()),
-        ended=frozenset(ended),
+        ended=ended,
     )

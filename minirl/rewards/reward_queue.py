@@ -63,8 +63,9 @@ class RewardQueue:
             for name, function in functions.items()
         }
         self._prompts = prompts
-        of_episodes = (reward.episode_reward for reward in self._rewards.values())
-        self.episode_rewards = list(filter(None, of_episodes))
+        self.episode_rewards = [
+            reward.episode_reward for reward in self._rewards.values() if reward.episode_reward
+        ]
         self._in_flight: set[Future[Any]] = set()
         self.groups: dict[int, tuple[PromptGroup, list[Future[Any]]]] = {}
 

@@ -85,10 +85,9 @@ class Budget:
     def lines(self) -> list[str]:
         """The sizes, the bytes of each phase and the room as text."""
         sizes = ", ".join(f"{name} {value}" for name, value in vars(self.sizes).items())
-        is_kept = self.fits(keeps_cache=True)
-        kept = (
-            "beside each other: the cache stays" if is_kept else "in turns: the cache is made again each time"
-        )
+        kept = "in turns: the cache is made again each time"
+        if self.fits(keeps_cache=True):
+            kept = "beside each other: the cache stays"
         return [
             sizes,
             *(self._line(phase) for phase in ("always", "training", "decoding")),
@@ -158,8 +157,10 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
     gradients = 4.0 * num_trained
     if sizes.shard_gradients:
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
-    activations = max(_activation_bytes(work, sizes, model) for model in work.trained)
-    update = {"gradients": gradients, "activations": activations}
+    update = {
+        "gradients": gradients,
+        "activations": max(_activation_bytes(work, sizes, model) for model in work.trained),
+    }
     if sizes.shard_weights:
         policy = work.trained[0]
         layer_parameters = num_parameters(policy) / policy.num_hidden_layers
@@ -239,9 +240,10 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
     most = max(CACHE_TOKENS, work.num_requests * (work.longest_tokens + PAGED_BLOCK))
     token_bytes = needed.decoding["cache"] / work.longest_tokens
     left_bytes = needed.room_bytes - sum(needed.decoding.values())
-    alone = min(most, work.longest_tokens + int(left_bytes / token_bytes))
-    left_bytes -= sum(needed.training.values())
-    beside = min(most, work.longest_tokens + int(left_bytes / token_bytes))
+    alone, beside = (
+        min(most, work.longest_tokens + int(cache_bytes / token_bytes))
+        for cache_bytes in (left_bytes, left_bytes - sum(needed.training.values()))
+    )
     # A cache that stays between steps is worth a third of its tokens.
     tokens = beside if 3 * beside >= 2 * alone else alone
     return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest_tokens, tokens)))

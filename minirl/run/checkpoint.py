@@ -149,7 +149,8 @@ class Checkpoints:
             _write(
                 folder / PROGRESS_FILE, {**progress, "world_size": world_size(), "adapters": self._adapters}
             )
-            if progress["extra"]:
+        if progress["extra"]:
+            if rank() == 0:
                 try:
                     _read(folder / PROGRESS_FILE)
                 except InputError as error:
@@ -157,7 +158,6 @@ class Checkpoints:
                         "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
                         f"{error}"
                     ) from None
-        if progress["extra"]:
             values = tree_map_only(Tensor, Tensor.tolist, progress["extra"])
             refuse(
                 len({*gather_objects(repr(values))}) > 1,

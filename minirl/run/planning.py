@@ -108,17 +108,19 @@ def workload(
     *,
     prompts: PromptStream,
     held_out: PromptStream,
-    value_folder: Path | None = None,
+    saved: Path | None = None,
 ) -> Workload:
     """What a run asks of a rank. Of models besides the policy it reads config.json only.
 
-    value_folder: a resumed run's value model. Raises InputError for models that cannot be used.
+    saved: in a resumed run of whole models, the checkpoint. Raises InputError for models that cannot be used.
     """
     longest_prompt = max(prompts.longest_prompt, held_out.longest_prompt)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
     trained = [policy]
+    shares_base = False
     if config.num_value_models:
-        value_folder = value_folder or named_folder(config, "value_model")
+        value_folder = saved / "value" if saved else named_folder(config, "value_model")
+        shares_base = config.adapters is not None and value_folder is None
         value_model = read_config(value_folder) if value_folder else policy
         value_model = dataclasses.replace(value_model, scalar_head=True, adapters=config.adapters)
         trained += [value_model] * config.num_value_models
@@ -152,6 +154,6 @@ def workload(
         step_tokens=num_prompts * config.group_size * longest,
         num_requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
         trains=config.trains,
-        shares_base=config.adapters is not None and value_folder is None,
+        shares_base=shares_base,
         offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",
     )

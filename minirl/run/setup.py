@@ -77,9 +77,8 @@ class Setup:
             config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
         self.config = config
-        self._reference_weights: int | None = (
-            None  # a fingerprint, if there is a reference with weights of its own
-        )
+        # A fingerprint, if there is a reference with weights of its own.
+        self._reference_weights: int | None = None
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
             hang_timeout=config.hang_timeout,
@@ -121,7 +120,7 @@ class Setup:
             this_machine(self.device),
             prompts=self.prompts,
             held_out=self.held_out,
-            value_folder=self.saved_folder("value"),
+            saved=self._saved,
         )
         self._budget = plan(self.config, work, recorded=self.folder.args)
         launch.this_process.memory_advice = self._budget.advice
@@ -190,17 +189,18 @@ class Setup:
         The reference is the model that the run began with; with adapters the policy without them, on the same storage.
         """
         models = []
-        if self.config.has_reference and self.config.adapters:
-            models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
-        elif self.config.has_reference:
-            source = self._original_model()
-            self._reference_weights = fingerprint(source)
-            refuse(
-                self.folder.args.get("reference_weights") not in (None, self._reference_weights),
-                f"--model {source}: the run began with another model, which its KL terms need; give that one, or "
-                "another --run-name",
-            )
-            models.append(self.frozen(source, score_batch, ["ref_logprobs"]))
+        if self.config.has_reference:
+            if self.config.adapters:
+                models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
+            else:
+                source = self._original_model()
+                self._reference_weights = fingerprint(source)
+                refuse(
+                    self.folder.args.get("reference_weights") not in (None, self._reference_weights),
+                    f"--model {source}: the run began with another model, which its KL terms need; give that one, "
+                    "or another --run-name",
+                )
+                models.append(self.frozen(source, score_batch, ["ref_logprobs"]))
         if teacher := named_folder(self.config, "teacher"):
             models.append(self.frozen(teacher, score_teacher, ["teacher_logprobs"]))
         return models
