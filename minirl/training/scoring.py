@@ -43,8 +43,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
     """
     targets = batch.tokens[batch.loss_index]
-    states = _states_at(model, batch, _places_before(batch))
-    divisor = divisor_of_batch(batch)
+    states, divisor = states_before(model, batch), divisor_of_batch(batch)
     logprobs, entropies = outputs_of_head(states, model.head, targets, divisor)
     return batch.scatter(logprobs), batch.scatter(entropies)
 
@@ -84,6 +83,11 @@ def with_known_tokens(model: Transformer, batch: Batch) -> Batch:
     It reads its last token in place of those that it lacks.
     """
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
+
+
+def states_before(model: Transformer, batch: Batch) -> Tensor:
+    """Final hidden states [M, D] that the batch's sampled tokens were sampled from. Not collective."""
+    return _states_at(model, batch, _places_before(batch))
 
 
 def _places_before(batch: Batch) -> Tensor:
