@@ -123,7 +123,7 @@ class GrpoLoop:
             loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
             objective = (micro.loss_weights * loss).sum()
             self.policy.backward(objective, is_last=i == len(microbatches) - 1)
-            add_tokens(self.metrics, micro, new, ratio, entropy, weight_version=self.engine.weight_version)
+            add_tokens(self.metrics, micro, new, ratio, entropy, weight_version=0)
             add_clip(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def step(self) -> dict[str, float]:
