@@ -68,6 +68,7 @@ class GrpoLoop:
 
     def generate(self, step: int) -> list[Rollout]:
         """This rank's share of the step's rollouts. Not collective."""
+        self.weight_version = step
         requests = make_requests(
             self.prompts,
             first=step * len(self.prompts),
@@ -123,7 +124,7 @@ class GrpoLoop:
             loss, ratio = train_grpo.token_loss(config, micro, new, entropy)
             objective = (micro.loss_weights * loss).sum()
             self.policy.backward(objective, is_last=i == len(microbatches) - 1)
-            add_tokens(self.metrics, micro, new, ratio, entropy, weight_version=0)
+            add_tokens(self.metrics, micro, new, ratio, entropy, weight_version=self.weight_version)
             add_clip(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def step(self) -> dict[str, float]:
