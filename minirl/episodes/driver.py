@@ -195,7 +195,7 @@ class Driver:
             tokens = self.branch.engine_tokens
             tokens.sequence = replace(tokens.sequence, finish_reason=finish_reason)
         last = branches[-1]
-        # As the data has it: the function may have changed the episode's.
+        # A fresh copy of the data's row: the function may have changed the episode's copy.
         row = self._prompts.row(self.rollout_id.prompt_ordinal)
         record = EpisodeRecord(
             list(map(plain_facts, turns)), rewards, episode.environment, last.prompt, last.tools, row

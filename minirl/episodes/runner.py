@@ -78,7 +78,7 @@ class EpisodeRunner:
         self._prompts = prompts
         self._max_turns = max_turns or MAX_TURNS
         self.queue = RewardQueue(functions, prompts, call_timeout=call_timeout)
-        # If an episode ends at a limit before it gave them, they are 0.
+        # Rewards that each episode has to give; they are 0 if a limit ends it before.
         self._reward_names = self.queue.episode_rewards
         self.counts: Counter[str] = Counter()
         # All open episodes, by the id of their first branch, in the order in which they began.
@@ -96,7 +96,7 @@ class EpisodeRunner:
         self._rollouts: defaultdict[int, list[Rollout]] = defaultdict(list)
 
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
-        """Return the rollouts of these requests, of whole prompts, with their rewards."""
+        """Run the requests, which cover whole prompts, to their ends; return their rollouts with rewards."""
         with self.in_step():
             self.begin(requests)
             self.run_round(weight_version=weight_version)

@@ -95,7 +95,7 @@ class Batch:
     sequences: tuple[SequenceInfo, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: the policy sampled this token
-    sample_logprobs: Tensor = NOT_MADE  # fp32, as are the streams below except two
+    sample_logprobs: Tensor = NOT_MADE  # fp32, as are the streams below except `weight_version`
     weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
     advantages: Tensor = NOT_MADE
     loss_weights: Tensor = NOT_MADE
@@ -205,12 +205,12 @@ class Batch:
 
 
 def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
-    """The infos of all ranks' rollouts, sorted (collective). rewards fp64 [n, K] belong to this rank's n rollouts."""
+    """Gather the infos of all ranks' rollouts, sorted (collective). rewards: fp64 [n, K] of this rank's n rollouts."""
     own = [
         RolloutInfo(list(map(_info_of, rollout.branches)), rollout.is_truncated, rollout_rewards)
         for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True)
     ]
-    # No two rollouts have the same id.
+    # Ids are unique, so sorting never compares the other fields.
     return sorted(itertools.chain(*gather_objects(own)))
 
 
