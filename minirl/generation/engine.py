@@ -162,9 +162,10 @@ class Engine:
 
     def release(self, *rollout_ids: RolloutId) -> None:
         """End those of these requests that are parked. Not collective."""
+        had_parked = bool(self._table.parked)
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
-        if not self.is_busy:
+        if had_parked and not self.is_busy:
             self._end_phase()
 
     @torch.no_grad()
