@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout, Sequence
@@ -150,6 +151,18 @@ def test_products_are_measured_again_under_settings_that_change_them(library, mo
         assert form() == ProductForm(16)
     finally:
         settings.fp32_precision = precision
+
+
+def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_meanwhile():
+    """Under the mode of transformers' modules the probe would measure products that are padded already."""
+
+    class RaisesAtEveryCall(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"the probe called {func} under a mode")
+
+    batch_invariance._measurements.clear()
+    with RaisesAtEveryCall():
+        assert batch_invariance.product_form(12, 70, torch.float32) != INEXACT
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):
