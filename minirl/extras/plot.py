@@ -1,11 +1,12 @@
-"""One picture of one or several runs: `python -m minirl.extras.plot RUN [RUN ...]`.
+"""Draw runs into one picture: `python -m minirl.extras.plot RUN [RUN ...]`.
 
-RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS. Drawn from metrics.jsonl: reward and held-out score,
-entropy, KL divergence, lengths, the gap between sampling and training, and where the time went. Needs matplotlib:
-pip install -e '.[plot]'.
+RUN is a run's folder, or its name in ./runs or $MINIRL_RUNS. The numbers come from metrics.jsonl: reward with held-out
+scores, entropy, KL, lengths, the gap between sampled and training logprobs, and the seconds of a step by cause. Needs
+matplotlib: pip install -e '.[plot]'.
 """
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,8 +21,13 @@ from minirl.ranks.process_group import print0
 from minirl.run.run_folder import find_run
 
 METRICS = (
-    "reward/mean policy/entropy policy/kl_ref_k3 policy/kl_old_k3 len/mean policy/logp_gap_max"
-).split()
+    "reward/mean",
+    "policy/entropy",
+    "policy/kl_ref_k3",
+    "policy/kl_old_k3",
+    "len/mean",
+    "policy/logp_gap_max",
+)
 SMOOTHED_STEPS = 10  # of the running mean that is drawn over the single steps
 Lines = list[dict[str, Any]]  # of metrics.jsonl: the numbers of each step
 Runs = list[tuple[str, Lines]]  # each with its name
@@ -60,51 +66,57 @@ def draw_lines(axes: Any, runs: Runs, metric: str) -> None:
             axes.legend(fontsize=8, frameon=False)
 
 
-def draw_time(axes: Any, lines: Lines) -> None:
-    """The seconds of a run's steps by cause, one upon the other."""
+def draw_time(axes: Any, runs: Runs) -> None:
+    """Draw each run's mean seconds per step as one bar, the causes stacked."""
     from matplotlib import colormaps
 
-    found = {name.removeprefix("time/") for line in lines for name in line if name.startswith("time/")}
-    causes = sorted(found - {"step"})
-    stack = [running_mean([line.get(f"time/{cause}") or 0.0 for line in lines]) for cause in causes]
-    if stack:
-        colors = colormaps["tab20"](range(len(causes)))
-        axes.stackplot([line["step"] for line in lines], stack, labels=causes, colors=colors, linewidth=0)
-        axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
-        axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", columnspacing=1.0)
+    found = {name for _, lines in runs for line in lines for name in line if name.startswith("time/")}
+    causes = sorted(found - {"time/step"})
+    tops = [0.0] * len(runs)
+    for cause, color in zip(causes, colormaps["tab20"](range(len(causes))), strict=True):
+        seconds = [fmean([line.get(cause) or 0.0 for line in lines]) for _, lines in runs]
+        label = cause.removeprefix("time/")
+        axes.bar([name for name, _ in runs], seconds, 0.5, bottom=tops, color=color, label=label)
+        tops = [top + more for top, more in zip(tops, seconds, strict=True)]
+    axes.set_xlim(-0.5, 1.6 * len(runs))  # room for the legend
+    axes.legend(fontsize=8, frameon=False, loc="upper right", reverse=True)
 
 
-def draw(runs: Runs) -> Any:
-    """The picture, a figure of matplotlib."""
+def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
+    """Return a matplotlib figure with one panel for each metric that a run has, and one for the time."""
     from matplotlib.figure import Figure
 
-    metrics = [metric for metric in METRICS if any(series(lines, metric)[0] for _, lines in runs)]
-    num_rows = math.ceil((len(metrics) + len(runs)) / 3)
-    figure = Figure(figsize=(13, 3.5 * num_rows), layout="constrained")
-
-    def next_axes(title: str, size: int) -> Any:
-        axes = figure.add_subplot(num_rows, 3, len(figure.axes) + 1, xlabel="step")
+    shown = [metric for metric in metrics if any(series(lines, metric)[0] for _, lines in runs)]
+    num_panels = len(shown) + 1
+    num_columns = min(3, num_panels)
+    num_rows = math.ceil(num_panels / num_columns)
+    figure = Figure(figsize=(4.5 * num_columns, 3.5 * num_rows), layout="constrained")
+    *panels, time_panel = [
+        figure.add_subplot(num_rows, num_columns, place) for place in range(1, num_panels + 1)
+    ]
+    for axes, metric in zip(panels, shown, strict=True):
+        axes.set_title(metric, loc="left", fontsize=11)
+        axes.set_xlabel("step")
         axes.grid(alpha=0.25)
-        axes.set_title(title, loc="left", fontsize=size)
-        return axes
-
-    for metric in metrics:
-        draw_lines(next_axes(metric, 11), runs, metric)
-    for name, lines in runs:
-        draw_time(next_axes(f"seconds of a step\n{name}", 9), lines)
+        draw_lines(axes, runs, metric)
+    time_panel.set_title("mean seconds of a step", loc="left", fontsize=11)
+    draw_time(time_panel, runs)
     return figure
 
 
-def main(runs: Positional[tuple[str, ...]], output: Path = Path("runs.png")) -> None:
-    """Draw runs into one picture. Without runs, or for one without steps, it raises InputError.
+def main(
+    runs: Positional[tuple[str, ...]], output: Path = Path("runs.png"), metrics: tuple[str, ...] = METRICS
+) -> None:
+    """Draw runs into one picture. Raises InputError without runs, and for a run without steps.
 
     Args:
         runs: folders of runs, or their names in ./runs or $MINIRL_RUNS
-        output: the picture
+        output: the picture's file
+        metrics: names of the metrics to draw, one panel each
     """
     refuse(not runs, "name one run or more to draw")
     named = [read_run(run) for run in runs]
-    draw(named).savefig(output, dpi=80)
+    draw(named, metrics).savefig(output, dpi=80)
     print0(f"drew {', '.join(name for name, _ in named)} into {output}")
 
 
