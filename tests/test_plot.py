@@ -31,7 +31,7 @@ def test_runs_are_drawn_with_the_score_before_training_and_all_causes_of_a_step(
     assert [*map(list, figure.axes[0].lines[2].get_data())] == [[0, 1, 2], [0.25, 0.5, 0.5]]
     bars = figure.axes[-1].containers
     assert [stacked.get_label() for stacked in bars] == list(CAUSES)
-    assert bars[-1][0].get_y() + bars[-1][0].get_height() == len(CAUSES) / len(lines)
+    assert bars[-1][0].get_x() + bars[-1][0].get_width() == len(CAUSES) / len(lines)
     picture = tmp_path / "picture.png"
     tyro.cli(main, args=["mine", str(folder), "--output", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -72,14 +72,15 @@ def draw_time(axes: Any, runs: Runs) -> None:
 
     found = {name for _, lines in runs for line in lines for name in line if name.startswith("time/")}
     causes = sorted(found - {"time/step"})
-    tops = [0.0] * len(runs)
+    ends = [0.0] * len(runs)
     for cause, color in zip(causes, colormaps["tab20"](range(len(causes))), strict=True):
         seconds = [fmean([line.get(cause) or 0.0 for line in lines]) for _, lines in runs]
         label = cause.removeprefix("time/")
-        axes.bar([name for name, _ in runs], seconds, 0.5, bottom=tops, color=color, label=label)
-        tops = [top + more for top, more in zip(tops, seconds, strict=True)]
-    axes.set_xlim(-0.5, 1.6 * len(runs))  # room for the legend
-    axes.legend(fontsize=8, frameon=False, loc="upper right", reverse=True)
+        axes.barh([name for name, _ in runs], seconds, 0.5, left=ends, color=color, label=label)
+        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
+    axes.set_ylim(len(runs) + 0.2, -0.5)  # downwards, with room for the legend
+    axes.set_xlabel("seconds")
+    axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower left")
 
 
 def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
@@ -99,7 +100,7 @@ def draw(runs: Runs, metrics: Iterable[str] = METRICS) -> Any:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         draw_lines(axes, runs, metric)
-    time_panel.set_title("mean seconds of a step", loc="left", fontsize=11)
+    time_panel.set_title("mean time of a step", loc="left", fontsize=11)
     draw_time(time_panel, runs)
     return figure
 
