@@ -118,8 +118,7 @@ def test_groups_with_a_signal_are_selected_first(count, rows):
     """The first groups whose accuracies differ, filled up with the first others, in order.
 
     Judged by accuracy an all-correct group has no signal, whatever its lengths; missing scores and rounding errors
-    make no difference.
-    Pitfalls 26 and 54.
+    make no difference. Pitfall 54.
     """
     accuracy = double([[0.1 + 0.2, 0.3], [0.0, 1.0], [0.1, MISSING], [1.0, 0.0], [MISSING] * 2, [0.5, 1.0]])
     assert select_groups(are_equal(accuracy), count) == rows

@@ -205,7 +205,7 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
     ],
 )
 def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, tools, error):
-    """Fault 22."""
+    """Fault 59."""
     with pytest.raises(InputError, match=error):
         make(WITH_TOOLS, tools=tools)
 
@@ -257,7 +257,7 @@ def test_an_answer_is_read_into_reasoning_content_and_calls(make, text, before, 
     ids=lambda value: value[:40],
 )
 def test_a_call_that_cannot_be_made_is_said_and_the_others_stay(make, call, error):
-    """Fault 22."""
+    """Fault 58."""
     message = message_of(make(HERMES + CHATML), f"{GOOD_CALL}<tool_call>{call}")
     assert re.match(f"call 2: .*{error}", message["parse_error"])
     assert message["tool_calls"] == [called("f", x=[1, "<tool>"])]

@@ -180,10 +180,13 @@ def test_no_rollout_is_trained_on_too_late_and_prompts_come_in_order(max_stalene
 
 
 def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step():
-    """Each round asks for as many prompts as groups are missing. Rollouts keep their rewards and texts."""
+    """Each round asks for as many prompts as groups are missing. Rollouts keep their rewards and texts.
+
+    A second reward, in which all groups differ, does not decide. Pitfall 26.
+    """
     prompts = Prompts(lambda _: 5)
     with_signal = {prompts.row(i).prompt for i in (1, 4, 6, 7, 8)}
-    functions = {"differs": lambda prompts: [0, prompts[0] in with_signal]}
+    functions = {"differs": lambda prompts: [0, prompts[0] in with_signal], "shapes": lambda prompts: [0, 1]}
     collector = make_collector(prompts, functions=functions, group_size=2, max_refills=1)
     for taken, num_served in (([0, 1, 4], 5), ([6, 7, 8], 9)):
         groups = collector.collect(3)
@@ -191,7 +194,7 @@ def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step()
         assert collector.in_flight.num_served == num_served
         expected = [[0, prompts.row(i).prompt in with_signal] for i in taken]
         assert groups.rewards[:, :, 0].tolist() == expected
-        assert groups.rewarded.rewards.flatten().tolist() == list(itertools.chain(*expected))
+        assert groups.rewarded.rewards[:, 0].tolist() == list(itertools.chain(*expected))
         texts = [prompts.tokenizer.decode(rollout.completion) for rollout in groups.rewarded.rollouts]
         assert groups.rewarded.texts == texts
 

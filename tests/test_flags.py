@@ -120,7 +120,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED, ids=lambda text: text[:40])
 def test_flags_that_would_train_something_else_are_refused_by_name(flags, message, tmp_path, monkeypatch):
-    """Pitfalls 5, 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
+    """Pitfalls 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
