@@ -209,8 +209,8 @@ def sweep(place: Place) -> Iterator[Figures]:
     blocks = torch.arange(1024, dtype=torch.int32, device=place.device).view(128, 8)
     lengths = torch.full((128,), 1024, dtype=torch.int32, device=place.device)
     make = functools.partial(torch.randn, device=place.device, dtype=torch.bfloat16)
-    for num_heads, num_kv in ((12, 2), (28, 4)):  # of 1.5B and 7B
-        keys = make(1024, num_kv, 128, 128)
+    for num_heads, num_kv_heads in ((12, 2), (28, 4)):  # of 1.5B and 7B
+        keys = make(1024, num_kv_heads, 128, 128)
         inputs = (make(128, num_heads, 128), keys, keys.mT.contiguous(), blocks, lengths)
         decode = functools.partial(paged_attention.decode, *inputs, window=None)
         for num_programs, options in itertools.product((512, 1024), SETTINGS):

@@ -34,14 +34,14 @@ TOKEN = np.dtype(
 Stream = NDArray[np.void]  # of TOKEN
 
 
-def unsampled(ids: Sequence[int]) -> Stream:
+def unsampled_stream(ids: Sequence[int]) -> Stream:
     """Return TOKEN [n] with these ids: a prompt, or tokens that were appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
     stream["id"] = array("q", ids)  # which converts a long tuple ten times as fast as numpy
     return stream
 
 
-NO_TOKENS = unsampled(())
+NO_TOKENS = unsampled_stream(())
 
 
 def join_streams(*streams: Stream) -> Stream:

@@ -217,7 +217,7 @@ def test_decoding_from_the_cache_has_the_bits_of_packed_attention(window, groups
     poison(cache)
 
     def check(chosen):
-        index, mask = decode_layout(cache, chosen).read[window]
+        index, mask = decode_layout(cache, chosen).metadata[window]
         q = randn(len(chosen), 2 * groups, dim, seed=len(chosen), dtype=dtype)
         got = portable_attention.decode(q, keys, values, index, mask)
         for i, row in enumerate(chosen):

@@ -102,6 +102,6 @@ def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_ru
     held = {rollout.rollout_id: rollout for rollout in finish(engine, 2)}
     assert held.keys() == engine._table.parked.keys()
     finish(engine, 2)
-    assert engine.stats.drops >= 1
+    assert engine.stats.evictions >= 1
     engine.submit([next_turn(one, held[one.rollout_id], [1, 2], 2) for one in requests[:2]])
     finish(engine, 2)

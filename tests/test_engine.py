@@ -280,7 +280,7 @@ def test_new_weights_never_meet_an_old_cache(attention, dtype, how):
     before = run(engine, mixed_requests())
     assert has_memory(engine) == ("keeps_cache" in how)
     kept = vars(engine._cache).get("pool"), engine._graphs
-    assert engine._cache.blocks.references.sum() == ("cuda_graphs" in how), (
+    assert engine._cache.blocks.ref_counts.sum() == ("cuda_graphs" in how), (
         "a sequence stays, besides the padding"
     )
     model.load_state_dict(make_model(attention, dtype, seed=1).state_dict())

@@ -15,8 +15,8 @@ BLOCK = 32
 def check_accounting(pool: BlockPool, lengths: dict[int, int]) -> None:
     """Every property that must hold after any operation. lengths: of the sequences, by their rows."""
     held = Counter(block for row in lengths for block in pool.blocks_of(row))
-    num_blocks = len(pool.references)
-    assert pool.references.tolist() == [held[b] for b in range(num_blocks)]
+    num_blocks = len(pool.ref_counts)
+    assert pool.ref_counts.tolist() == [held[b] for b in range(num_blocks)]
     assert sorted(pool.free) == [b for b in range(num_blocks) if not held[b]]
     places: dict[int, int] = {}
     for row, length in lengths.items():
@@ -48,10 +48,10 @@ def test_random_operations_keep_the_books(seed, num_blocks):
             del lengths[row]
         elif kind == "add":
             length = rng.choice([1, 127, 128, 129, 256, rng.randint(1, 500)])
-            num_spare = len(pool.free) - (length - 1) // BLOCK - 1
-            assert pool.num_spare(length) == num_spare
-            num_full += num_spare < 0
-            if num_spare >= 0:
+            num_free_after = len(pool.free) - (length - 1) // BLOCK - 1
+            assert pool.num_free_after(length) == num_free_after
+            num_full += num_free_after < 0
+            if num_free_after >= 0:
                 lengths[pool.add(length)] = length
         elif kind == "fork" and lengths and len(pool.free):
             parent = rng.choice(list(lengths))

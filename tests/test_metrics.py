@@ -87,8 +87,8 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
         add_skipped(metrics, sequences, [sequences[0], sequences[3]])
     # 8 requests, of which 2 run on alone for as many steps again.
-    counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "most_running": 8}
-    add_generation(ranks[0], EngineStats(**counts, preemptions=2, drops=3))
+    counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "peak_running": 8}
+    add_generation(ranks[0], EngineStats(**counts, preemptions=2, evictions=3))
     add_generation(ranks[1], EngineStats(preemptions=2))
 
     new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])

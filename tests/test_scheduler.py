@@ -44,7 +44,7 @@ def test_a_request_is_admitted_where_its_own_limit_needs_less_than_the_headroom(
     load = Load(64, 31 * 128, 31, 1, 100, 1000, max_new_tokens=24)
     with stub_engine(load) as engine:
         engine.generate(requests_of(load))
-    assert engine.take_stats().most_running == load.num_requests
+    assert engine.take_stats().peak_running == load.num_requests
 
 
 NUM_TURNS = 5
@@ -100,9 +100,9 @@ def test_episodes_that_wait_for_replies_are_hardly_computed_again(name):
         run_episodes(engine, load, is_due)
     stats = engine.take_stats()
     assert stats.preemptions == 0
-    assert stats.most_running == load.max_running_requests
+    assert stats.peak_running == load.max_running_requests
     if name == "replies wait for all":
-        assert 0 < stats.drops <= load.num_requests * (NUM_TURNS - 1)
+        assert 0 < stats.evictions <= load.num_requests * (NUM_TURNS - 1)
     else:
-        assert stats.drops == 0
+        assert stats.evictions == 0
         assert stats.prefill_tokens == LEAST

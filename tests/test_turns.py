@@ -13,7 +13,7 @@ from minirl.generation.block_pool import ceil_div
 from minirl.generation.engine import Engine, Request
 from minirl.model.portable_attention import BLOCK
 from minirl.model.transformer import is_batch_invariant
-from minirl.rollouts import NO_TOKENS, RolloutId, Stream, unsampled
+from minirl.rollouts import NO_TOKENS, RolloutId, Stream, unsampled_stream
 from support.collecting import letter_tokenizer
 from support.engines import (
     CPU,
@@ -116,7 +116,7 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
         first = episode.first
         completion = NO_TOKENS
         for reply, stop in [([], ()), *episode.replies]:
-            completion = np.concatenate([completion, unsampled(reply)])
+            completion = np.concatenate([completion, unsampled_stream(reply)])
             before = (*first.prompt_ids, *completion["id"].tolist())
             num_tokens = TURN_TOKENS if len(completion) else first.max_new_tokens
             turn = replace(first, prompt_ids=before, holds=False, stop=stop, max_new_tokens=num_tokens)
@@ -153,11 +153,11 @@ def test_turns_sample_what_they_sample_after_a_prefill_of_all_before(seed):
             assert np.abs(found["logprob"] - completion["logprob"]).max() <= allowed
             assert found_reason == finish_reason
         assert has_memory(engine) == options["keeps_cache"]
-        assert engine._cache.blocks.references.sum() == options["cuda_graphs"], "a block is lost"
+        assert engine._cache.blocks.ref_counts.sum() == options["cuda_graphs"], "a block is lost"
     # Parked requests with states take slots, too.
     if num_tokens <= engine.cache_tokens and attention != "states":
         stats = engine.take_stats()
-        assert stats.preemptions == stats.drops == 0
+        assert stats.preemptions == stats.evictions == 0
 
 
 def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():

@@ -15,7 +15,7 @@ from minirl.episodes.episode import one_turn
 from minirl.errors import refuse
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
-from minirl.rollouts import RolloutId, SampledSequence, join_streams, unsampled
+from minirl.rollouts import RolloutId, SampledSequence, join_streams, unsampled_stream
 from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig
 from minirl.run.flags import run_script
@@ -46,9 +46,9 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence
     refuse(
         length > prompts.max_tokens, f"{row.place}: {length} tokens with the answer, {prompts.max_tokens} fit"
     )
-    completion = unsampled(ids)
+    completion = unsampled_stream(ids)
     completion["is_sampled"] = True
-    stream = join_streams(unsampled(prompt_ids), completion)
+    stream = join_streams(unsampled_stream(prompt_ids), completion)
     return SampledSequence(stream, len(prompt_ids), RolloutId(ordinal, 0), "stop")
 
 

@@ -23,7 +23,7 @@ from minirl.rollouts import (
     Stream,
     TurnFacts,
     join_streams,
-    unsampled,
+    unsampled_stream,
 )
 
 NO_BUDGET = sys.maxsize
@@ -131,7 +131,7 @@ class Driver:
             tokens=branch.engine_tokens,
         )
         so_far = branch.engine_tokens.sequence.after_prompt if branch.turns else NO_TOKENS
-        self.tokens = join_streams(so_far, unsampled(appended))
+        self.tokens = join_streams(so_far, unsampled_stream(appended))
         self._request = replace(
             branch.request,
             max_new_tokens=start + min(room, asked.max_tokens or room),

@@ -193,7 +193,7 @@ class EpisodeRunner:
                 self._working[driver] = time.monotonic()
             else:
                 self._waiting.append(driver)
-        if self.engine.lacks_room:
+        if self.engine.lacks_blocks:
             # Episodes that need no more in this round make room for others.
             for driver in self._waiting:
                 self._leave(driver)

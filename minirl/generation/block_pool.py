@@ -20,7 +20,7 @@ def ceil_div(a: Number, b: int) -> Number:
     return -(-a // b)
 
 
-def with_room(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
+def grow_array(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
     """Return the array, or if it is too small for these sizes, a copy that grows and has zeros behind its elements.
 
     What grows at least doubles, so that slow growth seldom copies.
@@ -46,7 +46,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
-        self.references = np.zeros(num_blocks, np.int64)
+        self.ref_counts = np.zeros(num_blocks, np.int64)
         self.free = list(reversed(range(num_blocks)))
         self.lengths = np.zeros(0, np.int64)
         self.tables = np.zeros((0, 0), np.int32)
@@ -56,7 +56,7 @@ class BlockPool:
         num_blocks = ceil_div(int(self.lengths[row]), self.block_size)
         return self.tables[row, :num_blocks].tolist()
 
-    def tables_of(self, rows: IntArray) -> NDArray[np.int32]:
+    def block_tables(self, rows: IntArray) -> NDArray[np.int32]:
         """The tables int32 [n, columns] of these sequences, as wide as the longest one needs."""
         num_columns = ceil_div(int(self.lengths[rows].max()), self.block_size)
         return self.tables[rows, :num_columns]
@@ -65,21 +65,21 @@ class BlockPool:
         """The blocks [n] of tokens at these positions [n] of the sequences in these rows [n]."""
         return self.tables[rows, positions // self.block_size].astype(np.int64)
 
-    def num_spare(self, num_tokens: int) -> int:
+    def num_free_after(self, num_tokens: int) -> int:
         """Number of blocks that would stay free if a sequence were added; negative if it does not fit."""
         return len(self.free) - ceil_div(num_tokens, self.block_size)
 
-    def num_more(self, length: Number, num_tokens: Number) -> Number:
+    def num_new_blocks(self, length: Number, num_tokens: Number) -> Number:
         """Number of further blocks that sequences of this length need for `num_tokens` more."""
         return ceil_div(length + num_tokens, self.block_size) - ceil_div(length, self.block_size)
 
-    def are_full(self, rows: IntArray) -> NDArray[np.bool_]:
+    def last_block_is_full(self, rows: IntArray) -> NDArray[np.bool_]:
         """Whether the last block of each sequence [n] is full, so that the next token begins another one."""
         return self.lengths[rows] % self.block_size == 0
 
     def can_extend(self, rows: IntArray) -> bool:
         """Whether there are blocks for one more token of each of these sequences [n]."""
-        return int(self.are_full(rows).sum()) <= len(self.free)
+        return int(self.last_block_is_full(rows).sum()) <= len(self.free)
 
     def add(self, num_tokens: int, first_blocks: Sequence[int] = ()) -> int:
         """Make a sequence of `num_tokens`, for which there must be blocks; returns its row, the lowest free one.
@@ -87,13 +87,13 @@ class BlockPool:
         first_blocks: blocks of another sequence that it begins with.
         """
         row = int(np.append(self.lengths, 0).argmin())
-        self.lengths = with_room(self.lengths, row + 1)
+        self.lengths = grow_array(self.lengths, row + 1)
         self.lengths[row] = num_tokens
         num_blocks = ceil_div(num_tokens, self.block_size)
         new_blocks = [self.free.pop() for _ in range(num_blocks - len(first_blocks))]
         blocks = [*first_blocks, *new_blocks]
-        self.references[blocks] += 1
-        self.tables = with_room(self.tables, row + 1, num_blocks)
+        self.ref_counts[blocks] += 1
+        self.tables = grow_array(self.tables, row + 1, num_blocks)
         self.tables[row, :num_blocks] = blocks
         return row
 
@@ -108,18 +108,18 @@ class BlockPool:
 
     def extend(self, rows: IntArray) -> None:
         """Add space for one more token of each of these sequences [n], if there are blocks (`can_extend`)."""
-        full_rows = rows[self.are_full(rows)]
+        full_rows = rows[self.last_block_is_full(rows)]
         if len(full_rows):
             blocks = [self.free.pop() for _ in full_rows]
-            self.references[blocks] = 1
+            self.ref_counts[blocks] = 1
             columns = self.lengths[full_rows] // self.block_size
-            self.tables = with_room(self.tables, 0, int(columns.max()) + 1)
+            self.tables = grow_array(self.tables, 0, int(columns.max()) + 1)
             self.tables[full_rows, columns] = blocks
         self.lengths[rows] += 1
 
     def remove(self, row: int) -> None:
         """Remove a sequence, and free the blocks that no other one has."""
         blocks = self.blocks_of(row)
-        self.references[blocks] -= 1
-        self.free += [block for block in blocks if self.references[block] == 0]
+        self.ref_counts[blocks] -= 1
+        self.free += [block for block in blocks if self.ref_counts[block] == 0]
         self.lengths[row] = 0

@@ -5,10 +5,10 @@ between two turns, and how they share the cache, is in `request_table`; this fil
 
 The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Each rank decodes on its
 own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`): then all of them
-begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_others`). A rollout depends
-only on its request and the weights, not on the other requests in the batch. At the end of a generation phase, when no
-request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its memory,
-unless it keeps it with the CUDA graphs that read it.
+begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A rollout
+depends only on its request and the weights, not on the other requests in the batch. At the end of a generation phase,
+when no request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its
+memory, unless it keeps it with the CUDA graphs that read it.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
 which stay on the device as the next step's input. So the device never waits for the host. The engine knows in
@@ -30,7 +30,7 @@ from minirl.errors import refuse
 from minirl.generation.block_pool import IntArray, ceil_div
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache
-from minirl.generation.request_table import Group, RequestTable
+from minirl.generation.request_table import PrefixGroup, RequestTable
 from minirl.generation.sampling import sample_packed
 from minirl.model import padding
 from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, upload
@@ -151,9 +151,9 @@ class Engine:
         return self.is_decoding or self._last_pass.others_have_tokens
 
     @property
-    def lacks_room(self) -> bool:
+    def lacks_blocks(self) -> bool:
         """Whether requests were waiting for cache blocks at the last step."""
-        return self._table.lacks_room
+        return self._table.lacks_blocks
 
     @property
     def stats(self) -> EngineStats:
@@ -166,7 +166,7 @@ class Engine:
         for rollout_id in rollout_ids:
             self._table.release(rollout_id)
         if had_parked and not self.is_busy:
-            self._end_phase()
+            self._end_generation_phase()
 
     @torch.no_grad()
     def step(self) -> list[SampledSequence]:
@@ -175,12 +175,12 @@ class Engine:
         Returns the sequences found to be finished. Collective among ranks that share the model's layers.
         """
         if not self.is_decoding:
-            self._help_others()
+            self._help_other_ranks()
             return []
         table = self._table
         with spent_on("prefill"):
             if table.appended:
-                self._compute_appended()
+                self._prefill_appended()
             admitted = table.admit()
             if admitted:
                 self._prefill(admitted)
@@ -188,19 +188,19 @@ class Engine:
             finished: list[SampledSequence] = []
             # An asynchronous step can be launched with tokens still unread, unless a request may be
             # preempted: to be recomputed it must have all its tokens on the host.
-            rows = table.below_limit()
+            rows = table.rows_below_limit()
             if not (self.async_decoding and self._cache.blocks.can_extend(rows)):
-                finished += table.read()
-                rows = table.below_limit()
+                finished += table.drain_readbacks()
+                rows = table.rows_below_limit()
             rows = table.extend(rows)
             if len(rows):
                 self._decode(rows)
             # With asynchronous decoding the step just launched is read one call later. Until then the device
             # runs it, while the host handles the finished requests and prepares the next step.
             keeps_unread = self.async_decoding and len(rows) > 0
-            finished += table.read(num_unread=int(keeps_unread))
+            finished += table.drain_readbacks(num_unread=int(keeps_unread))
         if not self.is_busy:
-            self._end_phase()
+            self._end_generation_phase()
         return finished
 
     def generate(
@@ -218,7 +218,7 @@ class Engine:
 
     def sync(self) -> None:
         """Wait until ranks that share the model's layers are here, and help them meanwhile (collective among them)."""
-        while not self._help_others(is_done=True):
+        while not self._help_other_ranks(is_done=True):
             pass
 
     def take_stats(self) -> EngineStats:
@@ -245,7 +245,7 @@ class Engine:
         return model(tokens, layout.positions, layout)
 
     @torch.no_grad()
-    def _help_others(self, *, is_done: bool = False) -> bool:
+    def _help_other_ranks(self, *, is_done: bool = False) -> bool:
         """Without own tokens, compute those of ranks that share the model's layers, if any (collective among them).
 
         Returns whether all ranks are done.
@@ -256,16 +256,16 @@ class Engine:
         self._forward(nothing.positions, nothing, is_done=is_done)
         return self._last_pass.all_are_done
 
-    def _end_phase(self) -> None:
+    def _end_generation_phase(self) -> None:
         """Free the memory of the requests, which are gone, and of the cache, unless the engine keeps it."""
         # The device may still be running a step that uses the cache.
-        self._table.read()
+        self._table.drain_readbacks()
         self._table.free_memory()
         if not self.keeps_cache:
             self._cache.free_memory()
             self._graphs = None
 
-    def _prefill(self, admitted: Mapping[Group, Sequence[Request]]) -> None:
+    def _prefill(self, admitted: Mapping[PrefixGroup, Sequence[Request]]) -> None:
         """Run the new prefixes of admitted requests packed end to end, and sample the next token of each request."""
         new_groups = [group for group in admitted if group.hidden is None]
         if new_groups:
@@ -281,12 +281,12 @@ class Engine:
         rows: list[int] = []
         states: list[Tensor] = []
         for group, requests in admitted.items():
-            rows += self._table.place(group, requests)
+            rows += self._table.assign_rows(group, requests)
             assert group.hidden is not None
             states += [group.hidden] * len(requests)
-        self._start(np.array(rows), torch.stack(states))
+        self._start_requests(np.array(rows), torch.stack(states))
 
-    def _compute_appended(self) -> None:
+    def _prefill_appended(self) -> None:
         """Compute appended tokens of resumed requests: for each request, up to the end of one cache block.
 
         Each token is decoded like the newest token of a separate sequence, all with the request's block table. A step
@@ -299,7 +299,7 @@ class Engine:
         """
         table = self._table
         cache = self._cache
-        parts = table.take_appended()
+        parts = table.next_appended_chunks()
         if not parts:
             return
         rows = np.array(list(parts))
@@ -316,19 +316,21 @@ class Engine:
         table.appended.extendleft(reversed(rows[~is_ready].tolist()))
         if is_ready.any():
             last = upload(counts.cumsum()[is_ready] - 1, self.device)
-            self._start(rows[is_ready], hidden[last])
+            self._start_requests(rows[is_ready], hidden[last])
 
-    def _start(self, rows: IntArray, states: Tensor) -> None:
+    def _start_requests(self, rows: IntArray, states: Tensor) -> None:
         """Start the requests in these rows [n]: sample the next token of each from its hidden state [D]."""
         table = self._table
         lengths = self._cache.blocks.lengths
-        device_rows, positions, *sampling = self._upload(rows, lengths[rows], *table.columns.sampling(rows))
-        sampled = sample_packed(states, self.model.head, positions, sampling)
+        device_rows, positions, *sampling_params = self._upload(
+            rows, lengths[rows], *table.columns.sampling_params(rows)
+        )
+        sampled = sample_packed(states, self.model.head, positions, sampling_params)
         num_new_rows = len(lengths) - len(self._newest_tokens)
         self._newest_tokens = F.pad(self._newest_tokens, (0, num_new_rows))
         self._newest_tokens[device_rows] = sampled[0]
-        table.start(rows)
-        table.launched(rows, sampled)
+        table.add_running(rows)
+        table.enqueue_readback(rows, sampled)
 
     def _decode(self, rows: IntArray) -> None:
         """Launch one decode step of these requests [B], padded to a batch size of the CUDA graphs, if any.
@@ -345,16 +347,23 @@ class Engine:
             padded = np.pad(rows, (0, num_missing), constant_values=self._padding_row)
             self.stats.padding_tokens += num_missing
         inputs = cache.begin_step(padded, cache.blocks.lengths[padded] - 1)
-        positions, blocks, device_rows, *others = self._upload(*inputs, *self._table.columns.sampling(padded))
+        positions, blocks, device_rows, *others = self._upload(
+            *inputs, *self._table.columns.sampling_params(padded)
+        )
         tokens = self._newest_tokens[device_rows]
 
         def step(
-            tokens: Tensor, positions: Tensor, blocks: Tensor, rows: Tensor, tables: Tensor, *sampling: Tensor
+            tokens: Tensor,
+            positions: Tensor,
+            blocks: Tensor,
+            rows: Tensor,
+            tables: Tensor,
+            *sampling_params: Tensor,
         ) -> Tensor:
             layout = cache.decode_layout(positions, blocks, rows, tables)
             hidden = self._forward(tokens, layout)
             # The sampled token comes one position after the token put in.
-            return sample_packed(hidden, self.model.head, positions + 1, sampling)
+            return sample_packed(hidden, self.model.head, positions + 1, sampling_params)
 
         run: Callable[..., Tensor] = step
         if self.cuda_graphs:
@@ -365,7 +374,7 @@ class Engine:
             run = functools.partial(self._graphs.run, step)
         sampled = run(tokens, positions, blocks, device_rows, *others)
         self._newest_tokens[device_rows] = sampled[0]
-        self._table.launched(rows, sampled[:, :num_requests])
+        self._table.enqueue_readback(rows, sampled[:, :num_requests])
         self.stats.decode_tokens += num_requests
-        self.stats.most_running = max(self.stats.most_running, num_requests)
+        self.stats.peak_running = max(self.stats.peak_running, num_requests)
         self.stats.decode_steps += 1

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """Work since the last `Engine.take_stats`. Tokens, except `decode_steps`, `preemptions`, `drops`, `most_running`.
+    """Work since the last `Engine.take_stats`. Tokens, except `decode_steps`, `preemptions`, `evictions`,
+    `peak_running`.
 
     `decode_tokens`: those that decode steps sampled. Of these, `discarded_tokens` come from an asynchronous step
     that was launched before the host knew that the request had finished.
     `padding_tokens`: the padding of decode steps in CUDA graphs (`padding.graph_batch_size`).
-    `preemptions` (within a turn) and `drops` (between two turns) count requests that lost their blocks to others; if
-    they continued, they were prefilled again.
-    `most_running`: requests in the largest decode step.
+    `preemptions` (within a turn) and `evictions` (between two turns) count requests that lost their blocks to others;
+    if they continued, they were prefilled again.
+    `peak_running`: requests in the largest decode step.
     """
 
     prefill_tokens: int = 0
@@ -21,8 +22,8 @@ class EngineStats:
     discarded_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
-    drops: int = 0
-    most_running: int = 0
+    evictions: int = 0
+    peak_running: int = 0
 
     @property
     def wasted_tokens(self) -> int:

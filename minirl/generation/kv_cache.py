@@ -21,12 +21,12 @@ from minirl.generation.block_pool import BlockPool, IntArray, ceil_div
 from minirl.model import attention
 from minirl.model.attention import (
     PAGED_BLOCK,
-    Cached,
     CachePool,
     DecodeLayout,
     PackedLayout,
-    PagedRead,
-    PortableRead,
+    PagedMetadata,
+    PortableMetadata,
+    SlotMapping,
     concatenated_ranges,
     decode_kernel_for,
     upload,
@@ -54,7 +54,7 @@ class KVCache:
         self.device = device
         is_paged = decode_kernel_for(device) == "paged"
         self.block_size = PAGED_BLOCK if is_paged else BLOCK
-        self._portable = None if is_paged else PortableReader(config, dtype)
+        self._portable = None if is_paged else PortableMetadataBuilder(config, dtype)
         self.blocks = BlockPool(ceil_div(num_tokens, self.block_size), self.block_size)
         self.has_states = config.delta_net is not None
 
@@ -63,7 +63,7 @@ class KVCache:
         """The memory, allocated at its first use since `free_memory`."""
         config = self.config
         windows = config.attention_windows
-        shape = (len(windows), len(self.blocks.references), config.num_key_value_heads)
+        shape = (len(windows), len(self.blocks.ref_counts), config.num_key_value_heads)
         zeros = functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
         # Finite numbers from the start: the portable kernel multiplies masked keys and values too, and 0 x NaN is NaN.
         keys = zeros(*shape, config.head_dim, self.block_size)
@@ -78,7 +78,7 @@ class KVCache:
         return CachePool(keys, values, layers, states)
 
     @property
-    def part_size(self) -> int:
+    def prefill_chunk_size(self) -> int:
         """The size of a part: a step computes tokens of a sequence up to the next multiple of it."""
         states = self.pool.states
         return self.block_size if states is None else min(self.block_size, states.chunk_size)
@@ -105,9 +105,11 @@ class KVCache:
         positions = concatenated_ranges(0, lengths)
         blocks = self.blocks.block_at(np.repeat(rows, lengths), positions)
         offsets = positions % self.block_size
-        cached = Cached(self.pool, *(upload(x, self.device) for x in (np.array(rows), blocks, offsets)))
+        slot_mapping = SlotMapping(
+            self.pool, *(upload(x, self.device) for x in (np.array(rows), blocks, offsets))
+        )
         sequences = tuple(map(attention.Sequence, lengths.tolist()))
-        return PackedLayout(sequences, self.device, cached)
+        return PackedLayout(sequences, self.device, slot_mapping)
 
     def begin_step(self, rows: IntArray, positions: IntArray) -> list[NDArray[np.integer]]:
         """Begin a decode step of B tokens of these sequences; returns what `decode_layout` takes, on the host.
@@ -116,7 +118,7 @@ class KVCache:
         """
         if self.has_states:
             self.pool.states.begin_step(rows, positions)
-        return [positions, self.blocks.block_at(rows, positions), rows, self.blocks.tables_of(rows)]
+        return [positions, self.blocks.block_at(rows, positions), rows, self.blocks.block_tables(rows)]
 
     def decode_layout(
         self,
@@ -133,16 +135,16 @@ class KVCache:
         sequences; tables int32 [B, n], the blocks of their sequences, with garbage behind the token's own.
         repeats: if sequences have several tokens, how many each has.
         """
-        cached = Cached(self.pool, rows, blocks, positions % self.block_size)
-        read: PagedRead | PortableRead
+        slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
+        metadata: PagedMetadata | PortableMetadata
         if self._portable is None:
-            read = PagedRead(tables, (positions + 1).int())
+            metadata = PagedMetadata(tables, (positions + 1).int())
         else:
-            read = self._portable.read(tables, positions)
-        return DecodeLayout(positions, cached, read, repeats)
+            metadata = self._portable.build(tables, positions)
+        return DecodeLayout(positions, slot_mapping, metadata, repeats)
 
 
-class PortableReader:
+class PortableMetadataBuilder:
     """Makes what the portable kernel reads in a decode step. Keeps the indices while the tables stay the same."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
@@ -151,7 +153,7 @@ class PortableReader:
         num_queries = min_queries(config.head_dim, dtype) or 1
         self._index = functools.partial(
             index_decode,
-            num_kv=config.num_key_value_heads,
+            num_kv_heads=config.num_key_value_heads,
             groups=groups,
             # The kernel multiplies each block with the queries of at least this many sequences.
             min_users=ceil_div(num_queries, groups),
@@ -160,7 +162,7 @@ class PortableReader:
         self._tables = np.zeros((0, 0), np.int32)
         self._indices: dict[int | None, DecodeIndex] = {}
 
-    def read(self, block_tables: Tensor, positions: Tensor) -> PortableRead:
+    def build(self, block_tables: Tensor, positions: Tensor) -> PortableMetadata:
         """The index and the mask of each window; see `KVCache.decode_layout` for the arguments."""
         num_blocks = positions.numpy()[:, None] // BLOCK + 1
         column = np.arange(num_blocks.max())

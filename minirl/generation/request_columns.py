@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minirl.generation.block_pool import IntArray, with_room
-from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, unsampled
+from minirl.generation.block_pool import IntArray, grow_array
+from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, unsampled_stream
 
 # Lengths include the prompt. `length`: the tokens that the host has read; with asynchronous decoding one more may have
 # been launched. `max_length`: where the present turn ends. The others are for sampling.
@@ -46,7 +46,7 @@ class RequestColumns:
         """The column of this name, [rows]."""
         return self._columns[name]
 
-    def sampling(self, rows: IntArray) -> list[NDArray[Any]]:
+    def sampling_params(self, rows: IntArray) -> list[NDArray[Any]]:
         """Keys int64 and temperatures fp32 [n] of these rows.
 
         Also the fields of `Truncation`, int64 and fp64 [n], if any of these requests may be truncated.
@@ -56,14 +56,14 @@ class RequestColumns:
             names += ["top_k", "top_p"]
         return [self[name][rows] for name in names]
 
-    def put(self, row: int, request: Request) -> None:
+    def put_request(self, row: int, request: Request) -> None:
         """Give a request this row, with the tokens that it has so far."""
         num_prompt_tokens = len(request.prompt_ids)
         length = num_prompt_tokens + len(request.sampled)
         max_length = num_prompt_tokens + request.max_new_tokens
-        self._columns = with_room(self._columns, row + 1)
+        self._columns = grow_array(self._columns, row + 1)
         # Memory that is never written takes no pages.
-        self._tokens = with_room(self._tokens, row + 1, max_length)
+        self._tokens = grow_array(self._tokens, row + 1, max_length)
         self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
         # In the order of COLUMNS.
@@ -80,7 +80,7 @@ class RequestColumns:
         may_end |= np.isin(tokens["id"], list(self._stop_ids))
         stopped: set[int] = set()
         if self._has_stop_strings:
-            stopped = self._stopped_by_string(rows.tolist())
+            stopped = self._rows_stopped_by_string(rows.tolist())
             may_end |= np.isin(rows, list(stopped))
         reasons: dict[int, str] = {}
         for row, token in zip(rows[may_end].tolist(), tokens["id"][may_end].tolist(), strict=True):
@@ -94,24 +94,24 @@ class RequestColumns:
         """A request's tokens from `start` on, which is not in its prompt; a view."""
         return self._tokens[row, start : self["length"][row]]
 
-    def unfinished(self, row: int) -> Request:
+    def requeued_request(self, row: int) -> Request:
         """The request with the tokens that it has so far, to be queued again."""
         request = self.requests[row]
         return replace(request, sampled=self.tokens(row, len(request.prompt_ids)).copy())
 
-    def sequence(self, row: int, finish_reason: str) -> SampledSequence:
+    def finished_sequence(self, row: int, finish_reason: str) -> SampledSequence:
         """A copy of the finished sequence."""
         request = self.requests[row]
         num_prompt_tokens = len(request.prompt_ids)
         return SampledSequence(
-            stream=join_streams(unsampled(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
+            stream=join_streams(unsampled_stream(request.prompt_ids), self.tokens(row, num_prompt_tokens)),
             num_prompt_tokens=num_prompt_tokens,
             rollout_id=request.rollout_id,
             finish_reason=finish_reason,
             temperature=request.temperature,
         )
 
-    def _stopped_by_string(self, rows: Sequence[int]) -> set[int]:
+    def _rows_stopped_by_string(self, rows: Sequence[int]) -> set[int]:
         """The rows whose stop strings end their turn. Asks the test of the same strings once."""
         rows_of: dict[tuple[str, ...], list[int]] = {}
         for row in rows:

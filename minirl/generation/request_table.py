@@ -45,13 +45,13 @@ from minirl.rollouts import (
     StopTest,
     Stream,
     join_streams,
-    unsampled,
+    unsampled_stream,
 )
 
 NO_LIMIT = 1 << 62
 
 
-class Group:
+class PrefixGroup:
     """Queued requests that share a prefix, in order.
 
     prefix: the ids int64 of their prompt; of a request that has tokens, which is alone in its group, these too.
@@ -62,11 +62,11 @@ class Group:
     def __init__(self, *requests: Request):
         self.requests = deque(requests)
         first = requests[0]
-        self.prefix: IntArray = join_streams(unsampled(first.prompt_ids), first.sampled)["id"]
+        self.prefix: IntArray = join_streams(unsampled_stream(first.prompt_ids), first.sampled)["id"]
         self.row: int | None = None
         self.hidden: Tensor | None = None
 
-    def has_prefix_of(self, request: Request) -> bool:
+    def shares_prefix_with(self, request: Request) -> bool:
         """Whether the prefix is the request's prompt."""
         first = self.requests[0]
         return not len(first.sampled) and first.prompt_ids == request.prompt_ids
@@ -93,8 +93,8 @@ class RequestTable:
         self.max_prefill_tokens = max_prefill_tokens
         self.headroom_tokens = headroom_tokens
         # Whether requests were waiting for cache blocks at the last admission.
-        self.lacks_room = False
-        self.queue: deque[Group] = deque()
+        self.lacks_blocks = False
+        self.queue: deque[PrefixGroup] = deque()
         self.running: IntArray = np.arange(0)  # rows, oldest first
         self.parked: dict[RolloutId, int] = {}  # rows, in the order in which they were parked
         self.appended: deque[int] = deque()  # rows
@@ -119,22 +119,22 @@ class RequestTable:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, and resume the parked ones among them. Requests that have tokens go to the front."""
-        begun: list[Group] = []
+        begun: list[PrefixGroup] = []
         for request in requests:
             if request.rollout_id in self.parked and self._resume(request):
                 continue
             if len(request.sampled):
-                begun.append(Group(request))
-            elif self.queue and self.queue[-1].has_prefix_of(request):
+                begun.append(PrefixGroup(request))
+            elif self.queue and self.queue[-1].shares_prefix_with(request):
                 self.queue[-1].requests.append(request)
             else:
-                self.queue.append(Group(request))
+                self.queue.append(PrefixGroup(request))
         self.queue.extendleft(reversed(begun))
 
     def _resume(self, request: Request) -> bool:
         """Resume a parked request with more tokens; returns whether it can be resumed."""
         row = self.parked.pop(request.rollout_id)
-        self.columns.put(row, request)
+        self.columns.put_request(row, request)
         if self._blocks.lengths[row] < len(request.prompt_ids) + len(request.sampled):
             self.appended.append(row)
             return True
@@ -143,7 +143,7 @@ class RequestTable:
         self._remove(row)
         return False
 
-    def admit(self) -> dict[Group, list[Request]]:
+    def admit(self) -> dict[PrefixGroup, list[Request]]:
         """Take requests off the queue in order, while the batch, the prefill and the cache can hold them.
 
         Blocks are taken for the prefixes alone: how long requests will be is not known. But a request is admitted only
@@ -160,8 +160,8 @@ class RequestTable:
             third     6              4                 2
             fourth    6              6                 1       it waits, and the prefix stays for it
         """
-        admitted: dict[Group, list[Request]] = {}
-        self.lacks_room = False
+        admitted: dict[PrefixGroup, list[Request]] = {}
+        self.lacks_blocks = False
         if not self.queue:
             return admitted
         num_active = len(self.running) + len(self.appended)
@@ -169,7 +169,7 @@ class RequestTable:
             self._evict()
         num_prefill_tokens = 0
         # Free blocks that requests may need soon, for tokens and for the copies of forks.
-        num_promised = self._num_blocks_soon() if num_active or self.parked else 0
+        num_reserved = self._num_headroom_blocks() if num_active or self.parked else 0
         while self.queue and num_active < self.num_slots:
             group = self.queue[0]
             length = len(group.prefix)
@@ -178,14 +178,14 @@ class RequestTable:
                 break
             request = group.requests[0]
             num_left = request.max_new_tokens - len(request.sampled)
-            num_blocks = self._blocks.num_more(length, min(self.headroom_tokens, num_left - 1))
+            num_blocks = self._blocks.num_new_blocks(length, min(self.headroom_tokens, num_left - 1))
             if len(group.requests) > 1 and length % self._blocks.block_size != 0:
                 num_blocks += 1
-            has_room = self._blocks.num_spare(num_new_tokens) - num_promised >= num_blocks
+            has_room = self._blocks.num_free_after(num_new_tokens) - num_reserved >= num_blocks
             if not has_room and num_active > 0:
-                self.lacks_room = True
+                self.lacks_blocks = True
                 break
-            while self._blocks.num_spare(num_new_tokens) < 0:
+            while self._blocks.num_free_after(num_new_tokens) < 0:
                 # Nothing is running: a later group's prefix and parked requests make room for the first request.
                 has_evicted = self._evict()
                 assert has_evicted, "a request was submitted that exceeds the cache"
@@ -194,16 +194,16 @@ class RequestTable:
                 num_prefill_tokens += length
             admitted.setdefault(group, []).append(group.requests.popleft())
             num_active += 1
-            num_promised += num_blocks
+            num_reserved += num_blocks
             if not group.requests:
                 self.queue.popleft()
             elif not has_room:
                 # The first request is admitted in any case. It takes the prefix' row, for lack of room for a fork.
-                self.queue[0] = Group(*group.requests)
+                self.queue[0] = PrefixGroup(*group.requests)
                 group.requests.clear()
         return admitted
 
-    def _num_blocks_soon(self) -> int:
+    def _num_headroom_blocks(self) -> int:
         """How many blocks requests with rows may need for `headroom_tokens` more tokens each, up to their limits."""
         rows = np.array([*self.running, *self.appended, *self.parked.values()], np.int64)
         new_lengths = self.columns["length"][rows] + self.headroom_tokens
@@ -211,9 +211,9 @@ class RequestTable:
         lengths = self._blocks.lengths[rows]
         # The cache need not hold the newest of these tokens.
         num_more = new_lengths - 1 - lengths
-        return int(self._blocks.num_more(lengths, num_more.clip(min=0)).sum())
+        return int(self._blocks.num_new_blocks(lengths, num_more.clip(min=0)).sum())
 
-    def place(self, group: Group, requests: Sequence[Request]) -> list[int]:
+    def assign_rows(self, group: PrefixGroup, requests: Sequence[Request]) -> list[int]:
         """Give admitted requests of a group, whose prefix was prefilled, their rows; returns these."""
         assert group.row is not None
         is_last = not group.requests
@@ -221,14 +221,14 @@ class RequestTable:
         if is_last:
             rows.append(group.row)
         for row, request in zip(rows, requests, strict=True):
-            self.columns.put(row, request)
+            self.columns.put_request(row, request)
         return rows
 
-    def start(self, rows: IntArray) -> None:
+    def add_running(self, rows: IntArray) -> None:
         """Run the requests in these rows [n], as the youngest ones."""
         self.running = np.concatenate([self.running, rows])
 
-    def below_limit(self) -> IntArray:
+    def rows_below_limit(self) -> IntArray:
         """The rows of running requests that have not reached their limits, unread tokens included."""
         rows = self.running
         # The cache never holds the last token.
@@ -249,7 +249,7 @@ class RequestTable:
         self._blocks.extend(rows)
         return rows
 
-    def take_appended(self) -> dict[int, IntArray]:
+    def next_appended_chunks(self) -> dict[int, IntArray]:
         """Take requests off `appended`, and reserve space for the tokens [n] to compute of each; returns them by row.
 
         They end with a block, and are up to `max_prefill_tokens` of all requests. A request without a free block for
@@ -260,7 +260,7 @@ class RequestTable:
         while self.appended and len(self.running) + len(taken) < self.max_running and max_tokens > 0:
             row = self.appended.popleft()
             length = int(self._blocks.lengths[row])
-            num_left = self.cache.part_size - length % self.cache.part_size
+            num_left = self.cache.prefill_chunk_size - length % self.cache.prefill_chunk_size
             ids = self.columns.tokens(row, length)["id"][: min(max_tokens, num_left)]
             rows = np.array([row])
             while not self._blocks.can_extend(rows):
@@ -274,11 +274,11 @@ class RequestTable:
                 max_tokens -= len(ids)
         return taken
 
-    def launched(self, rows: IntArray, sampled: Tensor) -> None:
+    def enqueue_readback(self, rows: IntArray, sampled: Tensor) -> None:
         """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""
         self._readbacks.append(Readback(rows, sampled, self.weight_version))
 
-    def read(self, *, num_unread: int = 0) -> list[SampledSequence]:
+    def drain_readbacks(self, *, num_unread: int = 0) -> list[SampledSequence]:
         """Read launched tokens except the `num_unread` newest launches; returns the sequences that finish with them.
 
         With asynchronous decoding a request's token before may have been its last: then this one is discarded.
@@ -288,7 +288,7 @@ class RequestTable:
             readback = self._readbacks.popleft()
             reasons = self.columns.append(*readback.read())
             if reasons:
-                finished += [self.columns.sequence(row, reason) for row, reason in reasons.items()]
+                finished += [self.columns.finished_sequence(row, reason) for row, reason in reasons.items()]
                 self._end_turns(np.array(list(reasons)))
         return finished
 
@@ -331,12 +331,12 @@ class RequestTable:
             return False
         _, row = self.parked.popitem()
         self._remove(row)
-        self.stats.drops += 1
+        self.stats.evictions += 1
         return True
 
     def _preempt(self, row: int) -> None:
         """Return a request, all of whose tokens were read, to the front of the queue."""
-        self.queue.appendleft(Group(self.columns.unfinished(row)))
+        self.queue.appendleft(PrefixGroup(self.columns.requeued_request(row)))
         self._stop(np.array([row]))
         self._remove(row)
         self.stats.preemptions += 1
@@ -357,29 +357,29 @@ class Readback:
     def __init__(self, rows: IntArray, sampled: Tensor, weight_version: int):
         """Start the copy. It does not wait for the device."""
         self._rows = rows
-        self._is_wanted = np.ones(len(rows), np.bool_)
+        self._is_live = np.ones(len(rows), np.bool_)
         self._weight_version = weight_version
         # From CUDA the copy goes to pinned memory, so it runs while the host continues.
         self._sampled = sampled.to("cpu", non_blocking=True)
-        self._arrived: torch.cuda.Event | None = None
+        self._copy_done: torch.cuda.Event | None = None
         if sampled.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._copy_done = torch.cuda.Event()
+            self._copy_done.record()
 
     def discard(self, rows: IntArray) -> int:
         """Discard the tokens of requests [n] that left the batch; returns how many they are."""
-        is_discarded = self._is_wanted & np.isin(self._rows, rows)
-        self._is_wanted &= ~is_discarded
+        is_discarded = self._is_live & np.isin(self._rows, rows)
+        self._is_live &= ~is_discarded
         return int(is_discarded.sum())
 
     def read(self) -> tuple[IntArray, Stream]:
         """Wait for the copy; returns the rows of the requests [n] that are still in the batch, and their TOKEN [n]."""
-        if self._arrived is not None:  # all work launched until then is done, not later work
-            self._arrived.synchronize()
+        if self._copy_done is not None:  # all work launched until then is done, not later work
+            self._copy_done.synchronize()
         ids, logprob_bits = self._sampled.numpy()
         tokens = np.empty(len(ids), TOKEN)
         tokens["id"] = ids
         tokens["logprob"] = logprob_bits.view(np.float32)
         tokens["weight_version"] = self._weight_version
         tokens["is_sampled"] = True
-        return self._rows[self._is_wanted], tokens[self._is_wanted]
+        return self._rows[self._is_live], tokens[self._is_live]

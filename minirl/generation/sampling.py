@@ -165,12 +165,14 @@ def sample(
     return tokens, token_logprobs[:, 0]
 
 
-def sample_packed(hidden: Tensor, head: Tensor, positions: Tensor, sampling: Sequence[Tensor]) -> Tensor:
+def sample_packed(
+    hidden: Tensor, head: Tensor, positions: Tensor, sampling_params: Sequence[Tensor]
+) -> Tensor:
     """Return the results of `sample` as int32 [2, B] for one download: tokens, and the bits of their logprobs in fp32.
 
-    On CUDA it never waits for the device. sampling: see `RequestColumns.sampling`; on the device.
+    On CUDA it never waits for the device. sampling_params: see `RequestColumns.sampling_params`; on the device.
     """
-    keys, temperature, *truncation = sampling
+    keys, temperature, *truncation = sampling_params
     tokens, logprobs = sample(
         hidden, head, keys=keys, positions=positions, temperature=temperature, truncation=truncation
     )
@@ -187,9 +189,9 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     top_logits, ids = logits.topk(width)
     is_kept = torch.arange(width, device=logits.device) < top_k[:, None]
     probs = top_logits.double().masked_fill(~is_kept, -torch.inf).softmax(-1)
-    share_before = probs.cumsum(-1) - probs
+    prob_before = probs.cumsum(-1) - probs
     # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.
-    is_kept &= (share_before < top_p[:, None]) | (top_p[:, None] == 1)
+    is_kept &= (prob_before < top_p[:, None]) | (top_p[:, None] == 1)
     is_left_out = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
     is_left_out &= ((top_k > 0) & (temperature > 0))[:, None]
     logits.masked_fill_(is_left_out, -torch.inf)

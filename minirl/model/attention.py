@@ -98,7 +98,7 @@ class CachePool(NamedTuple):
     states: Any
 
 
-class PagedRead(NamedTuple):
+class PagedMetadata(NamedTuple):
     """What `paged_attention` reads for B requests: block table int32 [B, n], and how many keys each has, int32 [B]."""
 
     blocks: Tensor
@@ -106,10 +106,10 @@ class PagedRead(NamedTuple):
 
 
 # What `portable_attention` reads, by window: its index and mask.
-PortableRead = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]]
+PortableMetadata = Mapping[int | None, tuple[portable_attention.DecodeIndex, Tensor]]
 
 
-class Cached(NamedTuple):
+class SlotMapping(NamedTuple):
     """Where the tokens of a layout are cached.
 
     rows int64: the cache row of each sequence in a `PackedLayout`, and of each token in a `DecodeLayout`.
@@ -169,12 +169,12 @@ class PackedLayout(_Memo):
         computed_tokens   0  1  2        5  6  7     the index of each of the T' tokens in the stream
         positions         0  1  2        2  3  4     of each of the T' tokens in its sequence
 
-    cached: where keys and values are stored, if they are. Then nothing is shared.
+    slot_mapping: where keys and values are stored, if they are. Then nothing is shared.
     """
 
     sequences: tuple[Sequence, ...]
     device: torch.device
-    cached: Cached | None = None
+    slot_mapping: SlotMapping | None = None
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -243,8 +243,8 @@ class DecodeLayout(_Memo):
     """
 
     positions: Tensor
-    cached: Cached
-    read: PagedRead | PortableRead
+    slot_mapping: SlotMapping
+    metadata: PagedMetadata | PortableMetadata
     repeats: tuple[int, ...] | None = None
 
 
@@ -256,15 +256,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
 
     Stores k and v in the layout's cache for `layer`, if it has one.
     """
-    if layout.cached is not None:
-        layout.cached.store(layer, k, v)
+    if layout.slot_mapping is not None:
+        layout.slot_mapping.store(layer, k, v)
     if isinstance(layout, DecodeLayout):
-        keys, values = layout.cached.pool.layers[layer]
-        if isinstance(layout.read, PagedRead):
+        keys, values = layout.slot_mapping.pool.layers[layer]
+        if isinstance(layout.metadata, PagedMetadata):
             from minirl.extras.kernels import paged_attention
 
-            return paged_attention.decode(q, keys, values, *layout.read, window=window)
-        return portable_attention.decode(q, keys, values, *layout.read[window])
+            return paged_attention.decode(q, keys, values, *layout.metadata, window=window)
+        return portable_attention.decode(q, keys, values, *layout.metadata[window])
     if len(layout.positions) == 0:
         # Zeros that depend on all three, so that each has a gradient.
         return 0 * q + 0 * (k.sum() + v.sum())
@@ -275,10 +275,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, layer: int, windo
     return portable_attention.attend_packed(q, k, v, index)
 
 
-def _portable_index(layout: PackedLayout, window: int | None, num_kv: int) -> portable_attention.PackedIndex:
+def _portable_index(
+    layout: PackedLayout, window: int | None, num_kv_heads: int
+) -> portable_attention.PackedIndex:
     """The portable kernel's index for layers with this window and number of key heads."""
     return portable_attention.index_packed(
-        layout.lengths, layout.num_shared, layout.hidden_index, window=window, num_kv=num_kv
+        layout.lengths, layout.num_shared, layout.hidden_index, window=window, num_kv_heads=num_kv_heads
     )
 
 

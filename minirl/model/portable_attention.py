@@ -130,7 +130,7 @@ def index_packed(
     hidden_index: Tensor,
     *,
     window: int | None,
-    num_kv: int,
+    num_kv_heads: int,
 ) -> PackedIndex:
     """Index attention over a stream of sequences of these lengths.
 
@@ -168,8 +168,8 @@ def index_packed(
         hidden_queries = hidden_index[stream_start + query]
         hidden_keys = hidden_index[stream_start + key]
         blocks = _QueryBlocks(
-            queries=_rows_of_heads(hidden_queries, num_kv).to(device),
-            keys=_rows_of_heads(hidden_keys, num_kv).to(device),
+            queries=_rows_of_heads(hidden_queries, num_kv_heads).to(device),
+            keys=_rows_of_heads(hidden_keys, num_kv_heads).to(device),
             mask=mask[:, None, :, None].to(device),
         )
         query_blocks.append(blocks)
@@ -203,13 +203,13 @@ def _query_spans(
     return spans
 
 
-def _rows_of_heads(hidden_index: Tensor, num_kv: int) -> Tensor:
+def _rows_of_heads(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
     """Return the rows of a matrix [T' x K, ...] for hidden indices [n, m] at each key head: [n x K x m].
 
     Row t x K + h belongs to head h of token t.
     """
-    head = torch.arange(num_kv)[:, None]
-    rows = hidden_index[:, None] * num_kv + head  # [n, K, m]
+    head = torch.arange(num_kv_heads)[:, None]
+    rows = hidden_index[:, None] * num_kv_heads + head  # [n, K, m]
     return rows.flatten()
 
 
@@ -233,8 +233,8 @@ def attend_packed(
 ) -> Tensor:
     """Causal attention of q [T', H, C] over k and v [T', K, C] -> [T', H, C]."""
     shape = q.shape
-    num_kv, dim = k.shape[1:]
-    groups = shape[1] // num_kv
+    num_kv_heads, dim = k.shape[1:]
+    groups = shape[1] // num_kv_heads
     q = q.reshape(-1, groups * dim)
     k = k.reshape(-1, dim)
     v = v.reshape(-1, dim)
@@ -246,7 +246,7 @@ def attend_packed(
         block_k = k.index_select(0, blocks.keys).view(-1, num_keys, dim)
         block_v = v.index_select(0, blocks.keys).view(-1, num_keys, dim)
         scores = batch_invariance.bmm(block_q, block_k.transpose(1, 2))
-        scores = scores.view(n, num_kv, num_queries, groups, num_keys)
+        scores = scores.view(n, num_kv_heads, num_queries, groups, num_keys)
         probs = _softmax(scores, blocks.mask, dim).view(-1, num_rows, num_keys)
         # One product for each key block.
         products = map(batch_invariance.bmm, probs.split(BLOCK, 2), block_v.split(BLOCK, 1))
@@ -306,7 +306,7 @@ def index_decode(
     tables: np.ndarray,
     *,
     window: int | None,
-    num_kv: int,
+    num_kv_heads: int,
     groups: int,
     min_users: int,
 ) -> DecodeIndex:
@@ -330,7 +330,7 @@ def index_decode(
     request, column_of_entry = is_used.nonzero()
     block = tables[request, first_block[request] + column_of_entry]
 
-    block_sets, slot = _assign_slots(block, num_kv, groups, min_users)
+    block_sets, slot = _assign_slots(block, num_kv_heads, groups, min_users)
 
     # Beyond its last block, a request reads this one again. Another request's block could hold NaN, and NaN plus the
     # mask's -inf is NaN.
@@ -357,7 +357,7 @@ def index_decode(
 
 def _assign_slots(
     block: np.ndarray,
-    num_kv: int,
+    num_kv_heads: int,
     groups: int,
     min_users: int,
 ) -> tuple[list[_BlockSet], np.ndarray]:
@@ -376,18 +376,18 @@ def _assign_slots(
         live_blocks = torch.from_numpy(live)
         num_users = num_users[live]
 
-    head = np.arange(num_kv)
+    head = np.arange(num_kv_heads)
     # With at most `min_users` users, the slots of a block are its own at each key head.
-    slot = (live_index[:, None] * num_kv + head) * min_users
-    num_slots = len(live) * num_kv * min_users
+    slot = (live_index[:, None] * num_kv_heads + head) * min_users
+    num_slots = len(live) * num_kv_heads * min_users
     block_sets: list[_BlockSet] = [(live_blocks, slice(0, num_slots * groups))]
     most_users = int(num_users.max())
     if most_users > min_users:
         shared = (num_users > min_users).nonzero()[0]
         is_shared = num_users[live_index] > min_users
         place = np.searchsorted(shared, live_index[is_shared])
-        slot[is_shared] = num_slots + (place[:, None] * num_kv + head) * most_users
-        end = num_slots + len(shared) * num_kv * most_users
+        slot[is_shared] = num_slots + (place[:, None] * num_kv_heads + head) * most_users
+        end = num_slots + len(shared) * num_kv_heads * most_users
         block_sets.append((torch.from_numpy(live[shared]), slice(num_slots * groups, end * groups)))
     if most_users > 1:
         # Number the users of each block 0, 1, ... in the order of the entries. Once the entries are sorted by

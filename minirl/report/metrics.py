@@ -144,11 +144,11 @@ def add_rollouts(
 def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
     """Add the wasted share of this rank's decode steps, how full they were, and how many requests lost their cache."""
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
-    metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.most_running)
+    metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.peak_running)
     if stats.preemptions:
         metrics.add_total("count/preempted", stats.preemptions)
-    if stats.drops:
-        metrics.add_total("count/dropped", stats.drops)
+    if stats.evictions:
+        metrics.add_total("count/dropped", stats.evictions)
 
 
 def add_skipped(

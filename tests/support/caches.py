@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minirl.generation.kv_cache import KVCache
 from minirl.model import portable_attention
-from minirl.model.attention import DecodeLayout, PagedRead
+from minirl.model.attention import DecodeLayout, PagedMetadata
 from minirl.model.portable_attention import BLOCK
 
 CPU = torch.device("cpu")
@@ -53,13 +53,13 @@ def poison(cache: KVCache, rows: Iterable[int] = ()) -> None:
         pool.values[:, block, :, end:] = torch.nan
 
 
-def paged_read(cache: KVCache, rows: list[int]) -> PagedRead:
+def paged_read(cache: KVCache, rows: list[int]) -> PagedMetadata:
     """What the paged kernel reads in a step of these rows; the rest of a table's row is void."""
     lengths = torch.from_numpy(cache.blocks.lengths[rows]).int()
     num_columns = (int(lengths.max()) - 1) // BLOCK + 1
     wide = torch.full((len(rows), num_columns + 4), 10**6, dtype=torch.int32)
     wide[:, :num_columns] = torch.from_numpy(cache.blocks.tables[rows, :num_columns])
-    return PagedRead(wide[:, :num_columns], lengths)
+    return PagedMetadata(wide[:, :num_columns], lengths)
 
 
 def decoded_both_ways(
@@ -75,7 +75,7 @@ def decoded_both_ways(
     some = [rows[i] for i in chosen]
     keys, values = cache.pool.layers[0]
     q = 2 * torch.randn(len(some), 2 * groups, dim, generator=torch.Generator().manual_seed(1))
-    read = decode_layout(cache, some).read[window]
+    read = decode_layout(cache, some).metadata[window]
     expected = portable_attention.decode(q, keys.float(), values.float(), *read)
     poison(cache, rows)
     inputs = (x.to(device) for x in (q.to(dtype), keys, values, *paged_read(cache, some)))

@@ -4,12 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from minirl.rewards.functions import FunctionReward, PromptGroup, Reward
-from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, unsampled
+from minirl.rollouts import Rollout, RolloutId, SampledSequence, join_streams, unsampled_stream
 
 
 def rewards_of_call(function, row, completions):
     """The rewards that a function gives to completions of a row in one call."""
-    rollouts = [rollout_of(RolloutId(0, 0), [5], unsampled([7]), "stop")] * len(completions)
+    rollouts = [rollout_of(RolloutId(0, 0), [5], unsampled_stream([7]), "stop")] * len(completions)
     texts = iter(completions)
     tokenizer = SimpleNamespace(decode=lambda ids: next(texts))
     reward = function if isinstance(function, Reward) else FunctionReward(function)
@@ -18,14 +18,14 @@ def rewards_of_call(function, row, completions):
 
 def sampled(ids, *, logprobs=0.0, versions=0):
     """These ids as if they were sampled."""
-    stream = unsampled(ids)
+    stream = unsampled_stream(ids)
     stream["is_sampled"], stream["logprob"], stream["weight_version"] = True, logprobs, versions
     return stream
 
 
 def rollout_of(rollout_id, prompt_ids, completion, finish_reason):
     """A prompt with this completion, as a rollout."""
-    stream = join_streams(unsampled(prompt_ids), completion)
+    stream = join_streams(unsampled_stream(prompt_ids), completion)
     return Rollout((SampledSequence(stream, len(prompt_ids), rollout_id, finish_reason),), finish_reason)
 
 

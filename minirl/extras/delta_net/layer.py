@@ -97,26 +97,26 @@ class GatedDeltaNet(nn.Module):
         convolved = delta_rule.convolve(inputs, self.conv1d.weight)
         rows = self._rows(convolved, decay, beta)
         chunks = layout.derive(delta_rule.index_chunks)
-        cached = layout.cached
-        if cached is None:
+        slot_mapping = layout.slot_mapping
+        if slot_mapping is None:
             return delta_rule.run_chunks(rows, chunks)
 
         # The newest inputs of each sequence are those of its last row.
-        states = cached.pool.states.layer(self.layer)
+        states = slot_mapping.pool.states.layer(self.layer)
         last = layout.cu_seqlens[1:].long() - 1  # [sequences]
         newest = padded[windows[:, last]]  # [kernel, sequences, channels]
-        places = self._places(cached.rows, layout.positions[last])
+        places = self._places(slot_mapping.rows, layout.positions[last])
         states.inputs[places] = newest.transpose(0, 1)
-        return delta_rule.run_chunks(rows, chunks, states, cached.rows, last)
+        return delta_rule.run_chunks(rows, chunks, states, slot_mapping.rows, last)
 
     def _decoded(self, mixed: Tensor, decay: Tensor, beta: Tensor, layout: DecodeLayout) -> Tensor:
         """The rule's outputs [B, heads, C] for the next tokens of cached sequences. Their states keep the tokens."""
-        states = layout.cached.pool.states.layer(self.layer)
+        states = layout.slot_mapping.pool.states.layer(self.layer)
         num_padded = delta_rule.padded_rows(self.shape, mixed.device)
         kernel_size = self.shape.kernel_size
         out = decay.new_empty(*decay.shape, self.shape.value_head_dim)
         for part in layout.derive(split_rounds):
-            slots = layout.cached.rows[part]  # [n]
+            slots = layout.slot_mapping.rows[part]  # [n]
             positions = layout.positions[part]
             states.inputs[slots, positions % kernel_size] = mixed[part]
             places = self._places(slots, positions)

@@ -31,22 +31,22 @@ def decode(
     """Attention of the newest tokens q [B', H, C] over a pool -> [B', H, C].
 
     keys [S, K, C, BLOCK] and values [S, K, BLOCK, C]: the pool of S blocks.
-    blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.PagedRead`.
+    blocks int32 [B, n] and lengths int32 [B] >= 1: as in `attention.PagedMetadata`.
     Results beyond the first B are arbitrary.
     """
     num_padded, num_heads, dim = q.shape
-    num_kv = keys.shape[1]
+    num_kv_heads = keys.shape[1]
     max_blocks = blocks.shape[1]
-    groups = num_heads // num_kv
+    groups = num_heads // num_kv_heads
     num_splits = 1
-    while num_padded * num_kv * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
+    while num_padded * num_kv_heads * num_splits < MIN_PROGRAMS and num_splits < max_blocks:
         num_splits *= 2
     # Each split gives the mean of its values and the logarithm of its weight among the splits. With one split
     # the mean is the result.
     mean_dtype = q.dtype if num_splits == 1 else torch.float32
-    means = q.new_empty(num_padded, num_kv, num_splits, groups, dim, dtype=mean_dtype)
-    log_weights = q.new_empty(num_padded, num_kv, num_splits, groups, dtype=torch.float32)
-    grid = (len(lengths), num_kv, num_splits)
+    means = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dim, dtype=mean_dtype)
+    log_weights = q.new_empty(num_padded, num_kv_heads, num_splits, groups, dtype=torch.float32)
+    grid = (len(lengths), num_kv_heads, num_splits)
     attend_blocks[grid](
         q.contiguous(),
         keys,
@@ -58,7 +58,7 @@ def decode(
         max_blocks,
         window or 0,
         dim**-0.5,
-        **constants(num_kv, groups, dim, keys.shape[-1], keys.dtype),
+        **constants(num_kv_heads, groups, dim, keys.shape[-1], keys.dtype),
         **OPTIONS,
     )
     if num_splits == 1:
@@ -68,11 +68,11 @@ def decode(
     return mean.to(q.dtype).view(num_padded, num_heads, dim)
 
 
-def constants(num_kv: int, groups: int, dim: int, block: int, dtype: torch.dtype) -> dict[str, int]:
+def constants(num_kv_heads: int, groups: int, dim: int, block: int, dtype: torch.dtype) -> dict[str, int]:
     """The kernel's compile-time constants by name: key heads, query heads of each, head dimension, a block's tokens."""
     padded_dim = _padded_size(dim)
     return {
-        "NUM_KV": num_kv,
+        "NUM_KV": num_kv_heads,
         "GROUPS": groups,
         "DIM": dim,
         "PADDED_GROUPS": _padded_size(groups),
