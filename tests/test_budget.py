@@ -95,7 +95,7 @@ class FusedNorm(torch.autograd.Function):
 def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
     """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm."""
     monkeypatch.setattr(attention, "kernel_for", lambda *given: "varlen")
-    monkeypatch.setattr(attention, "takes_shared_key_heads", lambda varlen_attn: False)
+    monkeypatch.setattr(attention, "supports_gqa", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
     layout = Batch(independent_sequences([64]), torch.arange(64), torch.arange(64) > 0).layout()
     for name, (raw, _) in PUBLISHED.items():

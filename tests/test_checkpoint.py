@@ -43,7 +43,7 @@ class TinyModel:
         self.module = dataclasses.make_dataclass("Module", ["config"])(config_from_dict(RAW_CONFIG))
         self.masters = {"weight": torch.zeros(5000)}
 
-    def whole_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
+    def full_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
         return self.masters
 
     def state_tensors(self, optimizer: None) -> dict[str, torch.Tensor]:

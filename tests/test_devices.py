@@ -16,7 +16,7 @@ from minirl.generation.engine import Engine
 from minirl.model.config import Adapters
 from minirl.model.rotation import rope_table
 from minirl.model.transformer import Transformer
-from minirl.model.weights import fill
+from minirl.model.weights import fill_parameter
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.training.batch import Batch, independent_sequences
 from minirl.training.frozen_models import FrozenModel
@@ -103,7 +103,7 @@ def test_a_stored_weight_moves_to_the_device_in_its_own_dtype(device):
     """Torch would cast it on the host, and move the result."""
     weight = torch.zeros(2, 3, device=device)
     weight.copy_ = mock.Mock()
-    fill(weight, torch.ones(2, 3, dtype=torch.bfloat16), "")
+    fill_parameter(weight, torch.ones(2, 3, dtype=torch.bfloat16), "")
     (moved,) = weight.copy_.call_args.args
     assert (moved.device, moved.dtype) == (device, torch.bfloat16)
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.families import FAMILIES, config_from_dict, read_config
-from minirl.model.transformer import is_batch_invariant, on_meta
-from minirl.model.weights import kept_tensors, load_replica, write_folder
+from minirl.model.transformer import is_batch_invariant, make_meta_model
+from minirl.model.weights import load_replica, passthrough_tensors, write_folder
 from minirl.run.budget import num_parameters
 from minirl.training.batch import pack
 from support.engines import CPU, hidden_states, make_engine, make_request, scores_of
@@ -142,7 +142,7 @@ def test_a_vision_models_folder_is_read_for_its_text_and_saved_whole(family, tmp
     got = model.lm_head(hidden_states(model, tokens))
     assert (got - expected).norm() <= 2e-6 * expected.norm()
     raw = json.loads((tmp_path / "config.json").read_text())
-    kept = kept_tensors(model.config, tmp_path)
+    kept = passthrough_tensors(model.config, tmp_path)
     write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, kept=kept)
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "saved"))
     assert before.keys() == after.keys()
@@ -170,7 +170,7 @@ def test_published_models_have_as_many_parameters_as_their_names_say(name):
     config = config_from_dict(raw)
     assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.01)
     adapted = dataclasses.replace(config, adapters=Adapters(16))
-    modules = on_meta(config).model.layers.modules()
+    modules = make_meta_model(config).model.layers.modules()
     trained = sum(16 * (m.in_features + m.out_features) for m in modules if isinstance(m, torch.nn.Linear))
     assert num_parameters(adapted, trained=True) == trained
     assert num_parameters(adapted) == num_parameters(config) + trained

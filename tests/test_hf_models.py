@@ -25,7 +25,7 @@ from minirl.files.json_files import read_json_object
 from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import is_batch_invariant
-from minirl.model.weights import kept_tensors, load_replica, write_folder
+from minirl.model.weights import load_replica, passthrough_tensors, write_folder
 from minirl.run.budget import num_parameters
 from minirl.run.embedded_model import save_tokenizer
 from minirl.training.batch import pack
@@ -114,7 +114,7 @@ def test_a_type_has_transformers_logits_its_bits_in_decoding_and_its_names_in_a_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
-    kept = kept_tensors(model.config, tmp_path / "read")
+    kept = passthrough_tensors(model.config, tmp_path / "read")
     write_folder(tmp_path / "saved", dict(model.named_parameters()), config=raw, kept=kept)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "saved"))
     assert before.keys() == after.keys()
@@ -157,7 +157,7 @@ def test_adapters_of_layers_without_linear_modules_are_refused():
 
 def test_mistral_with_kinds_of_layers_is_ministral_as_in_transformers():
     config = config_from_dict(make_config("mistral", layer_types=["full_attention"] * 2).to_dict())
-    assert (config.other is not None, config.layer_windows) == (True, (None, None))
+    assert (config.hf_backend is not None, config.layer_windows) == (True, (None, None))
 
 
 def test_a_rope_that_depends_on_the_longest_sequence_ends_where_it_would_change():
@@ -211,7 +211,7 @@ def passing_types():
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = make_config(kind, num_hidden_layers=4)
-            other = config_from_dict(json.loads(json.dumps(config.to_dict()))).other
+            other = config_from_dict(json.loads(json.dumps(config.to_dict()))).hf_backend
             assert other is None or other.is_exact
         except Exception as error:
             print(kind, repr(error)[:150], file=sys.stderr)

@@ -10,9 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from minirl.model import batch_invariance
 from minirl.model.attention import PackedLayout, Sequence
-from minirl.model.batch_invariance import INEXACT, ProductForm
+from minirl.model.batch_invariance import INEXACT, MatmulForm
 from minirl.model.families import config_from_dict
-from minirl.model.layers import ACTIVATIONS, Gate
+from minirl.model.layers import ACTIVATIONS, GatedActivation
 from minirl.model.transformer import Transformer, is_batch_invariant
 from minirl.run import embedded_model
 from support.marks import slow
@@ -30,7 +30,7 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
     """`linear` has F.linear's meaning, shape and dtype at every row count, tiled or not.
 
     Logits are wide sums of narrow inputs: bf16 inputs give fp32 logits with fp32's error; fp64 stays fp64. Pitfall 7.
-    `wide_mm` rounds its factors, such as fp32 gradients of logits, and nothing else.
+    `mm_fp32_out` rounds its factors, such as fp32 gradients of logits, and nothing else.
     """
     assert 300 * 64 < batch_invariance.MAX_PLAIN_BF16 < 700 * 64  # both kinds of products
     wide = batch_invariance.at_least_fp32(dtype)
@@ -40,7 +40,7 @@ def test_products_are_exact_up_to_rounding(num_in, num_out, rows, dtype):
         (batch_invariance.linear(x, weight), dtype, EPS[dtype], (x, weight)),
         (batch_invariance.linear(x, weight, bias), dtype, EPS[dtype], (x, weight, bias)),
         (batch_invariance.head_logits(x, weight), wide, EPS[wide], (x, weight)),
-        (batch_invariance.wide_mm(wide_x, weight.t(), dtype), wide, EPS[dtype], (wide_x, weight)),
+        (batch_invariance.mm_fp32_out(wide_x, weight.t(), dtype), wide, EPS[dtype], (wide_x, weight)),
     ):
         exact = F.linear(*(term.double() for term in terms))
         magnitudes = F.linear(*(term.double().abs() for term in terms))
@@ -55,7 +55,10 @@ def test_the_gate_has_the_bits_of_autograd(name, width, dtype):
     """Values and both gradients, of views with strides too, as a fused projection gives them."""
     activate = functools.partial(batch_invariance.activate, function=ACTIVATIONS[name])
     results = []
-    for gated in (lambda gate, up: Gate.apply(gate, up, activate), lambda gate, up: activate(gate) * up):
+    for gated in (
+        lambda gate, up: GatedActivation.apply(gate, up, activate),
+        lambda gate, up: activate(gate) * up,
+    ):
         x = (4 * randn(9, 2 * width, dtype=dtype)).requires_grad_()
         out = gated(*x.chunk(2, 1))
         results.append((out, *torch.autograd.grad(out, x, randn(9, width, dtype=dtype, seed=1))))
@@ -96,16 +99,16 @@ def at(*rows):
     return lambda x: torch.full((len(x), 1), 1e-5 * (len(x) in rows))
 
 
-TILES = ProductForm(64, is_tiled=True)
+TILES = MatmulForm(64, is_tiled=True)
 
 
 @pytest.mark.parametrize(
     ("error", "form"),
     [
-        (at(), ProductForm(4)),
-        (at(1, 2, 3), ProductForm(4)),
-        (at(4), ProductForm(8)),
-        (at(*range(9)), ProductForm(16)),
+        (at(), MatmulForm(4)),
+        (at(1, 2, 3), MatmulForm(4)),
+        (at(4), MatmulForm(8)),
+        (at(*range(9)), MatmulForm(16)),
         (at(*range(17)), TILES),
         (at(129), TILES),
         (at(47), TILES),
@@ -120,8 +123,8 @@ def test_the_probe_chooses_the_cheapest_form_that_hides_what_products_depend_on(
     In the form of its shape, which is not that of another one, a row has the same bits in any batch.
     """
     library(lambda x, weight, bias=None: exact_product(x, weight).float() + error(x) * (len(weight) < 100))
-    for num_out, of_shape in ((6, form), (70, form), (130, ProductForm(4))):
-        assert batch_invariance.product_form(12, num_out, torch.float32) == of_shape
+    for num_out, of_shape in ((6, form), (70, form), (130, MatmulForm(4))):
+        assert batch_invariance.matmul_form(12, num_out, torch.float32) == of_shape
         factors = randn(140, 12), randn(num_out, 12, seed=1)
         differ = rows_that_differ(batch_invariance.linear, *factors, random.Random(0))
         assert bool(differ) == (of_shape == INEXACT)
@@ -135,20 +138,20 @@ def test_products_are_measured_again_under_settings_that_change_them(library, mo
     library(lambda x, weight: exact_product(x, weight).float() + at(*rows_with_error)(x))
 
     def form():
-        return batch_invariance.product_form(12, 70, torch.float32)
+        return batch_invariance.matmul_form(12, 70, torch.float32)
 
-    assert form() == ProductForm(4)
+    assert form() == MatmulForm(4)
     rows_with_error += range(9)
-    assert form() == ProductForm(4), "measured only once"
+    assert form() == MatmulForm(4), "measured only once"
     with monkeypatch.context() as other:
         other.setattr(torch, "get_num_threads", lambda: 2)
         assert form() == INEXACT
-    assert form() == ProductForm(4)
+    assert form() == MatmulForm(4)
     settings = torch.backends.mkldnn.matmul
     precision = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
-        assert form() == ProductForm(16)
+        assert form() == MatmulForm(16)
     finally:
         settings.fp32_precision = precision
 
@@ -179,7 +182,7 @@ def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, mo
     x, weight = randn(600, 4, dtype=torch.bfloat16), randn(4, 4, dtype=torch.bfloat16, seed=1)
     assert torch.equal(linear(x[:129], weight), linear(x, weight)[:129])
     library(linear)
-    assert batch_invariance.product_form(4, 4, torch.bfloat16) == TILES
+    assert batch_invariance.matmul_form(4, 4, torch.bfloat16) == TILES
 
 
 @pytest.mark.slow
@@ -197,7 +200,7 @@ def test_no_shape_is_called_batch_invariant_that_is_not(dtype, seed):
         if batch_invariance.is_batch_invariant([shape], dtype, CPU, is_head=is_head):
             product = batch_invariance.head_logits if is_head else batch_invariance.linear
             num_rows = rng.choice([640, 3000 if num_in * num_out < 20_000 else 640])
-            (x,), (weight,) = batch_invariance.cancelling_factors(1, num_rows, *shape, dtype)
+            (x,), (weight,) = batch_invariance.cancelling_operands(1, num_rows, *shape, dtype)
             usual = randn(num_rows, num_in, seed=seed), randn(num_out, num_in, seed=seed + 1)
             for factors in ((x, weight), usual):
                 if rows := rows_that_differ(product, *(factor.to(dtype) for factor in factors), rng):

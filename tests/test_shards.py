@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from minirl.model import batch_invariance
 from minirl.model.config import Adapters
 from minirl.model.shards import share_layers
-from minirl.model.transformer import Transformer, is_batch_invariant, on_meta
+from minirl.model.transformer import Transformer, is_batch_invariant, make_meta_model
 from minirl.run import planning, setup
 from support.engines import CPU, make_engine, mixed_requests
 from support.families import make_checkpoint, twin
@@ -28,8 +28,8 @@ from support.scripts import (
 
 def sharded_twin(whole: Transformer, rank: int) -> Transformer:
     """A model with this rank's rows of the layers' weights."""
-    model = on_meta(whole.config)
-    model.shards = share_layers(model.layers, whole.config.adapters)
+    model = make_meta_model(whole.config)
+    model.shard_group = share_layers(model.layers, whole.config.adapters)
     model.to(whole.lm_head.weight.dtype)
     model._apply(lambda tensor: torch.zeros_like(tensor, device=CPU))
     model.tie_weights()
@@ -52,9 +52,9 @@ def decode_both_ways(rank, whole, size, options):
     """This rank's share of the requests decoded from whole weights, and together; its share of the layers' bytes."""
     model = sharded_twin(whole, rank)
     requests = mixed_requests()
-    num_own = len(requests) // size
+    num_computed = len(requests) // size
     # Rank 1 is done long before the others.
-    own = requests[rank * num_own :][: 1 if rank == 1 else num_own]
+    own = requests[rank * num_computed :][: 1 if rank == 1 else num_computed]
     results = []
     for each in (whole, model):
         engine = make_engine(each, **options)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import train_grpo
 from minirl.errors import InputError
-from minirl.model.weights import cut_vocabulary, load_replica
+from minirl.model.weights import load_replica, truncate_vocabulary
 from minirl.training.batch import Batch, independent_sequences
 from minirl.training.scoring import score_teacher
 from support.scripts import read_metrics, read_rollouts, trained, untimed, write_rows
@@ -94,7 +94,7 @@ def test_a_larger_vocabulary_is_cut_and_ids_beyond_a_smaller_one_have_no_mass(te
     )
     assert logprobs.isfinite().all()
     assert logprobs[1::3].exp().sum() == pytest.approx(1)
-    cut_vocabulary(model, 16)
+    truncate_vocabulary(model, 16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(model.lm_head.weight) == 16
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from minirl.errors import InputError
 from minirl.model.families import config_from_dict, read_config, scalar_config
-from minirl.model.folders import given_name, resolve_folder
+from minirl.model.folders import hub_id_or_path, resolve_folder
 from minirl.model.transformer import Transformer
 from minirl.model.weights import (
     check_weights,
@@ -347,7 +347,7 @@ def test_other_names_are_hub_ids(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert given_name(resolve_folder("owner/model")) == "owner/model"
+    assert hub_id_or_path(resolve_folder("owner/model")) == "owner/model"
     assert {"*.json", "*.safetensors"} <= set(patterns)
     files = map(Path, ("pytorch_model.bin", "a.pt", "a.py"))
     assert not any(file.match(pattern) for file in files for pattern in patterns)

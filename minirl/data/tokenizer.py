@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
-from minirl.model.folders import file_of
+from minirl.model.folders import model_file
 
 # A model folder with a tokenizer has at least one of these files.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -41,7 +41,7 @@ class Tokenizer:
         """Load the tokenizer. Raises InputError naming the folder if it has none that can be loaded."""
         from transformers import AutoTokenizer
 
-        source = file_of(folder, "tokenizer_config.json").parent
+        source = model_file(folder, "tokenizer_config.json").parent
         # Without any of these files transformers makes an empty tokenizer.
         has_one = any((source / name).is_file() for name in TOKENIZER_FILES)
         refuse(not has_one, f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
@@ -130,7 +130,7 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     """
     stop_ids: set[Any] = {eos_id}
     for name in ("config.json", "generation_config.json"):
-        path = file_of(folder, name)
+        path = model_file(folder, name)
         # One id, a list of ids, or null.
         listed = read_json_object(path).get("eos_token_id") if path.is_file() else None
         ids = listed if isinstance(listed, list) else [listed]

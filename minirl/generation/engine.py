@@ -34,7 +34,7 @@ from minirl.generation.request_table import PrefixGroup, RequestTable
 from minirl.generation.sampling import sample_packed
 from minirl.model import padding
 from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, upload
-from minirl.model.shards import Pass
+from minirl.model.shards import PassState
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Request, RolloutId, SampledSequence, StopTest
@@ -104,7 +104,7 @@ class Engine:
         # On the device, the newest token of each running request, at its row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)
         # The last pass of ranks that share the model's layers.
-        self._last_pass = Pass()
+        self._last_pass = PassState()
 
     def submit(self, requests: Sequence[Request], *, weight_version: int = 0) -> None:
         """Queue requests, and continue those that are between two turns. Not collective.
@@ -237,9 +237,11 @@ class Engine:
         is_done: this rank will have no tokens until all are done.
         """
         model = self.model
-        if model.shards is not None:
+        if model.shard_group is not None:
             num_rows = max(len(tokens), model.min_rows)
-            self._last_pass = model.shards.begin_pass(num_rows, has_tokens=len(tokens) > 0, is_done=is_done)
+            self._last_pass = model.shard_group.begin_pass(
+                num_rows, has_tokens=len(tokens) > 0, is_done=is_done
+            )
             if not self._last_pass.any_has_tokens:
                 return model.embed_tokens(tokens)
         return model(tokens, layout.positions, layout)
@@ -250,7 +252,7 @@ class Engine:
 
         Returns whether all ranks are done.
         """
-        if self.model.shards is None:
+        if self.model.shard_group is None:
             return True
         nothing = PackedLayout((), self.device)
         self._forward(nothing.positions, nothing, is_done=is_done)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, divisor_of, log_softmax
+from minirl.model.logprobs import VOCAB_CHUNK, chunk_logits, log_softmax, logit_divisor
 from minirl.rollouts import MAX_TOP_K
 
 PURPOSES = {"train": 1, "eval": 2}
@@ -142,7 +142,7 @@ def sample(
     """
     uniform = uniforms(keys, positions)
     is_on_cpu = hidden.device.type == "cpu"
-    divisor = divisor_of(temperature)
+    divisor = logit_divisor(temperature)
     if is_on_cpu:
         logits = torch.cat([chunk_logits(hidden, chunk, divisor) for chunk in head.split(vocab_chunk)], -1)
     else:

@@ -25,9 +25,9 @@ from minirl.model.folders import ADAPTERS_FILE
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # The decoder's prefix in transformers' classes of vision models, and in those of older versions.
-_IN_VISION_MODEL = r"^(model\.language_model|language_model\.model)\."
+_VISION_MODEL_PREFIX = r"^(model\.language_model|language_model\.model)\."
 # Names of modules that PEFT takes for experts, which transformers stacks, even if they are shared experts.
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # PEFT's keys that change nothing in a trained adapter, or only which tensors it has.
 _HARMLESS_KEYS = frozenset(
     "task_type auto_mapping peft_version base_model_name_or_path inference_mode r lora_alpha lora_dropout "
@@ -36,7 +36,7 @@ _HARMLESS_KEYS = frozenset(
 )
 # Values of other keys, besides those that turn an option off, with which `layers.Linear` computes what PEFT does. PEFT
 # changes the base at the start, except with these `init_lora_weights`.
-_PLAIN_VALUES = {
+_SUPPORTED_VALUES = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "revision": ("main",),
@@ -45,7 +45,7 @@ _PLAIN_VALUES = {
 }
 
 
-def first_values(name: str, shape: torch.Size) -> Tensor:
+def initial_values(name: str, shape: torch.Size) -> Tensor:
     """The first values of a parameter that no file has: 0, so that it adds nothing.
 
     An adapter's A is uniform, as in PEFT, and depends on its name.
@@ -99,8 +99,10 @@ def read_adapters(folder: Path) -> SavedAdapters:
     config = read_json_object(path)
     for key, value in config.items():
         is_off = value in (None, False, [], {}) and key != "peft_type"
-        is_plain = is_off or key in _HARMLESS_KEYS or value in _PLAIN_VALUES.get(key, ())
-        refuse(not is_plain, f"{path}: {key} is {value!r}, which minirl does not compute; merge it by PEFT")
+        is_supported = is_off or key in _HARMLESS_KEYS or value in _SUPPORTED_VALUES.get(key, ())
+        refuse(
+            not is_supported, f"{path}: {key} is {value!r}, which minirl does not compute; merge it by PEFT"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise InputError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; expected two numbers")
@@ -108,7 +110,7 @@ def read_adapters(folder: Path) -> SavedAdapters:
     with open_tensors(adapters.path) as file:
         for name in sorted(file.keys()):
             layer = name.removeprefix(_PREFIX).removesuffix(".weight")
-            adapters.tensors[re.sub(_IN_VISION_MODEL, "model.", layer)] = file.get_tensor(name)
+            adapters.tensors[re.sub(_VISION_MODEL_PREFIX, "model.", layer)] = file.get_tensor(name)
     return adapters
 
 
@@ -123,8 +125,8 @@ def peft_config(
     assert config.adapters is not None
     targets = dict.fromkeys(name.split(".")[-2] for name in names if is_adapter(name))
     # PEFT takes some names for experts, which transformers stacks.
-    of_experts = _OF_EXPERTS if config.other is not None and "expert" in str(raw) else ()
-    modules = [name for name in targets if name not in of_experts]
+    expert_names = _EXPERT_PROJECTIONS if config.hf_backend is not None and "expert" in str(raw) else ()
+    modules = [name for name in targets if name not in expert_names]
     # The layers of a vision model's other part may have the same names.
     in_language_model = rf"model\.(language_model\.)?layers\..*\.({'|'.join(modules)})"
     has_score = "score.weight" in names
@@ -137,7 +139,7 @@ def peft_config(
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": in_language_model if config.weight_prefix != "model." else modules,
-        "target_parameters": [f"{name}.weight" for name in targets if name in of_experts] or None,
+        "target_parameters": [f"{name}.weight" for name in targets if name in expert_names] or None,
         "modules_to_save": ["score"] if has_score else None,
         "inference_mode": True,
     }

@@ -187,19 +187,19 @@ class PackedLayout(_Memo):
         return np.array([sequence.num_shared for sequence in self.sequences], np.int64)
 
     @property
-    def num_own(self) -> np.ndarray:
+    def num_computed(self) -> np.ndarray:
         """How many tokens of each sequence are computed as its own, int64 [N]."""
         return self.lengths - self.num_shared
 
     @functools.cached_property
     def cu_seqlens(self) -> Tensor:
         """The start of each sequence in the stream, and the end of the last one; int32 [N + 1]."""
-        return self._limits(self.lengths)
+        return self._cumulative_lengths(self.lengths)
 
     @functools.cached_property
     def cu_queries(self) -> Tensor:
         """The same limits among the T' tokens that the model computes; int32 [N + 1]."""
-        return self._limits(self.num_own)
+        return self._cumulative_lengths(self.num_computed)
 
     @functools.cached_property
     def hidden_rows(self) -> list[np.ndarray]:
@@ -223,15 +223,15 @@ class PackedLayout(_Memo):
     @functools.cached_property
     def computed_tokens(self) -> Tensor:
         """The tokens of the stream that the model computes, int64 [T']."""
-        first_tokens = self.lengths.cumsum() - self.num_own
-        return upload(concatenated_ranges(first_tokens, self.num_own), self.device)
+        first_tokens = self.lengths.cumsum() - self.num_computed
+        return upload(concatenated_ranges(first_tokens, self.num_computed), self.device)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """The position of each computed token in its sequence, int64 [T']."""
-        return upload(concatenated_ranges(self.num_shared, self.num_own), self.device)
+        return upload(concatenated_ranges(self.num_shared, self.num_computed), self.device)
 
-    def _limits(self, lengths: np.ndarray) -> Tensor:
+    def _cumulative_lengths(self, lengths: np.ndarray) -> Tensor:
         return upload(np.append(0, lengths.cumsum()).astype(np.int32), self.device)
 
 
@@ -302,18 +302,18 @@ def _attend_varlen(
     else:
         from torch.nn.attention.varlen import varlen_attn as attend_sequences
 
-        if takes_shared_key_heads(attend_sequences):
+        if supports_gqa(attend_sequences):
             options["enable_gqa"] = True
         else:
             groups = q.shape[1] // k.shape[1]
             k = k.repeat_interleave(groups, 1)
             v = v.repeat_interleave(groups, 1)
-    longest = int(layout.num_own.max()), int(layout.lengths.max())
+    longest = int(layout.num_computed.max()), int(layout.lengths.max())
     out: Tensor = attend_sequences(q, k, v, layout.cu_queries, layout.cu_seqlens, *longest, **options)
     return out
 
 
 @functools.cache
-def takes_shared_key_heads(varlen_attn: Callable[..., Any]) -> bool:
+def supports_gqa(varlen_attn: Callable[..., Any]) -> bool:
     """Return whether torch's kernel takes key heads that query heads share: from torch 2.12 on."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

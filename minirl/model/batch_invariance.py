@@ -3,8 +3,8 @@
 Sampling and scoring see the same token in batches of different sizes. Their logprobs can only be equal bit
 for bit if every product gives a row the same bits whatever the batch. Matrix libraries choose their kernel by
 shape. So on the CPU a rank computes on one thread (`ranks.process_group.start`), no product has fewer than MIN_COLUMNS
-columns, and bf16 is multiplied in fp32 where the CPU has no bf16 instructions (`product_dtype`). The rest is measured
-on the machine, once for each shape and dtype: `product_form` says to how many rows a product is padded, or whether it
+columns, and bf16 is multiplied in fp32 where the CPU has no bf16 instructions (`matmul_dtype`). The rest is measured
+on the machine, once for each shape and dtype: `matmul_form` says to how many rows a product is padded, or whether it
 is computed in tiles of a fixed number of rows. `is_batch_invariant` says whether that suffices for linear layers and
 the head, `portable_attention.min_queries` for attention. Norms and elementwise functions take any number of rows.
 
@@ -26,7 +26,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class ProductForm(NamedTuple):
+class MatmulForm(NamedTuple):
     """How products of one shape are computed: with at least `num_rows` rows, the last ones perhaps padding.
 
     is_tiled: `num_rows` rows at a time.
@@ -36,16 +36,16 @@ class ProductForm(NamedTuple):
     is_tiled: bool = False
 
 
-# The forms that `product_form` tries, the fastest first. With few rows MKL and oneDNN use other kernels: seen at 1 to
+# The forms that `matmul_form` tries, the fastest first. With few rows MKL and oneDNN use other kernels: seen at 1 to
 # 15 rows on Intel; on AMD at 1 to 3, and in bf16 products of few terms and columns up to 15.
-FORMS = (ProductForm(4), ProductForm(8), ProductForm(16), ProductForm(64, is_tiled=True))
+FORMS = (MatmulForm(4), MatmulForm(8), MatmulForm(16), MatmulForm(64, is_tiled=True))
 # The form of products for which nothing is promised.
-INEXACT = ProductForm(1)
+INEXACT = MatmulForm(1)
 # With fewer columns, kernels of matrix and vector compute a product, or such that give each place its own bits.
 MIN_COLUMNS = 64
 # Most elements of a bf16 factor for which, at few rows, MKL's fp32 product is the fastest.
 MAX_PLAIN_BF16 = 1 << 15
-# Numbers of rows that `product_form` tries: all up to 64, those around a kernel's blocks, and for small shapes, whose
+# Numbers of rows that `matmul_form` tries: all up to 64, those around a kernel's blocks, and for small shapes, whose
 # kernels change at a number of multiplications, more. No form has fewer than the first.
 PROBED_ROWS = (
     *range(FORMS[0].num_rows, 66),
@@ -63,10 +63,10 @@ PROBED_ROWS = (
     2049,
     4097,
 )
-# Most multiplications in a product of `product_form` with more than 513 rows, and most elements of its weight.
+# Most multiplications in a product of `matmul_form` with more than 513 rows, and most elements of its weight.
 MAX_PROBED_WORK = 1 << 25
 MAX_PROBED_WEIGHT = 1 << 22
-# Different rows of a product of `product_form`; no divisor or multiple of a kernel's. In bf16 another order of fewer
+# Different rows of a product of `matmul_form`; no divisor or multiple of a kernel's. In bf16 another order of fewer
 # than 8 terms changes one element in 5,000.
 PROBE_PERIOD = 11
 PROBE_PERIOD_OF_FEW_TERMS = 523
@@ -106,7 +106,7 @@ def has_bf16_instructions() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or not torch.cpu._is_avx512_supported()
 
 
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
+def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which the CPU multiplies factors in `dtype`: fp32 for bf16 without bf16 instructions.
 
     There a bf16 product takes 2 to 12 times as long as the fp32 product of the same factors, and a row's bits depend on
@@ -115,14 +115,14 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 and not has_bf16_instructions() else dtype
 
 
-def _is_widened(x: Tensor) -> bool:
+def _is_upcast(x: Tensor) -> bool:
     """Return whether products of x are computed in fp32 although x is not."""
-    return x.device.type == "cpu" and product_dtype(x.dtype) != x.dtype
+    return x.device.type == "cpu" and matmul_dtype(x.dtype) != x.dtype
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:
     """`torch.bmm` of x [n, R, i] and y [n, i, j]."""
-    if not _is_widened(x):
+    if not _is_upcast(x):
         return torch.bmm(x, y)
     return torch.bmm(x.float(), y.float()).to(x.dtype)
 
@@ -132,36 +132,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     num_columns, num_terms = weight.shape
-    form = product_form(num_terms, num_columns, product_dtype(x.dtype))
-    if form.is_tiled or num_columns < MIN_COLUMNS or _is_widened(x):
-        return _Product.apply(x, weight, bias, form)
+    form = matmul_form(num_terms, num_columns, matmul_dtype(x.dtype))
+    if form.is_tiled or num_columns < MIN_COLUMNS or _is_upcast(x):
+        return _Matmul.apply(x, weight, bias, form)
     num_rows = len(x)
     if num_rows < form.num_rows:
         return F.linear(pad_rows(x, form.num_rows), weight, bias)[:num_rows]
     return F.linear(x, weight, bias)
 
 
-class _Product(torch.autograd.Function):
-    """`F.linear` by `_multiply`, in the dtype of `product_dtype`.
+class _Matmul(torch.autograd.Function):
+    """`F.linear` by `_matmul_in_form`, in the dtype of `matmul_dtype`.
 
     The gradients are neither tiled nor padded: nothing needs to equal them bit for bit.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: ProductForm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: MatmulForm) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
-        wide = product_dtype(x.dtype)
+        wide = matmul_dtype(x.dtype)
         # Added by the product, as in one that is not padded: alone it would be rounded twice.
         wide_bias = None if bias is None else pad_rows(bias.to(wide), MIN_COLUMNS)
         product = functools.partial(F.linear, bias=wide_bias)
-        return _multiply(product, x.to(wide), weight.to(wide), form).to(x.dtype)
+        return _matmul_in_form(product, x.to(wide), weight.to(wide), form).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """See the class."""
         x, weight = ctx.saved_tensors
-        wide = product_dtype(grad.dtype)
+        wide = matmul_dtype(grad.dtype)
         wide_grad = grad.to(wide)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -173,8 +173,8 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _multiply(
-    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: ProductForm
+def _matmul_in_form(
+    product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, form: MatmulForm
 ) -> Tensor:
     """Return the contiguous product [T, out], computed in this form with MIN_COLUMNS columns or more."""
     num_rows, num_columns = len(x), len(weight)
@@ -202,12 +202,12 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a and b, rounded to `dtype`; sums and result are in fp32 (fp64 for fp64)."""
     wide = at_least_fp32(dtype)
     if a.device.type != "cpu" and dtype != wide:
         return torch.mm(a.to(dtype), b.to(dtype), out_dtype=wide)
-    if product_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
+    if matmul_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
         return torch.mm(a.to(wide), b.to(wide))
     # mm has no out_dtype on the CPU. An fp32 product that may round its factors to bf16 has the same result,
     # at the speed of bf16.
@@ -223,18 +223,18 @@ def wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return contiguous logits [T, V] of hidden [T, D] and weight [V, D]; sums and logits are fp32 (fp64 for fp64)."""
     if hidden.device.type != "cpu":
-        return _head_product(hidden, weight)
-    form = product_form(weight.shape[1], len(weight), product_dtype(hidden.dtype), is_head=True)
-    return _multiply(_head_product, hidden, weight, form)
+        return _head_matmul(hidden, weight)
+    form = matmul_form(weight.shape[1], len(weight), matmul_dtype(hidden.dtype), is_head=True)
+    return _matmul_in_form(_head_matmul, hidden, weight, form)
 
 
-def _head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+def _head_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
     """The wide product [T, V] of hidden [T, D] and weight [V, D]."""
-    return wide_mm(hidden, weight.t(), hidden.dtype)
+    return mm_fp32_out(hidden, weight.t(), hidden.dtype)
 
 
 @measured
-def product_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> ProductForm:
+def matmul_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool = False) -> MatmulForm:
     """Return the fastest form in which products x [T, in] @ W [in, out] give each row the same bits at every T.
 
     INEXACT if there is none, and with several threads, which promise nothing. is_head: of `head_logits`.
@@ -243,24 +243,26 @@ def product_form(num_in: int, num_out: int, dtype: torch.dtype, *, is_head: bool
         return INEXACT
     num_columns = max(MIN_COLUMNS, min(num_out, MAX_PROBED_WEIGHT // num_in))
     period = PROBE_PERIOD if num_in >= 8 else PROBE_PERIOD_OF_FEW_TERMS
-    (x,), (weight,) = cancelling_factors(1, period, num_in, num_columns, dtype)
-    product = _head_product if is_head else F.linear
+    (x,), (weight,) = cancelling_operands(1, period, num_in, num_columns, dtype)
+    product = _head_matmul if is_head else F.linear
     numbers = [rows for rows in PROBED_ROWS if rows <= 513 or rows * weight.numel() <= MAX_PROBED_WORK]
     repeats = -(-numbers[-1] // period)
     rows = x.repeat(repeats, 1)
     # All different rows for a small number of rows, too.
     parts = [slice(i, i + n) for n in numbers for i in range(0, max(1, period - n + 1), n)]
     for form in FORMS:
-        expected = _multiply(product, x, weight, form).repeat(repeats, 1)
-        if all(torch.equal(_multiply(product, rows[part], weight, form), expected[part]) for part in parts):
+        expected = _matmul_in_form(product, x, weight, form).repeat(repeats, 1)
+        if all(
+            torch.equal(_matmul_in_form(product, rows[part], weight, form), expected[part]) for part in parts
+        ):
             return form
     return INEXACT
 
 
-def _has_bits_in_parts(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
+def _column_shards_match(num_in: int, num_out: int, dtype: torch.dtype, num_parts: int) -> bool:
     """Return whether columns computed in parts, as `shards` does, have the bits of the whole product."""
     num_columns = min(num_out, MAX_PROBED_WEIGHT // num_in)
-    (x,), (weight,) = cancelling_factors(1, 128, num_in, num_columns, dtype)
+    (x,), (weight,) = cancelling_operands(1, 128, num_in, num_columns, dtype)
     x, weight = x.to(dtype), weight.to(dtype)
     parts = weight.split(-(-num_columns // num_parts))
     return all(
@@ -279,21 +281,21 @@ def is_batch_invariant(
 ) -> bool:
     """Return whether products x [T, in] @ W [in, out] of all these (in, out) give each row the same bits at every T.
 
-    Measures `linear`, or `head_logits` if `is_head`: by `product_form`, and whether columns that are computed in
+    Measures `linear`, or `head_logits` if `is_head`: by `matmul_form`, and whether columns that are computed in
     `num_shards` parts, as `shards` does, have the bits of the whole. False on CUDA, without measuring.
     """
     if device.type != "cpu":
         return False
     for num_in, num_out in set(shapes):
         for width in {num_out, -(-num_out // num_shards)}:
-            if product_form(num_in, width, product_dtype(dtype), is_head=is_head) == INEXACT:
+            if matmul_form(num_in, width, matmul_dtype(dtype), is_head=is_head) == INEXACT:
                 return False
-        if num_shards > 1 and not _has_bits_in_parts(num_in, num_out, dtype, num_shards):
+        if num_shards > 1 and not _column_shards_match(num_in, num_out, dtype, num_shards):
             return False
     return True
 
 
-def cancelling_factors(
+def cancelling_operands(
     n: int, num_rows: int, num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return random x [n, num_rows, num_in] and y [n, num_out, num_in] for which x @ y.T is 0 up to rounding.
@@ -313,4 +315,4 @@ def cancelling_factors(
     odd_y = torch.randn(n, num_out, num_in % 2, generator=generator)
     x = torch.cat([x, -x[..., order], odd_x], -1)
     y = torch.cat([y, y[..., order], odd_y], -1)
-    return x.to(product_dtype(dtype)), y.to(product_dtype(dtype))
+    return x.to(matmul_dtype(dtype)), y.to(matmul_dtype(dtype))

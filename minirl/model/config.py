@@ -12,11 +12,11 @@ class Rope:
     """A rotary position embedding: pair i of a head's channels turns by `frequencies[i]` from position to position.
 
     Channels beyond 2 x len(frequencies) do not turn; without frequencies, no channel does.
-    amplitude: a factor of the turned channels (YaRN's attention factor).
+    attention_factor: a factor of the turned channels (YaRN's attention factor).
     """
 
     frequencies: tuple[float, ...]
-    amplitude: float = 1.0
+    attention_factor: float = 1.0
 
 
 class LayerNorms(NamedTuple):
@@ -28,7 +28,7 @@ class LayerNorms(NamedTuple):
     after_mlp: str | None = None
 
 
-NORMS_BEFORE = LayerNorms()
+PRE_NORMS = LayerNorms()
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
-class OtherModel(Protocol):
+class HFBackend(Protocol):
     """A model by other modules than minirl's; `extras.hf_models` has them. Hashable.
 
     is_exact: whether decoding had the bits of scoring on the CPU.
@@ -78,10 +78,10 @@ class OtherModel(Protocol):
     def make(self, config: "ModelConfig", *, recompute_layers: bool) -> Any:
         """A model on the meta device, with the attributes and methods of `Transformer` but `model`."""
 
-    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a folder, by its names, from those of parameters, by the model's."""
 
-    def joined(self, stored: Mapping[str, Tensor]) -> Tensor:
+    def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
         """The one parameter that a folder stores in these tensors."""
 
 
@@ -110,7 +110,7 @@ class ModelConfig:
     # Norms of queries and keys (Qwen3, Gemma 3): of each head, or with `qk_norm_over_heads` of all together (OLMo).
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
-    norms: LayerNorms = NORMS_BEFORE
+    norms: LayerNorms = PRE_NORMS
     # Norms multiply by 1 + weight (Gemma 3, Qwen3.5).
     norm_adds_one: bool = False
     # Attention's output is multiplied by the sigmoid of a gate, which q_proj gives beside the query (Qwen3.5).
@@ -124,11 +124,11 @@ class ModelConfig:
     # In a folder: the prefix of the decoder's tensors, and, by regular expressions for their names, tensors outside the
     # model that are saved with it.
     weight_prefix: str = "model."
-    kept_weights: tuple[str, ...] = ()
+    passthrough_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
     # Its modules, if they are not minirl's.
-    other: OtherModel | None = None
+    hf_backend: HFBackend | None = None
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
 

@@ -19,7 +19,7 @@ import torch
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import read_json_object
 from minirl.model.config import DeltaNet, LayerNorms, ModelConfig, Rope
-from minirl.model.folders import as_transformers_reads, file_of
+from minirl.model.folders import model_file, transformers_config
 from minirl.model.layers import ACTIVATIONS
 
 
@@ -32,13 +32,13 @@ class VisionModel(NamedTuple):
     prefix: str
 
 
-_AFTER = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_GEMMA = LayerNorms(
+_POST_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GEMMA_NORMS = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
-_OLMO = {"norms": _AFTER, "qk_norm": True, "qk_norm_over_heads": True}
+_OLMO = {"norms": _POST_NORMS, "qk_norm": True, "qk_norm_over_heads": True}
 # The fields of `DeltaNet`, and their keys.
 _DELTA_SIZES = {
     "num_key_heads": "linear_num_key_heads",
@@ -54,11 +54,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "gemma3_text": {
-        "norms": _GEMMA,
+        "norms": _GEMMA_NORMS,
         "norm_adds_one": True,
         "qk_norm": True,
         "scales_embeddings": True,
-        "kept_weights": (r"^vision_tower\.", r"^multi_modal_projector\."),
+        "passthrough_weights": (r"^vision_tower\.", r"^multi_modal_projector\."),
     },
     "olmo2": _OLMO,
     "olmo3": _OLMO,
@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_adds_one": True,
         "qk_norm": True,
         "attention_gate": True,
-        "kept_weights": (r"^model\.visual\.", r"^mtp\."),
+        "passthrough_weights": (r"^model\.visual\.", r"^mtp\."),
     },
     "smollm3": {},
 }
@@ -75,10 +75,10 @@ _VISION_MODELS = {
     "gemma3": VisionModel("gemma3_text", "language_model.model."),
 }
 # Refused with any value: the gate's small models do not show what these do.
-_UNSEEN_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
+_UNSUPPORTED_KEYS = {"attn_logit_softcapping", "auto_map", "final_logit_softcapping", "quantization_config"}
 # The endings of the only name in `architectures`; other classes may compute something else from the same weights.
-_CLASSIFIER = "ForSequenceClassification"
-_CLASSES = ("ForCausalLM", "Model", "Decoder", _CLASSIFIER)
+_CLASSIFIER_SUFFIX = "ForSequenceClassification"
+_CLASS_SUFFIXES = ("ForCausalLM", "Model", "Decoder", _CLASSIFIER_SUFFIX)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SIZES = (
     "vocab_size",
@@ -100,7 +100,7 @@ _FIELDS_AND_KEYS = (
 )
 # The largest value of each size. No model reaches it, and int64 can count the bytes of a tensor of such sizes, so
 # comparing it with the weights finds a wrong size. fp32 has every whole number up to 2^24, so every position.
-_LARGEST = {
+_MAX_SIZES = {
     **dict.fromkeys((*_SIZES, "head_dim", *_DELTA_SIZES.values()), 2**20),
     "num_hidden_layers": 2**10,
     "max_position_embeddings": 2**24,
@@ -113,13 +113,13 @@ def read_config(folder: Path, *, scalar_head: bool | None = None) -> ModelConfig
     scalar_head: True to refuse a language model, False to refuse a sequence classifier.
     Raises InputError, which names the folder and the key that is not supported.
     """
-    raw = read_json_object(file_of(folder, "config.json"))
+    raw = read_json_object(model_file(folder, "config.json"))
     try:
         config = config_from_dict(raw)
-        if config.other is None and importlib.util.find_spec("minirl.extras.hf_models"):
-            from minirl.extras.hf_models.types import check_own
+        if config.hf_backend is None and importlib.util.find_spec("minirl.extras.hf_models"):
+            from minirl.extras.hf_models.types import check_native
 
-            check_own(_text_part(raw), config_from_dict)
+            check_native(_text_config(raw), config_from_dict)
     except Exception as error:  # anything, if a value has the wrong type
         reason = error if isinstance(error, InputError) else f"config.json: it cannot be read: {error!r}"
         raise InputError(f"{folder}: {reason}") from None
@@ -139,22 +139,22 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     if raw.get("model_type") == "mistral" and "layer_types" in raw:  # as transformers' AutoConfig reads it
         raw = {**raw, "model_type": "ministral"}
     if raw.get("model_type") not in (*FAMILIES, *_VISION_MODELS):
-        from minirl.extras.hf_models.types import read_other
+        from minirl.extras.hf_models.types import read_hf_config
 
-        scalar_head = _is_classifier(raw, as_transformers_reads(raw).num_labels)
-        return dataclasses.replace(read_other(raw), scalar_head=scalar_head)
-    text = _text_part(raw)
-    config = as_transformers_reads(text)
+        scalar_head = _is_classifier(raw, transformers_config(raw).num_labels)
+        return dataclasses.replace(read_hf_config(raw), scalar_head=scalar_head)
+    text = _text_config(raw)
+    config = transformers_config(text)
     # Keys of other families mean nothing here; the gate sees whether they do in transformers.
     own_keys = vars(type(config)()).keys()
     keys = {key: value for key, value in vars(config).items() if key in own_keys}
     _check_values(text, keys)
     fields = {field: keys[key] for field, key in _FIELDS_AND_KEYS if keys.get(key) is not None}
     fields["head_dim"] = head_dim = _head_dim(keys)
-    kinds = _kinds_of_layers(keys)
+    kinds = _layer_types(keys)
     fields["layer_ropes"] = _layer_ropes(config, keys, kinds, head_dim)
     if keys["rope_parameters"].get("rope_type") == "yarn":
-        fields["max_position_embeddings"] = _stretched_positions(keys)
+        fields["max_position_embeddings"] = _yarn_positions(keys)
     fields["layer_windows"] = tuple(
         keys["sliding_window"] if kind == "sliding_attention" else None for kind in kinds
     )
@@ -173,7 +173,7 @@ def config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**fields)
 
 
-def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the text model's part of a vision model's config.json; any other is returned unchanged.
 
     Raises InputError for keys beside it that change the text model.
@@ -184,12 +184,12 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != vision.text:
         raise InputError(f"config.json: text_config does not have the model_type {vision.text!r}")
-    tied = as_transformers_reads(text).tie_word_embeddings
+    tied = transformers_config(text).tie_word_embeddings
     refuse(
         raw.get("tie_word_embeddings", tied) != tied,
         "config.json: tie_word_embeddings differs from that of text_config; keep the right one",
     )
-    unseen = {key: raw[key] for key in raw.keys() & _UNSEEN_KEYS}
+    unseen = {key: raw[key] for key in raw.keys() & _UNSUPPORTED_KEYS}
     return unseen | {key: value for key, value in text.items() if key != "architectures"}
 
 
@@ -197,9 +197,11 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a sequence classifier with one label, on the layers of this model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    raw = _text_part(raw)
+    raw = _text_config(raw)
     family = str(raw["model_type"])
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(family, family.capitalize() + _CLASSIFIER)
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(
+        family, family.capitalize() + _CLASSIFIER_SUFFIX
+    )
     return {
         **raw,
         "architectures": [name],
@@ -209,10 +211,10 @@ def scalar_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(raw: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
-    """Raise InputError for a key of `_UNSEEN_KEYS`, and for a size that is too large."""
-    for key in sorted(raw.keys() & _UNSEEN_KEYS):
+    """Raise InputError for a key of `_UNSUPPORTED_KEYS`, and for a size that is too large."""
+    for key in sorted(raw.keys() & _UNSUPPORTED_KEYS):
         refuse(raw[key] is not None, f"config.json: {key}={raw[key]!r} is not supported")
-    for key, largest in _LARGEST.items():
+    for key, largest in _MAX_SIZES.items():
         value = keys.get(key) or 0
         refuse(value > largest, f"config.json: {key}={value!r}; {largest} at most")
 
@@ -234,11 +236,11 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     """Return whether it is a sequence classifier. Raises InputError for other classes and for several labels."""
     classes = raw.get("architectures") or ["Model"]
     refuse(
-        not isinstance(classes, list) or len(classes) > 1 or not str(classes[0]).endswith(_CLASSES),
+        not isinstance(classes, list) or len(classes) > 1 or not str(classes[0]).endswith(_CLASS_SUFFIXES),
         f"config.json: architectures={classes!r} is not supported; expected one name that ends with one of "
-        f"{', '.join(_CLASSES)}",
+        f"{', '.join(_CLASS_SUFFIXES)}",
     )
-    is_classifier = classes[0].endswith(_CLASSIFIER)
+    is_classifier = classes[0].endswith(_CLASSIFIER_SUFFIX)
     refuse(
         is_classifier and num_labels != 1,
         "config.json: a sequence classifier with one label (num_labels=1) is a reward model; not this",
@@ -246,7 +248,7 @@ def _is_classifier(raw: Mapping[str, Any], num_labels: int) -> bool:
     return is_classifier
 
 
-def _kinds_of_layers(keys: Mapping[str, Any]) -> list[str]:
+def _layer_types(keys: Mapping[str, Any]) -> list[str]:
     """Return the kind of each layer."""
     if kinds := keys.get("layer_types"):
         return list(kinds)
@@ -262,12 +264,12 @@ def _delta_net(keys: Mapping[str, Any], kinds: Sequence[str]) -> DeltaNet:
     return DeltaNet(layers, **sizes)
 
 
-def _stretched_positions(keys: Mapping[str, Any]) -> int:
+def _yarn_positions(keys: Mapping[str, Any]) -> int:
     """Return how many positions a YaRN rope is made for, whether or not max_position_embeddings already says so."""
     rope = keys["rope_parameters"]
     # Without a factor, the ratio of the stated positions.
     stretched = int(rope["original_max_position_embeddings"] * (rope["factor"] or 1))
-    return min(max(keys["max_position_embeddings"], stretched), _LARGEST["max_position_embeddings"])
+    return min(max(keys["max_position_embeddings"], stretched), _MAX_SIZES["max_position_embeddings"])
 
 
 def _layer_ropes(
@@ -300,9 +302,9 @@ def _rope(config: Any, kind: str, head_dim: int) -> Rope:
         if name == "default":
             size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
             exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-            frequencies, amplitude = 1.0 / rope["rope_theta"] ** exponent, 1.0
+            frequencies, attention_factor = 1.0 / rope["rope_theta"] ** exponent, 1.0
         else:
-            frequencies, amplitude = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=layer_type)
+            frequencies, attention_factor = ROPE_INIT_FUNCTIONS[name](config, "cpu", layer_type=layer_type)
     except Exception as error:  # which one depends on the version of transformers
         raise InputError(f"config.json: transformers cannot make the rope {rope}: {error!r}") from None
-    return Rope(tuple(frequencies.tolist()), amplitude)
+    return Rope(tuple(frequencies.tolist()), attention_factor)

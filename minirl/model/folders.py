@@ -50,7 +50,7 @@ def resolve_folder(model: str, *, flag: str = "--model", with_weights: bool = Tr
     return snapshot
 
 
-def given_name(folder: Path) -> str:
+def hub_id_or_path(folder: Path) -> str:
     """The hub id from which a folder was resolved, or else its absolute path."""
     return _hub_ids.get(folder, str(folder.absolute()))
 
@@ -71,7 +71,7 @@ def base_folder(folder: Path, *, with_weights: bool = True) -> Path:
     return resolve_folder(base, flag=f"{path}: base_model_name_or_path", with_weights=with_weights)
 
 
-def file_of(folder: Path, name: str) -> Path:
+def model_file(folder: Path, name: str) -> Path:
     """Return the path of a model's file; if adapters lack it, that of their base. Raises InputError."""
     path = folder / name
     if path.is_file() or not has_adapters(folder):
@@ -79,7 +79,7 @@ def file_of(folder: Path, name: str) -> Path:
     return base_folder(folder, with_weights=False) / name
 
 
-def as_transformers_reads(raw: Mapping[str, Any]) -> Any:
+def transformers_config(raw: Mapping[str, Any]) -> Any:
     """Return the object of transformers' config class, which checks types and fills in missing keys.
 
     Raises InputError with the reason, which names the key.

@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
 
 
-class Gate(torch.autograd.Function):
+class GatedActivation(torch.autograd.Function):
     """activation(gate) * up of two [T, width]. It keeps only these for backward, which computes the activation again.
 
     So a layer keeps a fifth less, with the bits of autograd.

@@ -24,12 +24,12 @@ def chunk_width(num_tokens: int, vocab_size: int) -> int:
 def chunk_logits(hidden: Tensor, head: Tensor, divisor: Tensor) -> Tensor:
     """Return fp32 logits [T, W] of hidden [T, D] and a vocabulary chunk of the head's weight [W, D].
 
-    They are divided by `divisor` [T, 1], see `divisor_of`.
+    They are divided by `divisor` [T, 1], see `logit_divisor`.
     """
     return batch_invariance.head_logits(hidden, head).div_(divisor)
 
 
-def divisor_of(temperature: Tensor) -> Tensor:
+def logit_divisor(temperature: Tensor) -> Tensor:
     """Return the divisors [T, 1] of logits at temperatures [T]; 1 where the temperature is 0 (the likeliest token)."""
     return torch.where(temperature == 0, 1.0, temperature)[:, None]
 

@@ -32,7 +32,7 @@ _BlockSet = tuple[slice | Tensor, slice]
 BLOCK = 32
 # Decoding multiplies the lowest blocks of a pool where they lie. If they are at least this many times as many as it
 # reads, it copies those first.
-IDLE_FACTOR = 1.5
+COPY_FACTOR = 1.5
 # Tokens of a query block in packed streams. A block gets the least of these sizes that holds its queries.
 QUERY_BLOCK_SIZES = (16, 32, 64)
 # Numbers of rows that `min_queries` tries.
@@ -47,17 +47,17 @@ def min_queries(head_dim: int, dtype: torch.dtype) -> int | None:
     has the same bits in all of them. None if 16 rows are too few.
     """
     num_rows = PROBED_ROWS[-1]
-    q, k = batch_invariance.cancelling_factors(4, num_rows, head_dim, 2 * BLOCK, dtype)
-    probs, v = batch_invariance.cancelling_factors(4, num_rows, BLOCK, head_dim, dtype)
+    q, k = batch_invariance.cancelling_operands(4, num_rows, head_dim, 2 * BLOCK, dtype)
+    probs, v = batch_invariance.cancelling_operands(4, num_rows, BLOCK, head_dim, dtype)
     # The values of two key blocks, of which the second is multiplied.
     probs = F.pad(probs, (BLOCK, 0))
     v = F.pad(v.transpose(1, 2), (0, 0, BLOCK, 0))
-    varying = [rows for rows in PROBED_ROWS if not _has_bits_of_many_rows(q, k, probs, v, rows)]
+    varying = [rows for rows in PROBED_ROWS if not _rows_match_bitwise(q, k, probs, v, rows)]
     most_varying = max(varying, default=0)
     return next((rows for rows in (1, 2, 4, 8, 16) if rows > most_varying), None)
 
 
-def _has_bits_of_many_rows(
+def _rows_match_bitwise(
     q: Tensor,
     k: Tensor,
     probs: Tensor,
@@ -168,8 +168,8 @@ def index_packed(
         hidden_queries = hidden_index[stream_start + query]
         hidden_keys = hidden_index[stream_start + key]
         blocks = _QueryBlocks(
-            queries=_rows_of_heads(hidden_queries, num_kv_heads).to(device),
-            keys=_rows_of_heads(hidden_keys, num_kv_heads).to(device),
+            queries=_head_rows(hidden_queries, num_kv_heads).to(device),
+            keys=_head_rows(hidden_keys, num_kv_heads).to(device),
             mask=mask[:, None, :, None].to(device),
         )
         query_blocks.append(blocks)
@@ -203,7 +203,7 @@ def _query_spans(
     return spans
 
 
-def _rows_of_heads(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
+def _head_rows(hidden_index: Tensor, num_kv_heads: int) -> Tensor:
     """Return the rows of a matrix [T' x K, ...] for hidden indices [n, m] at each key head: [n x K x m].
 
     Row t x K + h belongs to head h of token t.
@@ -370,7 +370,7 @@ def _assign_slots(
     live_index = block
     live_blocks: slice | Tensor = slice(0, len(live))
     read = num_users.nonzero()[0]
-    if len(live) >= IDLE_FACTOR * len(read):
+    if len(live) >= COPY_FACTOR * len(read):
         live = read
         live_index = np.searchsorted(live, block)
         live_blocks = torch.from_numpy(live)
@@ -385,8 +385,8 @@ def _assign_slots(
     if most_users > min_users:
         shared = (num_users > min_users).nonzero()[0]
         is_shared = num_users[live_index] > min_users
-        place = np.searchsorted(shared, live_index[is_shared])
-        slot[is_shared] = num_slots + (place[:, None] * num_kv_heads + head) * most_users
+        shared_index = np.searchsorted(shared, live_index[is_shared])
+        slot[is_shared] = num_slots + (shared_index[:, None] * num_kv_heads + head) * most_users
         end = num_slots + len(shared) * num_kv_heads * most_users
         block_sets.append((torch.from_numpy(live[shared]), slice(num_slots * groups, end * groups)))
     if most_users > 1:

@@ -23,7 +23,7 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device) -> Rotation
     angle = position[:, None] * torch.tensor(rope.frequencies, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
     rotation = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
-    cos_table, sin_table = (rope.amplitude * rotation[:, :, None]).to(device)
+    cos_table, sin_table = (rope.attention_factor * rotation[:, :, None]).to(device)
     return cos_table, sin_table
 
 
@@ -39,8 +39,8 @@ def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:
     cos, signed_sin = rotation
     width = cos.shape[-1]
     if width == x.shape[-1]:
-        turned = wide * cos + wide.roll(width // 2, -1) * signed_sin
+        rotated = wide * cos + wide.roll(width // 2, -1) * signed_sin
     else:
         part, rest = wide[..., :width], wide[..., width:]
-        turned = torch.cat([rotate(part, rotation), rest], -1)
-    return turned.to(x.dtype)
+        rotated = torch.cat([rotate(part, rotation), rest], -1)
+    return rotated.to(x.dtype)

@@ -1,7 +1,7 @@
 """Linear layers whose rows the ranks hold together, as FSDP shards them, for decoding without whole weights.
 
 Each rank decodes its own requests, with its own cache, and the ranks pass through the layers together: before each
-forward they begin the pass (`Shards.begin_pass`). In it a `SharedLinear` sends its rank's tokens to all ranks; each
+forward they begin the pass (`ShardGroup.begin_pass`). In it a `SharedLinear` sends its rank's tokens to all ranks; each
 multiplies the tokens of all with its rows of the weight, and sends each rank the columns of its tokens. No sum is
 split, so the bits are those of whole weights. Nothing here has a gradient.
 
@@ -21,7 +21,7 @@ from minirl.ranks.process_group import rank, world_size
 from minirl.ranks.time_account import spent_on
 
 
-class Pass(NamedTuple):
+class PassState(NamedTuple):
     """What the ranks know of a pass that they begin together.
 
     any_has_tokens: without tokens on any rank, none runs the layers.
@@ -34,7 +34,7 @@ class Pass(NamedTuple):
     all_are_done: bool = False
 
 
-class Shards:
+class ShardGroup:
     """The ranks that hold the linear layers of one model together."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Shards:
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @spent_on("wait_ranks")
-    def begin_pass(self, num_rows: int, *, has_tokens: bool, is_done: bool) -> Pass:
+    def begin_pass(self, num_rows: int, *, has_tokens: bool, is_done: bool) -> PassState:
         """Begin a pass through the layers, or find that no rank needs one (collective).
 
         num_rows: of this rank's activations, with padding.
@@ -56,7 +56,7 @@ class Shards:
         dist.all_gather(per_rank, own)
         self._num_rows, have_tokens, are_done = torch.stack(per_rank, 1).tolist()
         self._gathered = None
-        return Pass(any(have_tokens), sum(have_tokens) > has_tokens, all(are_done))
+        return PassState(any(have_tokens), sum(have_tokens) > has_tokens, all(are_done))
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Return the rows [A, in] of all ranks, given this rank's x [..., in] (collective)."""
@@ -73,8 +73,8 @@ class Shards:
 
         Collective.
         """
-        num_own = self._num_rows[rank()]
-        num_received = [num_own] * self._num_ranks
+        num_own_rows = self._num_rows[rank()]
+        num_received = [num_own_rows] * self._num_ranks
         received = self._exchange(columns, self._num_rows, num_received)
         per_rank = received.unflatten(0, (self._num_ranks, -1))  # [ranks, T, R]
         return per_rank.transpose(0, 1).flatten(1)
@@ -94,29 +94,29 @@ class SharedLinear(Linear):
     Each rank holds equally many rows, rounded up: the last ranks have rows of zeros, whose columns are cut off.
     """
 
-    def __init__(self, whole: Linear, shards: Shards, adapters: Adapters | None):
-        """Make room for the rows of `whole`, and with `adapters` for those of an adapter."""
-        num_rows = -(-whole.out_features // world_size())
-        has_bias = whole.bias is not None
-        super().__init__(whole.in_features, num_rows, has_bias, device=whole.weight.device)
-        self.num_columns = whole.out_features
-        self.shards = shards
+    def __init__(self, full: Linear, shard_group: ShardGroup, adapters: Adapters | None):
+        """Make room for the rows of `full`, and with `adapters` for those of an adapter."""
+        num_rows = -(-full.out_features // world_size())
+        has_bias = full.bias is not None
+        super().__init__(full.in_features, num_rows, has_bias, device=full.weight.device)
+        self.num_columns = full.out_features
+        self.shard_group = shard_group
         if adapters is not None:
             self.add_adapter(adapters)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of x [..., in] (collective)."""
-        tokens = self.shards.gather_tokens(x)
+        tokens = self.shard_group.gather_tokens(x)
         own_columns = super().forward(tokens)
-        columns = self.shards.scatter_columns(own_columns)[:, : self.num_columns]
+        columns = self.shard_group.scatter_columns(own_columns)[:, : self.num_columns]
         return columns.unflatten(0, x.shape[:-1])
 
 
-def share_layers(layers: nn.Module, adapters: Adapters | None) -> Shards:
+def share_layers(layers: nn.Module, adapters: Adapters | None) -> ShardGroup:
     """Replace each linear layer by a `SharedLinear`; returns the ranks that they share. Not collective."""
-    shards = Shards()
+    shard_group = ShardGroup()
     for module in list(layers.modules()):
         for name, child in module.named_children():
             if isinstance(child, Linear):
-                setattr(module, name, SharedLinear(child, shards, adapters))
-    return shards
+                setattr(module, name, SharedLinear(child, shard_group, adapters))
+    return shard_group

@@ -23,10 +23,10 @@ from minirl.errors import refuse
 from minirl.model import batch_invariance, padding, portable_attention
 from minirl.model.attention import Layout, attend
 from minirl.model.config import Adapters, ModelConfig, is_adapter
-from minirl.model.layers import ACTIVATIONS, Gate, Linear, RMSNorm
+from minirl.model.layers import ACTIVATIONS, GatedActivation, Linear, RMSNorm
 from minirl.model.logprobs import VOCAB_CHUNK
 from minirl.model.rotation import Rotation, rope_table, rotate
-from minirl.model.shards import Shards
+from minirl.model.shards import ShardGroup
 
 
 class Attention(nn.Module):
@@ -96,7 +96,7 @@ class MLP(nn.Module):
         # On the CPU the activation, computed again, takes 4 % of the MLP's time or more.
         if x.device.type == "cpu":
             return self.down_proj(self.activate(gate) * up)
-        return self.down_proj(Gate.apply(gate, up, self.activate))
+        return self.down_proj(GatedActivation.apply(gate, up, self.activate))
 
 
 _NO_NORM = nn.Identity()
@@ -151,12 +151,12 @@ class Transformer(nn.Module):
 
     recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
     shards: the ranks that hold the rows of its linear layers together (`shards.share_layers`). Then each forward is
-        collective, within a pass that `Shards.begin_pass` has begun.
+        collective, within a pass that `ShardGroup.begin_pass` has begun.
     min_rows: the layers compute at least this number of rows, the last ones perhaps padding: [0, heads x C] has no
         unique view as [0, heads, C].
     """
 
-    shards: Shards | None = None
+    shard_group: ShardGroup | None = None
     min_rows = 1
 
     def __init__(self, config: ModelConfig, *, recompute_layers: bool = False):
@@ -231,10 +231,10 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) ->
         parameter.requires_grad_(is_adapter(name) or name == "score.weight")
 
 
-def on_meta(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
+def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
     """A model whose parameters have no values and take no memory."""
-    if config.other is not None:
-        other: Transformer = config.other.make(config, recompute_layers=recompute_layers)
+    if config.hf_backend is not None:
+        other: Transformer = config.hf_backend.make(config, recompute_layers=recompute_layers)
         return other
     with torch.device("meta"):
         return Transformer(config, recompute_layers=recompute_layers)
@@ -247,9 +247,9 @@ def is_batch_invariant(
 
     num_shards: the parts in which decoding computes the columns of layers.
     """
-    if config.other is not None and not config.other.is_exact:
+    if config.hf_backend is not None and not config.hf_backend.is_exact:
         return False
-    model = on_meta(config)
+    model = make_meta_model(config)
     parameters = model.layers.parameters()
     # Experts are stacked: [experts, out, in].
     layers = [(weight.shape[-1], weight.shape[-2]) for weight in parameters if weight.ndim > 1]

@@ -22,11 +22,11 @@ from minirl.errors import InputError, refuse
 from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.files.safetensors_files import INDEX, is_finite, open_tensors, read_tensor, write_tensors
-from minirl.model.adapters import WEIGHTS_FILE, first_values, peft_name, read_adapters
+from minirl.model.adapters import WEIGHTS_FILE, initial_values, peft_name, read_adapters
 from minirl.model.config import ModelConfig
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.folders import ADAPTERS_FILE, base_folder, file_of, has_adapters
-from minirl.model.transformer import Transformer, on_meta
+from minirl.model.folders import ADAPTERS_FILE, base_folder, has_adapters, model_file
+from minirl.model.transformer import Transformer, make_meta_model
 from minirl.ranks.process_group import local_world_size, rank, require_same, world_size
 
 _TOKENIZER_FILES = (
@@ -56,8 +56,8 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
         config.adapters and has_adapters(folder),
         f"{folder}: has adapters; for further ones merge them first, see docs/adapters.md",
     )
-    files = _file_of_each_tensor(folder)
-    expected = _stored_shapes(replace(config, adapters=None))
+    files = _tensor_files(folder)
+    expected = _checkpoint_shapes(replace(config, adapters=None))
     if config.scalar_head and (has_adapters(folder) or not read_config(folder).scalar_head):
         del expected["score.weight"]
     missing = sorted(expected.keys() - files.keys())
@@ -78,7 +78,7 @@ def check_weights(config: ModelConfig, folder: Path) -> None:
                     "quantized weights",
                 )
     if local_world_size() < world_size():
-        require_same(fingerprint(folder), f"{folder}: the weights")
+        require_same(weights_fingerprint(folder), f"{folder}: the weights")
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
@@ -89,31 +89,31 @@ def load_weights(model: Transformer, folder: Path) -> None:
     first. Raises InputError naming a tensor with values that are not finite, and adapters that do not fit.
     """
     config = model.config
-    files = _file_of_each_tensor(folder)
+    files = _tensor_files(folder)
     adapters = read_adapters(folder)
-    if config.tie_word_embeddings and "lm_head.weight" in files and config.other is None:
-        _refuse_other_head(files, _stored_name("model.embed_tokens.weight", config.weight_prefix))
+    if config.tie_word_embeddings and "lm_head.weight" in files and config.hf_backend is None:
+        _check_tied_head(files, _checkpoint_name("model.embed_tokens.weight", config.weight_prefix))
     for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
         parts = list(stored_tensors(config, {name: torch.empty(param.shape, device="meta")}))
         if parts[0] in files:
             label = f"{files[parts[0]]}: {parts[0]}"
-            value = adapters.merge(layer, _read_joined(config, files, parts), label)
+            value = adapters.merge(layer, _read_stored(config, files, parts), label)
         elif layer in adapters.tensors:  # a module that PEFT saved whole
             label = f"{adapters.path}: {layer}"
             value = adapters.tensors.pop(layer)
             check_shape(value.shape, param, label)
         else:
             label = name
-            value = first_values(name, param.shape)
-        fill(param, value, label)
+            value = initial_values(name, param.shape)
+        fill_parameter(param, value, label)
     refuse(
         adapters.tensors,
         f"{adapters.path}: the base has no weights for {sorted(adapters.tensors)[:5]} (first five)",
     )
 
 
-def _refuse_other_head(files: Mapping[str, Path], embedding: str) -> None:
+def _check_tied_head(files: Mapping[str, Path], embedding: str) -> None:
     """Raise InputError if a tied model's folder has a head that differs from the embedding of this name."""
     head = "lm_head.weight"
     refuse(
@@ -123,7 +123,7 @@ def _refuse_other_head(files: Mapping[str, Path], embedding: str) -> None:
     )
 
 
-def _read_joined(config: ModelConfig, files: Mapping[str, Path], parts: Sequence[str]) -> Any:
+def _read_stored(config: ModelConfig, files: Mapping[str, Path], parts: Sequence[str]) -> Any:
     """The value of a parameter that a folder stores in these tensors: a slice of the only one, or all of them joined.
 
     A slice keeps only its own file open: while a file is open, its pages stay in memory once read.
@@ -131,41 +131,41 @@ def _read_joined(config: ModelConfig, files: Mapping[str, Path], parts: Sequence
     if len(parts) == 1:
         with open_tensors(files[parts[0]]) as file:
             return file.get_slice(parts[0])
-    assert config.other is not None
-    return config.other.joined({part: read_tensor(files[part], part) for part in parts})
+    assert config.hf_backend is not None
+    return config.hf_backend.join_stored({part: read_tensor(files[part], part) for part in parts})
 
 
 def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder, by its names, from those of parameters, by the model's."""
-    if config.other is not None:
-        return config.other.stored(tensors)
-    return {_stored_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
+    if config.hf_backend is not None:
+        return config.hf_backend.to_checkpoint(tensors)
+    return {_checkpoint_name(name, config.weight_prefix): tensor for name, tensor in tensors.items()}
 
 
-def _stored_shapes(config: ModelConfig) -> dict[str, Tensor]:
+def _checkpoint_shapes(config: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors, on the meta device, that a folder has of such a model."""
-    return stored_tensors(config, dict(on_meta(config).named_parameters()))
+    return stored_tensors(config, dict(make_meta_model(config).named_parameters()))
 
 
-def _stored_name(name: str, prefix: str) -> str:
+def _checkpoint_name(name: str, prefix: str) -> str:
     """Return a parameter's name in a folder, whose prefix may differ from "model."."""
     return re.sub(r"^model\.", prefix, name)
 
 
-def kept_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
-    """Return the folder's tensors outside of the model that are saved with it (`config.kept_weights`).
+def passthrough_tensors(config: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    """Return the folder's tensors outside of the model that are saved with it (`config.passthrough_weights`).
 
     A model with a scalar head or adapters saves none.
     """
-    if config.scalar_head or config.adapters or not config.kept_weights:
+    if config.scalar_head or config.adapters or not config.passthrough_weights:
         return {}
-    files = _file_of_each_tensor(folder)
-    return {name: read_tensor(files[name], name) for name in files if _is_kept(config, name)}
+    files = _tensor_files(folder)
+    return {name: read_tensor(files[name], name) for name in files if _is_passthrough(config, name)}
 
 
-def _is_kept(config: ModelConfig, name: str) -> bool:
+def _is_passthrough(config: ModelConfig, name: str) -> bool:
     """Return whether a folder's tensor of this name is outside of the model, and saved with it."""
-    return any(re.search(pattern, name) for pattern in config.kept_weights)
+    return any(re.search(pattern, name) for pattern in config.passthrough_weights)
 
 
 def check_shape(shape: Sequence[int], param: Tensor, label: str) -> None:
@@ -183,14 +183,14 @@ def load_replica(folder: Path, *, dtype: torch.dtype, scalar_head: bool | None =
     """
     config = read_config(folder, scalar_head=scalar_head)
     check_weights(config, folder)
-    model = on_meta(config)  # first values would take more time than loading
+    model = make_meta_model(config)  # first values would take more time than loading
     model.to(dtype).to_empty(device="cpu").requires_grad_(False)
     model.tie_weights()
     load_weights(model, folder)
     return model
 
 
-def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
+def truncate_vocabulary(model: Transformer, vocab_size: int) -> None:
     """Cut a frozen model's embeddings and head to this number of tokens, if they have more."""
     for module in (model.embed_tokens, model.lm_head):
         for parameter in module.parameters():
@@ -200,14 +200,14 @@ def cut_vocabulary(model: Transformer, vocab_size: int) -> None:
 def _is_unused(config: ModelConfig, name: str) -> bool:
     """Return whether a folder may hold a tensor of this name although the model has no such parameter."""
     # Old checkpoints store the rope frequencies, which are computed.
-    if name.endswith("rotary_emb.inv_freq") or _is_kept(config, name):
+    if name.endswith("rotary_emb.inv_freq") or _is_passthrough(config, name):
         return True
-    if config.scalar_head and name in _stored_shapes(replace(config, scalar_head=False)):
+    if config.scalar_head and name in _checkpoint_shapes(replace(config, scalar_head=False)):
         return True
     return config.tie_word_embeddings and name == "lm_head.weight"
 
 
-def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
+def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return the safetensors file of each tensor: the only file, as transformers prefers it, or by the index.
 
     For a folder with adapters, those of its base.
@@ -236,20 +236,20 @@ def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
     return files
 
 
-def fingerprint(folder: Path) -> int:
+def weights_fingerprint(folder: Path) -> int:
     """A checksum of 16,384 bytes of each file of the folder's weights, which any training changes. Not collective.
 
     To read all bytes would take as long as to load them.
     """
     checksum = 0
-    for path in sorted(set(_file_of_each_tensor(folder).values())):
+    for path in sorted(set(_tensor_files(folder).values())):
         step = path.stat().st_size // 2**14 | 1  # odd, so that it meets both bytes of bf16
         checksum = zlib.crc32(np.memmap(path, mode="r")[::step].tobytes(), checksum)
     return checksum
 
 
 @torch.no_grad()
-def fill(param: Tensor, stored: Any, label: str) -> None:
+def fill_parameter(param: Tensor, stored: Any, label: str) -> None:
     """Copy a stored tensor into `param`, or its part into this rank's shard of a DTensor. Not collective.
 
     stored: a whole tensor of the parameter's shape, or a slice of `safetensors.safe_open`, of which it reads only the
@@ -273,8 +273,8 @@ def fill(param: Tensor, stored: Any, label: str) -> None:
 
 def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder's tokenizer and processor, and generation_config.json: contents by path in it."""
-    source = file_of(folder, "tokenizer_config.json").parent
-    paths = {"generation_config.json": file_of(folder, "generation_config.json")}
+    source = model_file(folder, "tokenizer_config.json").parent
+    paths = {"generation_config.json": model_file(folder, "generation_config.json")}
     for pattern in _TOKENIZER_FILES:
         paths |= {str(path.relative_to(source)): path for path in source.glob(pattern)}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -291,7 +291,8 @@ def write_folder(
 ) -> None:
     """Write the files of a Hugging Face folder, each through to the disk. Raises OSError naming a file.
 
-    Writes the tensors in their dtype, with those of `kept_tensors`, `config` with that dtype, and `tokenizer_files`.
+    Writes the tensors in their dtype, with those of `passthrough_tensors`, `config` with that dtype, and
+    `tokenizer_files`.
     peft_config: the tensors are those of adapters, which are written in PEFT's form.
     """
     contents = dict(tokenizer_files)
@@ -309,7 +310,7 @@ def write_folder(
         is_vision = shape.weight_prefix != "model."
         prefixes = ("model.", "model.language_model.") if is_vision else ("model.",)
         stored = {
-            peft_name(_stored_name(name, prefix)): tensor.clone()  # a file's tensors share no memory
+            peft_name(_checkpoint_name(name, prefix)): tensor.clone()  # a file's tensors share no memory
             for prefix in prefixes
             for name, tensor in tensors.items()
         }

@@ -11,7 +11,7 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import Messages
 from minirl.errors import RewardError, refuse
 from minirl.files.json_files import read_json_object
-from minirl.model.folders import file_of
+from minirl.model.folders import model_file
 from minirl.model.weights import load_replica
 from minirl.ranks.time_account import spent_on
 from minirl.rewards.functions import StepReward
@@ -43,7 +43,7 @@ def load_reward_model(
         f"--reward-model {folder}: its tokenizer has no chat template; leave out --chat",
     )
     max_length = min(model.config.max_position_embeddings, max_tokens)
-    ignored_id = read_json_object(file_of(folder, "config.json")).get("pad_token_id")
+    ignored_id = read_json_object(model_file(folder, "config.json")).get("pad_token_id")
 
     scorer = FrozenModel(model, value_batch, names=["values", "end_values"], device=device)
 

@@ -15,7 +15,7 @@ import torch
 from minirl.generation.engine import PREFILL_TOKENS
 from minirl.model.attention import PAGED_BLOCK
 from minirl.model.config import ModelConfig
-from minirl.model.transformer import on_meta
+from minirl.model.transformer import make_meta_model
 
 USABLE = 0.9  # of the free memory; the rest is the margin
 CPU_FACTOR = 2.0  # of activations, relative to CUDA: measured 0.5 to 1.8, with sequences of 4,096 tokens 3.2
@@ -114,7 +114,7 @@ class Budget:
 @functools.cache
 def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
     """The parameters of a model of this shape, or those that are trained; tied ones count once."""
-    return sum(p.numel() for p in on_meta(model).parameters() if p.requires_grad or not trained)
+    return sum(p.numel() for p in make_meta_model(model).parameters() if p.requires_grad or not trained)
 
 
 def budget(work: Workload, sizes: Sizes) -> Budget:
@@ -178,7 +178,8 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
     if model.norm_adds_one:  # its norms keep their inputs in fp32
         factor *= 1.35
-    if model.other is not None:  # transformers' rotation, gate and other norms keep more (docs/families.md)
+    # The rotation, gate and other norms of transformers keep more (docs/families.md).
+    if model.hf_backend is not None:
         factor *= 1.5
     return factor * work.dtype.itemsize * kept
 

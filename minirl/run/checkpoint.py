@@ -29,8 +29,8 @@ from minirl.files import durable
 from minirl.files.json_files import read_json_object
 from minirl.model.adapters import peft_config
 from minirl.model.families import scalar_config
-from minirl.model.folders import file_of, given_name
-from minirl.model.weights import fingerprint, kept_tensors, read_tokenizer_files, write_folder
+from minirl.model.folders import hub_id_or_path, model_file
+from minirl.model.weights import passthrough_tensors, read_tokenizer_files, weights_fingerprint, write_folder
 from minirl.ranks.process_group import barrier, broadcast_object, gather_objects, print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
@@ -66,11 +66,11 @@ class Checkpoints:
         self._contents: PerModel = {}
         for name, (model, _) in models.items():
             shape = model.module.config
-            config = read_json_object(file_of(model.folder, "config.json"))
+            config = read_json_object(model_file(model.folder, "config.json"))
             peft = None
             if shape.adapters:
-                peft = peft_config(shape, config, model.masters, given_name(model.folder))
-                self._adapters[name] = {**peft, "base_weights": fingerprint(model.folder)}
+                peft = peft_config(shape, config, model.masters, hub_id_or_path(model.folder))
+                self._adapters[name] = {**peft, "base_weights": weights_fingerprint(model.folder)}
             if rank() != 0:
                 continue
             if shape.scalar_head:
@@ -78,7 +78,7 @@ class Checkpoints:
             self._contents[name] = {
                 "config": config,
                 "tokenizer_files": read_tokenizer_files(model.folder),
-                "kept": kept_tensors(shape, model.folder),
+                "kept": passthrough_tensors(shape, model.folder),
                 "peft_config": peft,
             }
 
@@ -139,7 +139,7 @@ class Checkpoints:
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
         shards: PerModel = {}
         for name, (model, optimizer) in self._models.items():
-            weights = model.whole_weights(keep=rank() == 0)
+            weights = model.full_weights(keep=rank() == 0)
             if rank() == 0:
                 model_folder = folder / name if shards else folder
                 write_folder(model_folder, weights, **self._contents[name])

@@ -23,7 +23,7 @@ from minirl.run.config import RunConfig, named_folder
 OPEN_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
 # Sums of gradients round depending on these, so a resumed run keeps them.
 KEPT_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
-WHOLE_WEIGHTS = {"shard_weights": False}
+FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
 # The files of a control group, versions 1 and 2: its limit and usage, in bytes, and what is in it.
 GROUP_FILES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
@@ -78,10 +78,10 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
             given[name] = {"on": True, "off": False}.get(value, value)
     if "max_tokens_per_microbatch" in given:
         given["max_tokens_per_microbatch"] = max(work.longest_tokens, given["max_tokens_per_microbatch"])
-    forms = [WHOLE_WEIGHTS]
+    forms = [FULL_WEIGHTS]
     if work.num_ranks > 1 and work.trains:
         asked = given.get("shard_weights")
-        forms = [form for form in (WHOLE_WEIGHTS, SHARDED_WEIGHTS) if asked in (None, form["shard_weights"])]
+        forms = [form for form in (FULL_WEIGHTS, SHARDED_WEIGHTS) if asked in (None, form["shard_weights"])]
     for form in forms:
         needed = choose_sizes(work, given | form)
         if needed.fits():

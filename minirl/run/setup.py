@@ -26,7 +26,7 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.model.transformer import Transformer, is_batch_invariant
-from minirl.model.weights import cut_vocabulary, fingerprint, load_replica
+from minirl.model.weights import load_replica, truncate_vocabulary, weights_fingerprint
 from minirl.ranks import launch, process_group
 from minirl.ranks.process_group import (
     broadcast_object,
@@ -194,7 +194,7 @@ class Setup:
                 models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
             else:
                 source = self._original_model()
-                self._reference_weights = fingerprint(source)
+                self._reference_weights = weights_fingerprint(source)
                 refuse(
                     self.folder.args.get("reference_weights") not in (None, self._reference_weights),
                     f"--model {source}: the run began with another model, which its KL terms need; give that one, "
@@ -229,7 +229,7 @@ class Setup:
             model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
             model = load_replica(source, dtype=self.dtype)
-            cut_vocabulary(model, self.model_config.vocab_size)
+            truncate_vocabulary(model, self.model_config.vocab_size)
         return FrozenModel(model, outputs, names=names, device=self.device)
 
     def make_collector(
@@ -254,7 +254,7 @@ class Setup:
             dtype=self.dtype,
             device=self.device,
             # Ranks that pass through the model together have other batch sizes in each pass.
-            cuda_graphs=False if model.shards is not None else None,
+            cuda_graphs=False if model.shard_group is not None else None,
             keeps_cache=self._budget.fits(keeps_cache=True),
             make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )

@@ -93,8 +93,10 @@ class _Piece(NamedTuple):
 
 def _piece_of(members: list[SequenceInfo]) -> _Piece:
     first = members[0]
-    num_own = sum(sequence.num_tokens - first.num_prompt_tokens for sequence in members)
-    return _Piece(-first.num_prompt_tokens - num_own, members, first.prompt, first.num_prompt_tokens)
+    num_completion_tokens = sum(sequence.num_tokens - first.num_prompt_tokens for sequence in members)
+    return _Piece(
+        -first.num_prompt_tokens - num_completion_tokens, members, first.prompt, first.num_prompt_tokens
+    )
 
 
 @dataclass

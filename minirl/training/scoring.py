@@ -15,14 +15,14 @@ from torch import Tensor
 
 from minirl.errors import refuse
 from minirl.model.attention import upload
-from minirl.model.batch_invariance import at_least_fp32, wide_mm
+from minirl.model.batch_invariance import at_least_fp32, mm_fp32_out
 from minirl.model.logprobs import (
     VOCAB_CHUNK,
     chunk_logits,
     chunk_width,
-    divisor_of,
     index_in_chunk,
     log_softmax,
+    logit_divisor,
 )
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
@@ -43,7 +43,7 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
     """
     targets = batch.tokens[batch.loss_index]
-    states, divisor = states_before(model, batch), divisor_of_batch(batch)
+    states, divisor = states_before(model, batch), batch_logit_divisor(batch)
     logprobs, entropies = outputs_of_head(states, model.head, targets, divisor)
     return batch.scatter(logprobs), batch.scatter(entropies)
 
@@ -102,17 +102,17 @@ def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
     return hidden.index_select(0, layout.hidden_index[places])
 
 
-def divisor_of_batch(batch: Batch) -> Tensor:
-    """The `divisor_of` the temperatures of a batch's sampled tokens, [M, 1]."""
+def batch_logit_divisor(batch: Batch) -> Tensor:
+    """The `logit_divisor` the temperatures of a batch's sampled tokens, [M, 1]."""
     temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
     temperatures = upload(temperatures, batch.tokens.device)
-    return divisor_of(over_tokens(temperatures, batch.lengths)[batch.loss_index])
+    return logit_divisor(over_tokens(temperatures, batch.lengths)[batch.loss_index])
 
 
 def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
 
-    divisor [M, 1]: of the logits, see `divisor_of`.
+    divisor [M, 1]: of the logits, see `logit_divisor`.
     """
     if states.device.type == "cpu":
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
@@ -205,9 +205,9 @@ class ChunkedLogprobs(torch.autograd.Function):
                     by_logprob=by_logprob[chunk],
                     by_entropy=None if by_entropy is None else by_entropy[chunk],
                 )
-                grad_hidden[chunk].add_(wide_mm(grad, head_chunk, head.dtype))
+                grad_hidden[chunk].add_(mm_fp32_out(grad, head_chunk, head.dtype))
                 if grad_head is not None:
-                    grad_head_chunk.add_(wide_mm(grad.t(), hidden[chunk], head.dtype))
+                    grad_head_chunk.add_(mm_fp32_out(grad.t(), hidden[chunk], head.dtype))
             if grad_head is not None:
                 grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
         return grad_hidden.to(hidden.dtype), grad_head, *[None] * 4

@@ -22,8 +22,8 @@ from minirl.errors import GuardError, refuse
 from minirl.model.batch_invariance import at_least_fp32
 from minirl.model.config import ModelConfig
 from minirl.model.shards import share_layers
-from minirl.model.transformer import Transformer, on_meta
-from minirl.model.weights import check_shape, check_weights, fill, load_weights
+from minirl.model.transformer import Transformer, make_meta_model
+from minirl.model.weights import check_shape, check_weights, fill_parameter, load_weights
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
@@ -82,26 +82,26 @@ class ShardedModel:
         check_weights(config, folder)
         self.folder = folder
         self.dtype = dtype
-        self._is_sliced = shard_weights and world_size() > 1
+        self._shards_weights = shard_weights and world_size() > 1
         has_shards = world_size() > 1 or offload_optimizer
-        self._sums_every_microbatch = self._is_sliced or (shard_gradients and has_shards)
+        self._sums_every_microbatch = self._shards_weights or (shard_gradients and has_shards)
 
         # 1. Parameters without values. Frozen ones have no masters, so they have the compute dtype.
-        self.module = on_meta(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
+        self.module = make_meta_model(config, recompute_layers=recompute_layers).to(at_least_fp32(dtype))
         frozen: dict[str, Any] = {}
         for name, parameter in self.module.named_parameters():
             if is_frozen(name) or not parameter.requires_grad:
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(dtype)
                 frozen[name] = parameter
-        if base is not None and base.folder == folder and not self._is_sliced:
+        if base is not None and base.folder == folder and not self._shards_weights:
             frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
             _assign(self.module, frozen)
 
         # 2. Shards of them. Frozen parameters are whole where weights are.
         self._units = [*self.module.layers, self.module]
-        whole = set() if self._is_sliced else set(frozen.values())
-        self._shard_units(device, whole, offload_optimizer=offload_optimizer)
+        full = set() if self._shards_weights else set(frozen.values())
+        self._shard_units(device, full, offload_optimizer=offload_optimizer)
 
         # 3. Values.
         place = "cpu" if offload_optimizer else device
@@ -115,12 +115,12 @@ class ShardedModel:
         self._frozen: dict[str, Tensor] = {name: self.masters.pop(name) for name in frozen}
 
         # 4. Weights to compute with.
-        if self._is_sliced:
-            storage = sliced_storage(self.module, self._frozen, dtype, device)
+        if self._shards_weights:
+            storage = sharded_storage(self.module, self._frozen, dtype, device)
         else:
-            storage = whole_storage(self.module, self._frozen, device)
+            storage = full_storage(self.module, self._frozen, device)
         self.compute_weights, self.decoder, self.scorer = storage
-        if self._is_sliced:
+        if self._shards_weights:
             self._copy(self._frozen)
             self.refresh()
 
@@ -138,7 +138,7 @@ class ShardedModel:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_optimizer else OffloadPolicy()
         mesh = init_device_mesh(device.type, (world_size(),))
         for unit in self._units:
-            reshards = self._is_sliced and unit is not self.module
+            reshards = self._shards_weights and unit is not self.module
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -151,7 +151,7 @@ class ShardedModel:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
-    def whole_weights(self, *, keep: bool) -> dict[str, Tensor]:
+    def full_weights(self, *, keep: bool) -> dict[str, Tensor]:
         """A checkpoint's weights; {} without `keep`.
 
         These are the compute weights, or of a model with adapters all masters. Masters, and with `shard_weights` all
@@ -159,15 +159,15 @@ class ShardedModel:
         """
         if self.module.config.adapters is not None:
             sharded, dtype = self.masters, at_least_fp32(self.dtype)
-        elif self._is_sliced:
+        elif self._shards_weights:
             sharded, dtype = self.masters | self._frozen, self.dtype
         else:
             return self.compute_weights if keep else {}
         gathered = {}
         for name, parameter in sharded.items():
-            whole = parameter.full_tensor()  # type: ignore[attr-defined]
+            full = parameter.full_tensor()  # type: ignore[attr-defined]
             if keep:
-                gathered[name] = whole.detach().to("cpu", dtype)
+                gathered[name] = full.detach().to("cpu", dtype)
         return gathered
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -281,9 +281,9 @@ class ShardedModel:
                 continue
             if kind not in state:  # some optimizers make their state in the first step
                 state[kind] = torch.zeros_like(master)
-            whole = torch.cat(shards)
-            check_shape(whole.shape, master, f"{place}: {key}")
-            fill(state[kind], whole, f"{place}: {key}")
+            full = torch.cat(shards)
+            check_shape(full.shape, master, f"{place}: {key}")
+            fill_parameter(state[kind], full, f"{place}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -334,7 +334,7 @@ class Storage(NamedTuple):
     scorer: Transformer
 
 
-def whole_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
+def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torch.device) -> Storage:
     """Gather whole weights on each rank: from here on they are the module's parameters (collective)."""
     for parameter in frozen.values():
         parameter.data = parameter.data.to(device)
@@ -342,13 +342,13 @@ def whole_storage(module: Transformer, frozen: Mapping[str, Tensor], device: tor
     units: list[Any] = [module, *reversed(module.layers)]
     for unit in units:
         unit.unshard()
-    decoder = on_meta(module.config)
+    decoder = make_meta_model(module.config)
     # Both names of a tied parameter.
     _assign(decoder, dict(module.named_parameters(remove_duplicate=False)))
     return Storage(dict(module.named_parameters()), decoder, decoder)
 
 
-def sliced_storage(
+def sharded_storage(
     module: Transformer, frozen: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Storage:
     """Gather the root's weights, and make a decoder whose linear layers have this rank's rows, still 0 (collective).
@@ -363,8 +363,8 @@ def sliced_storage(
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     if module.config.scalar_head or not is_trained:
         return Storage(weights, module, module)
-    decoder = on_meta(module.config)
-    decoder.shards = share_layers(decoder.layers, module.config.adapters)
+    decoder = make_meta_model(module.config)
+    decoder.shard_group = share_layers(decoder.layers, module.config.adapters)
     decoder.to(dtype).requires_grad_(False)
     decoder.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
     _assign(decoder, roots)

@@ -17,7 +17,7 @@ from minirl.model.attention import PackedLayout, Sequence
 from minirl.model.batch_invariance import head_logits
 from minirl.model.config import Adapters, is_adapter
 from minirl.model.families import config_from_dict, read_config
-from minirl.model.transformer import Transformer, on_meta
+from minirl.model.transformer import Transformer, make_meta_model
 from minirl.model.weights import load_replica, load_weights, write_folder
 from minirl.run.embedded_model import save_tokenizer
 from support.scripts import reward_of, write_rows
@@ -210,7 +210,7 @@ def logit_error(oracle: Any, model: Transformer) -> float:
 def adapted(folder, adapters, dtype=torch.float32, *, seed=None):
     """The folder's model with adapters: new ones, or of a seed, random up to their rank."""
     config = dataclasses.replace(read_config(folder), adapters=adapters)
-    model = on_meta(config)
+    model = make_meta_model(config)
     model.to(dtype).to_empty(device="cpu")
     model.tie_weights()
     load_weights(model, folder)

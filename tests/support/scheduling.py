@@ -43,7 +43,7 @@ class Load:
 class StubModel:
     """Gives every token of the vocabulary the same probability, so that completions end at random."""
 
-    shards = None
+    shard_group = None
 
     def __init__(self, vocab_size: int):
         sizes = {"vocab_size": vocab_size, "max_position_embeddings": 8192}

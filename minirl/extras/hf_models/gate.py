@@ -150,7 +150,7 @@ def make_oracle(small: Any) -> Any:
     return oracle
 
 
-def check_own(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
+def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
     """Compare minirl's own modules of a config with transformers'. Raises InputError if they differ.
 
     read: makes the `ModelConfig` of a config.json.
@@ -198,7 +198,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     real = dataclasses.replace(
         model_config(config, is_tied=is_tied),
         layer_windows=tuple(real_windows[window] for window in windows),
-        kept_weights=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
+        passthrough_weights=tuple(oracle._keys_to_ignore_on_load_unexpected or ()),
     )
     return real, _compare(model, oracle)
 

@@ -23,7 +23,7 @@ from minirl.model import batch_invariance, padding
 from minirl.model.attention import Layout, PackedLayout, attend
 from minirl.model.config import ModelConfig
 from minirl.model.layers import Linear
-from minirl.model.shards import Shards
+from minirl.model.shards import ShardGroup
 from minirl.model.transformer import add_adapters
 
 # Arguments of attention functions that change nothing here: no model is in training mode, so none drops anything.
@@ -179,7 +179,7 @@ def _layers_of(hf: Any, num_layers: int) -> nn.ModuleList:
 class HFTransformer(nn.Module):
     """transformers' modules with what minirl uses of a `Transformer`; parameters have transformers' names."""
 
-    shards: Shards | None = None
+    shard_group: ShardGroup | None = None
 
     def __init__(self, hf: Any, config: ModelConfig, *, recompute_layers: bool = False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The `OtherModel` of a config.json: its shape, its modules, and the names of its tensors in folders."""
+"""The `HFBackend` of a config.json: its shape, its modules, and the names of its tensors in folders."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from minirl.errors import InputError
 from minirl.extras.hf_models import gate
 from minirl.extras.hf_models.model import HFTransformer, build_on_meta
 from minirl.model.config import ModelConfig
-from minirl.model.folders import as_transformers_reads
+from minirl.model.folders import transformers_config
 
 # Keys that say which class wrote the file, not what it computes.
 _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "transformers_version")
@@ -21,26 +21,26 @@ _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "t
 
 @dataclasses.dataclass(frozen=True)
 class HFModel:
-    """See the module. text: the config.json, without the keys of its class. is_exact: see `OtherModel`."""
+    """See the module. text: the config.json, without the keys of its class. is_exact: see `HFBackend`."""
 
     text: str
     is_exact: bool
 
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
-        """See `OtherModel`."""
+        """See `HFBackend`."""
         hf = _built(self.text)
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
-    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `OtherModel`."""
+    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `HFBackend`."""
         from transformers.core_model_loading import revert_weight_conversion
 
         stored: dict[str, Tensor] = revert_weight_conversion(_for_names(self.text), dict(tensors))
         return stored
 
-    def joined(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """See `OtherModel`."""
+    def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """See `HFBackend`."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -56,14 +56,14 @@ class HFModel:
         return parameter[0] if isinstance(parameter, list) else parameter
 
 
-def read_other(raw: Mapping[str, Any]) -> ModelConfig:
+def read_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a config.json. Raises InputError, naming what differs, if it does not pass the gate."""
     text = _text(raw)
     config, is_exact = _pass_gate(text)
-    return dataclasses.replace(config, other=HFModel(text, is_exact))
+    return dataclasses.replace(config, hf_backend=HFModel(text, is_exact))
 
 
-def check_own(raw: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
+def check_native(raw: Mapping[str, Any], read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
     """Raise InputError if minirl's own modules, by `read`, are not what transformers makes of a config.json."""
     _pass_gate(_text(raw), read)
 
@@ -80,11 +80,11 @@ def _text(raw: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | None = None) -> Any:
-    """What the gate returns: `measure`, or with `read` `check_own`. Raises InputError, naming the type."""
+    """What the gate returns: `measure`, or with `read` `check_native`. Raises InputError, naming the type."""
     raw = json.loads(text)
     try:
-        config = as_transformers_reads(raw)
-        return gate.measure(config) if read is None else gate.check_own(config, read)
+        config = transformers_config(raw)
+        return gate.measure(config) if read is None else gate.check_native(config, read)
     except Exception as error:
         reason = error if isinstance(error, InputError) else f"a small model of it does not run: {error!r}"
         raise InputError(
@@ -94,7 +94,7 @@ def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | Non
 
 def _built(text: str) -> Any:
     """transformers' model of a config.json, on the meta device."""
-    return build_on_meta(as_transformers_reads(json.loads(text)))
+    return build_on_meta(transformers_config(json.loads(text)))
 
 
 _for_names = functools.cache(_built)  # for transformers' conversion of names
