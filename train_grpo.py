@@ -46,7 +46,7 @@ from minirl.training.losses import (
     loss_weights,
     sequence_sums,
 )
-from minirl.training.scoring import refuse_gradient, score_batch
+from minirl.training.scoring import refuse_skipped_gradient, score_batch
 
 MAX_REFILLS = 10  # rounds of new prompts in a step; then groups of equal rewards fill it
 
@@ -109,7 +109,7 @@ def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
     """
     if not config.is_rewarded:
         return torch.zeros_like(scores)
-    baseline = groups.greedy_scores[:, 0] if config.baseline == "greedy" else config.baseline
+    baseline = groups.weighted_greedy_rewards[:, 0] if config.baseline == "greedy" else config.baseline
     return group_advantages(scores, baseline=baseline, norm=config.advantage_norm)
 
 
@@ -118,7 +118,7 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
 
     batch.rollout [N] indexes flat tensors [P * G]: the branches of a rollout share its advantage.
     """
-    scores = groups.scores
+    scores = groups.weighted_rewards
     mask = batch.loss_mask
     if config.kl_reward_coef and not config.has_token_penalty:
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
@@ -141,7 +141,7 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
 
 def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
     """Return the weights fp64 [P, G] of rollouts' tokens in the loss of their optimizer step; 0 drops a rollout."""
-    keep = ~groups.scores.isnan() | (config.teacher is not None)  # a teacher scores all rollouts
+    keep = ~groups.weighted_rewards.isnan() | (config.teacher is not None)  # a teacher scores all rollouts
     keep &= ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
         groups.num_loss_tokens,
@@ -225,7 +225,7 @@ def main(config: Config) -> int:
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
                 objective = (micro.loss_weights * loss).sum()
-                refuse_gradient(objective, new, entropy, micro, is_skipped)
+                refuse_skipped_gradient(objective, new, entropy, micro, is_skipped)
                 policy.backward(objective, is_last=i == len(minibatch) - 1)
                 metrics.add_total("policy/loss", objective / config.updates_per_step)
                 add_tokens(metrics, micro, new, ratio, entropy, weight_version=weight_version)
@@ -254,13 +254,14 @@ def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
     """Return a mask [P, G] of rollouts with zero gradient, which the update can leave out. Only an optimisation.
 
     They have no weight (weights [P, G], from `rollout_weights`), or no advantage and no term with a gradient without
-    one. Each step computes one of their sequences all the same, and `refuse_gradient` raises InputError for a gradient.
+    one. Each step computes one of their sequences all the same, and `refuse_skipped_gradient` raises InputError for a
+    gradient.
     """
     if config.advantage_norm == "whiten" or config.kl_reward_coef:  # these are over all tokens of the step
         return torch.zeros_like(weights, dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
         return weights == 0
-    return (weights == 0) | (advantages(config, groups, groups.scores) == 0)
+    return (weights == 0) | (advantages(config, groups, groups.weighted_rewards) == 0)
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {  # the fields of Config that each preset sets

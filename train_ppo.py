@@ -141,7 +141,7 @@ def advantages_and_returns(
 
 def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
     """Return the weights fp64 [P, G] of rollouts' tokens in the loss of their optimizer step; 0 drops a rollout."""
-    keep = ~groups.scores.isnan() & ~(groups.is_truncated & config.drop_truncated)
+    keep = ~groups.weighted_rewards.isnan() & ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
         groups.num_loss_tokens,
         norm=config.loss_norm,
@@ -198,7 +198,7 @@ def main(config: Config) -> int:
         batch = run.score(batch, minibatches, policy, frozen)
         kl = kl_to_reference(batch)
         end_values = batch.end_values[batch.last_index]
-        advantages, returns = advantages_and_returns(config, groups.scores, kl, end_values, batch)
+        advantages, returns = advantages_and_returns(config, groups.weighted_rewards, kl, end_values, batch)
         add_scoring(metrics, groups, batch, kl, returns)
         weights = rollout_weights(config, groups, run.max_new_tokens)
         batch = batch.replace(
@@ -250,12 +250,12 @@ def main(config: Config) -> int:
 def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
     """Add the metrics of values and, with a reference, of its KL [T] (collective). returns [M]."""
     old_values = batch.values[batch.loss_mask].double()
-    has_score = batch.spread_rollouts(~groups.scores.isnan())[batch.loss_mask]
+    has_score = batch.spread_rollouts(~groups.weighted_rewards.isnan())[batch.loss_mask]
     explained = explained_variance(old_values[has_score], returns[has_score])
     metrics.add("value/explained_var", explained)
     if batch.ref_logprobs is not None:
         kl_sums = sequence_sums(kl, batch.lengths)
-        kl_of_rollouts = gather_to_rollouts(batch, kl_sums, groups.scores.numel())
+        kl_of_rollouts = gather_to_rollouts(batch, kl_sums, groups.weighted_rewards.numel())
         metrics.add("policy/kl_ref_completion", float(kl_of_rollouts.mean()))
 
 

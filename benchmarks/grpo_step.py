@@ -111,7 +111,7 @@ class GrpoLoop:
             loss_weights=batch.spread_rollouts(weights).float(),
         ).to(self.device)
         if self.reference is not None:
-            batch = self.reference.add_to(batch, microbatches)
+            batch = self.reference.add_streams(batch, microbatches)
         return batch, microbatches
 
     def backward(self, batch: Batch, microbatches: Sequence[Microbatch]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # The finish reasons of rollouts that a limit cut off.
-CUT_OFF = frozenset({"length", "max_turns", "max_tokens", "timeout"})
+TRUNCATED_REASONS = frozenset({"length", "max_turns", "max_tokens", "timeout"})
 MAX_TOP_K = 256  # the most tokens that truncated sampling sorts
 
 
@@ -106,7 +106,7 @@ class Request:
 
 
 @dataclass
-class TurnFacts:
+class TurnRecord:
     """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
 
     finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
@@ -130,7 +130,7 @@ class TurnFacts:
 
     def numbers(self) -> dict[str, Any]:
         """Return the facts, without messages, as JSON values by the names above."""
-        return {one.name: getattr(self, one.name) for one in fields(TurnFacts) if one.name != "inserted"}
+        return {one.name: getattr(self, one.name) for one in fields(TurnRecord) if one.name != "inserted"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class EpisodeRecord:
     None for the run's. row: the `data.task.Row` that the episode began with.
     """
 
-    turns: Sequence[TurnFacts] = field(default_factory=list)
+    turns: Sequence[TurnRecord] = field(default_factory=list)
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     environment: Any = None
     prompt: str | list[Any] | None = None
@@ -194,7 +194,7 @@ class SampledSequence:
     @property
     def is_truncated(self) -> bool:
         """Whether a limit cut it off."""
-        return self.finish_reason in CUT_OFF
+        return self.finish_reason in TRUNCATED_REASONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +205,7 @@ class Rollout:
     second conversation) has several: each is a training sample with its own end. They share the rollout's rewards and
     its weight in the loss.
     finish_reason: "stop" (by a stop id or stop string) or "length"; also "turn_length" (the last turn reached its own
-    `max_tokens`), one of `CUT_OFF`, or one of `episodes.episode.END_REASONS` from its function.
+    `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from its function.
     """
 
     branches: tuple[SampledSequence, ...]
@@ -225,7 +225,7 @@ class Rollout:
     @property
     def is_truncated(self) -> bool:
         """Whether a limit cut off the rollout."""
-        return self.finish_reason in CUT_OFF
+        return self.finish_reason in TRUNCATED_REASONS
 
     @property
     def completion(self) -> list[int]:

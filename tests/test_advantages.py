@@ -8,13 +8,13 @@ import torch
 
 import train_grpo
 from minirl.training.advantages import (
-    are_equal,
     gae,
     group_advantages,
+    have_zero_variance,
     returns_to_go,
     select_groups,
     token_rewards,
-    weighted_scores,
+    weighted_rewards,
     whiten,
 )
 from minirl.training.batch import Batch, independent_sequences
@@ -107,10 +107,10 @@ def test_completions_without_a_score_are_left_out_of_their_groups_statistics(bas
 def test_a_reward_that_does_not_apply_has_no_part_in_the_score():
     """By weights 1 and 2: 1 + 2 x 0.5; 0; none at all; 2 x 1. A reward of weight 0 is only logged: no score by it."""
     rewards = double([[1.0, 0.5], [0.0, MISSING], [MISSING, 1.0], [MISSING, MISSING]])
-    scores = weighted_scores(rewards, double([1.0, 2.0]))
+    scores = weighted_rewards(rewards, double([1.0, 2.0]))
     assert scores[:3].tolist() == [2.0, 0.0, 2.0]
     assert scores[3].isnan()
-    assert weighted_scores(rewards, double([1.0, 0.0])).isnan().tolist() == [False, False, True, True]
+    assert weighted_rewards(rewards, double([1.0, 0.0])).isnan().tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize(("count", "rows"), [(3, [1, 3, 5]), (4, [0, 1, 3, 5]), (9, list(range(6)))])
@@ -121,7 +121,7 @@ def test_groups_with_a_signal_are_selected_first(count, rows):
     make no difference. Pitfall 54.
     """
     accuracy = double([[0.1 + 0.2, 0.3], [0.0, 1.0], [0.1, MISSING], [1.0, 0.0], [MISSING] * 2, [0.5, 1.0]])
-    assert select_groups(are_equal(accuracy), count) == rows
+    assert select_groups(have_zero_variance(accuracy), count) == rows
 
 
 KEPT = double([1, 0, 1, 1])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirl.episodes.step_groups import Groups
 from minirl.rollouts import RolloutId, all_branches
-from minirl.training.batch import NOT_MADE, Batch, exchange, gather_infos, gather_to_rollouts, pack
+from minirl.training.batch import NOT_COMPUTED, Batch, exchange, gather_infos, gather_to_rollouts, pack
 from support.rollouts import in_two_branches, rollout_of, sampled
 
 IDS = [(p, s) for p in (3, 7, 8) for s in range(3)]  # of the nine rollouts below, in order
@@ -30,7 +30,7 @@ def make_rollout(prompt, sample):
 class TaughtBatch(Batch):
     """As a fork adds a stream."""
 
-    taught: Tensor = NOT_MADE
+    taught: Tensor = NOT_COMPUTED
 
 
 def rollouts_of(ids):

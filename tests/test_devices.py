@@ -181,7 +181,7 @@ def test_a_value_model_on_a_device_has_the_values_and_gradients_of_the_host(devi
         batch = make_batch().to(place)
         scorer = FrozenModel(model, value_batch, names=names, device=place)
         first, second, third = batch.sequences
-        scored = scorer.add_to(batch, [[third], [], [first, second]])
+        scored = scorer.add_streams(batch, [[third], [], [first, second]])
         micro = batch.select([batch.sequences[i] for i in lengths])
         values, _ = value_batch(model, micro)
         loss = value_loss(values, micro.values, micro.returns, clip=0.2)

@@ -9,7 +9,7 @@ import torch
 from minirl.data.conversation import view_of
 from minirl.episodes.episode import one_turn
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
-from minirl.rollouts import CUT_OFF, all_branches
+from minirl.rollouts import TRUNCATED_REASONS, all_branches
 from minirl.training.batch import pack
 from support.collecting import (
     Prompts,
@@ -92,9 +92,9 @@ def test_row_56_a_limit_cuts_off_the_branch_that_reached_it_and_not_its_whole_ep
     for rollout in groups.rewarded.rollouts:
         assert rollout.finish_reason == reason
         assert [branch.finish_reason for branch in rollout.branches] == ends
-    assert set(groups.is_truncated.flatten().tolist()) == {reason in CUT_OFF}
+    assert set(groups.is_truncated.flatten().tolist()) == {reason in TRUNCATED_REASONS}
     batch = pack(all_branches(groups.rewarded.rollouts))
-    assert batch.is_truncated.tolist() == [end in CUT_OFF for end in ends] * 6
+    assert batch.is_truncated.tolist() == [end in TRUNCATED_REASONS for end in ends] * 6
 
 
 @pytest.mark.parametrize("function", [branching, out_of_order])

@@ -77,7 +77,7 @@ def branches_of_a_step(rank):
     config = train_ppo.Config(gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
     zeros, sevens = torch.zeros(len(batch.tokens)), torch.full((12,), 7.0)
     batch = batch.replace(values=zeros)
-    _, returns = train_ppo.advantages_and_returns(config, groups.scores, zeros, sevens, batch)
+    _, returns = train_ppo.advantages_and_returns(config, groups.weighted_rewards, zeros, sevens, batch)
     return means, returns.split(batch.num_loss_tokens.tolist()), groups
 
 
@@ -87,7 +87,7 @@ def test_each_branch_is_trained_with_its_rollouts_reward_and_bootstrapped_if_it_
     A_t = r_t + gamma V_end + gamma lambda A_(t+1), with values of 0 except of 7 after the end.
     """
     ((means, returns, groups),) = one_rank.run(branches_of_a_step)
-    scores = groups.scores
+    scores = groups.weighted_rewards
     assert scores.flatten().tolist() == [r.episode.rewards["reward"] for r in groups.rewarded.rollouts]
     assert len(scores.unique()) > 2
     expected = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)

@@ -10,7 +10,7 @@ from minirl.generation.engine import Engine
 from minirl.model.attention import PackedLayout, Sequence, attend, kernel_for
 from minirl.model.batch_invariance import activate
 from minirl.model.layers import GatedActivation
-from minirl.training.scoring import outputs_of_head
+from minirl.training.scoring import head_logprobs
 from support.caches import decoded_both_ways
 from support.engines import make_model, mixed_requests
 from support.layouts import FAMILIES, shared_layout
@@ -77,7 +77,7 @@ def test_what_training_computes_on_cuda_is_what_the_cpu_computes(dtype, monkeypa
         leaves = [x.to(dtype).to(device, compute_dtype).requires_grad_() for x in (gate, up, head / 16)]
         divisor = torch.full((300, 1), 0.7, device=device)
         states = GatedActivation.apply(*leaves[:2], activate)
-        logprobs, entropies = outputs_of_head(states, leaves[2], targets.to(device), divisor)
+        logprobs, entropies = head_logprobs(states, leaves[2], targets.to(device), divisor)
         gradients = torch.autograd.grad((logprobs - 0.1 * entropies).sum(), leaves)
         results.append([x.cpu() for x in (logprobs, entropies, *gradients)])
     assert_near(results[1], results[0], 1e-4 if dtype == torch.float32 else 2e-2)

@@ -18,7 +18,7 @@ from minirl.model.folders import ADAPTERS_FILE
 from minirl.model.transformer import is_batch_invariant
 from minirl.model.weights import load_replica
 from minirl.training.batch import Batch, independent_sequences
-from minirl.training.frozen_models import under_adapters
+from minirl.training.frozen_models import without_adapters
 from minirl.training.scoring import score_batch
 from support.families import adapted
 from support.marks import slow
@@ -72,9 +72,9 @@ def train_one_update(rank, folder, options):
     optimizer = adamw(model)
     addresses = [parameter.data_ptr() for parameter in model.decoder.parameters()]
     tokens = torch.arange(20) % 33
-    reference = under_adapters(lambda base, batch: [logprobs_of(base, batch, (20,))])
+    reference = without_adapters(lambda base, batch: [logprobs_of(base, batch, (20,))])
     with pytest.raises(TypeError):
-        under_adapters(lambda base, batch: 1 + batch)(model.decoder, "")  # the adapters are on again
+        without_adapters(lambda base, batch: 1 + batch)(model.decoder, "")  # the adapters are on again
     (at_first,) = reference(model.decoder, tokens)
     model.backward(logprobs_of(model.module, tokens, (20,)).sum(), is_last=True)
     model.step(optimizer, lr=0.01, max_grad_norm=0.0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, SampledSequence, TurnFacts
+from minirl.rollouts import EpisodeRecord, Rollout, RolloutId, SampledSequence, TurnRecord
 from minirl.training.batch import Batch, independent_sequences
 from support.resuming import resume
 from support.rollouts import sampled
@@ -59,14 +59,14 @@ def make_batch(lengths, sampled, **streams):
 def advantages_of_group(fork, rewards, **config):
     """Of one group, of 3, 5, 2 and 4 tokens."""
     groups = groups_of(double([rewards]), torch.tensor([[3, 5, 2, 4]]))
-    return fork.advantages(fork.Config(**config), groups, groups.scores).flatten()
+    return fork.advantages(fork.Config(**config), groups, groups.weighted_rewards).flatten()
 
 
 def advantages_of_two_rewards(fork):
     """Of one group of four with two rewards each."""
     rewards = double([[[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.0, 40.0]]])
     groups = replace(groups_of(rewards[..., 0]), rewards=rewards, reward_weights=double([1.0, 0.5]))
-    return fork.advantages(fork.Config(), groups, groups.scores).flatten()
+    return fork.advantages(fork.Config(), groups, groups.weighted_rewards).flatten()
 
 
 def loss_of(fork, log_ratios, advantage, *, old=0.5, drift=0.0, **fields):
@@ -121,7 +121,7 @@ def turn_rewards(fork):
     """Two rollouts of one prompt."""
     rollouts = []
     for sample, rewards in enumerate(([1.0, 0.0], [0.5, 0.5])):
-        turns = [TurnFacts(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
+        turns = [TurnRecord(i, num_tokens=1, extra={"reward": reward}) for i, reward in enumerate(rewards)]
         sequence = SampledSequence(sampled([0, 1]), 0, RolloutId(0, sample), "stop")
         rollouts.append(Rollout((sequence,), "stop", EpisodeRecord(turns)))
     return [fork.turn_advantages(rollouts)]

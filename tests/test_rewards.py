@@ -15,7 +15,7 @@ from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_w
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rewards.reward_queue import RewardQueue
 from minirl.rewards.reward_workers import WorkerReward
-from minirl.rollouts import EpisodeRecord, RolloutId, TurnFacts, unsampled_stream
+from minirl.rollouts import EpisodeRecord, RolloutId, TurnRecord, unsampled_stream
 from support.collecting import letter_tokenizer
 from support.jobs import LIMIT_S, wait_for
 from support.rollouts import rewards_of_call, rollout_of
@@ -244,7 +244,7 @@ def test_an_empty_answer_that_continues_the_prompts_last_message_is_a_message():
     """Rewards read the last message of each completion."""
     prompt = [user("a"), assistant("so")]
     _, [[rollout]] = made_groups(("",))
-    record = EpisodeRecord([TurnFacts(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
+    record = EpisodeRecord([TurnRecord(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
     assert answers_of(replace(rollout, episode=record), letter_tokenizer()) == [assistant("")]
 
 

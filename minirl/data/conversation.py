@@ -10,9 +10,9 @@ from minirl.data import answers
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import Messages, add_answer, as_messages, is_token_ids
 from minirl.errors import InputError
-from minirl.rollouts import Rollout, TurnFacts
+from minirl.rollouts import Rollout, TurnRecord
 
-Turn = TypeVar("Turn", bound=TurnFacts)
+Turn = TypeVar("Turn", bound=TurnRecord)
 
 
 def view_of(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def messages_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     branch = rollout.branches[-1]
     turns = [turn for turn in rollout.episode.turns if turn.branch == branch.rollout_id.branch]
 
-    def answer(turn: TurnFacts, start: int) -> str | dict[str, Any]:
+    def answer(turn: TurnRecord, start: int) -> str | dict[str, Any]:
         ids = branch.after_prompt["id"][start : turn.end].tolist()
         text = tokenizer.decode(ids)
         if not tokenizer.tools or start != turn.start:

@@ -113,11 +113,11 @@ class Collector:
                     self._group_size,
                     self._num_greedy,
                     reward_weights=self._reward_weights,
-                    replaces_equal=self._max_refills is not None,
+                    replaces_zero_variance=self._max_refills is not None,
                 )
                 if selection.num_missing <= 0 or num_refills == self._max_refills:
                     break
-                num_wanted = num_groups + selection.num_equal
+                num_wanted = num_groups + selection.num_zero_variance
         self._rewarded = selection.left
         self.in_flight.end_step(selection.ended)
         return selection.groups

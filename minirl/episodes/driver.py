@@ -21,7 +21,7 @@ from minirl.rollouts import (
     Rollout,
     SampledSequence,
     Stream,
-    TurnFacts,
+    TurnRecord,
     join_streams,
     unsampled_stream,
 )
@@ -198,7 +198,7 @@ class Driver:
         # A fresh copy of the data's row: the function may have changed the episode's copy.
         row = self._prompts.row(self.rollout_id.prompt_ordinal)
         record = EpisodeRecord(
-            list(map(plain_facts, turns)), rewards, episode.environment, last.prompt, last.tools, row
+            list(map(turn_record, turns)), rewards, episode.environment, last.prompt, last.tools, row
         )
         return Rollout(tuple(branch.engine_tokens.sequence for branch in branches), finish_reason, record)
 
@@ -272,7 +272,7 @@ async def _ask_too_late(asked: Generate) -> Turn:
     raise InputError("generate(): the episode ended")
 
 
-def plain_facts(turn: Turn) -> TurnFacts:
+def turn_record(turn: Turn) -> TurnRecord:
     """Return what is stored of a turn. Raises InputError for what JSON cannot hold."""
     if turn.extra or turn.inserted:
         try:
@@ -281,7 +281,7 @@ def plain_facts(turn: Turn) -> TurnFacts:
             raise InputError(
                 f"turn.extra, or a message appended before the turn, is not JSON: {error}"
             ) from None
-    return TurnFacts(*(getattr(turn, one.name) for one in fields(TurnFacts)))
+    return TurnRecord(*(getattr(turn, one.name) for one in fields(TurnRecord)))
 
 
 def add_returned(given: dict[str, float | None], returned: Any) -> None:

@@ -25,7 +25,7 @@ from minirl.data.tokenizer import is_stop_string
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import short_repr
 from minirl.rewards.calls import MAX_REWARD, validate_number
-from minirl.rollouts import Request, SampledSequence, Stream, TurnFacts
+from minirl.rollouts import Request, SampledSequence, Stream, TurnRecord
 
 # Finish reasons for `Episode.end`.
 END_REASONS = (
@@ -84,7 +84,7 @@ class BranchTokens:
 
 
 @dataclass(eq=False, kw_only=True)
-class Turn(TurnFacts):
+class Turn(TurnRecord):
     """A turn that a function asked for: appended tokens, then sampled ones.
 
     tokens: the branch's. number: its place in the episode, from 1.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minirl.rewards.reward_queue import RewardedRollouts
-from minirl.training.advantages import are_equal, select_groups, weighted_scores
+from minirl.training.advantages import have_zero_variance, select_groups, weighted_rewards
 from minirl.training.batch import RolloutInfo, SequenceInfo, gather_infos
 
 
@@ -26,14 +26,14 @@ class Groups:
     reward_weights: Tensor
 
     @property
-    def scores(self) -> Tensor:
-        """The `weighted_scores` fp64 [P, G] of the rewards; NaN where none applies."""
-        return weighted_scores(self.rewards, self.reward_weights)
+    def weighted_rewards(self) -> Tensor:
+        """The `weighted_rewards` fp64 [P, G] of the rewards; NaN where none applies."""
+        return weighted_rewards(self.rewards, self.reward_weights)
 
     @property
-    def greedy_scores(self) -> Tensor:
+    def weighted_greedy_rewards(self) -> Tensor:
         """Those of the greedy rollouts, fp64 [P, 0 or 1]."""
-        return weighted_scores(self.greedy_rewards, self.reward_weights)
+        return weighted_rewards(self.greedy_rewards, self.reward_weights)
 
     @property
     def num_loss_tokens(self) -> Tensor:
@@ -65,7 +65,7 @@ class Selection:
     # How many groups there are too few, not counting replaceable ones; less than 0 if there are more.
     num_missing: int
     # How many groups have equal first rewards, if such groups are replaced.
-    num_equal: int
+    num_zero_variance: int
     # The prompts whose groups were selected or dropped.
     ended: frozenset[int]
 
@@ -77,14 +77,14 @@ def select_step(
     num_greedy: int = 0,
     *,
     reward_weights: Tensor,
-    replaces_equal: bool = False,
+    replaces_zero_variance: bool = False,
 ) -> Selection:
     """Select `num_groups` of all ranks' groups, the first in order of their prompts (collective).
 
     rewarded: the groups of this rank, each whole: `group_size` rollouts of a prompt, then `num_greedy` greedy ones.
     reward_weights: fp64 [K].
-    replaces_equal: groups with different first rewards come first; the others have no signal, count as missing and
-    are dropped if they are not selected.
+    replaces_zero_variance: groups with different first rewards come first; the others have no signal, count as missing
+    and are dropped if they are not selected.
     """
     infos = gather_infos(rewarded.rollouts, rewarded.rewards)
     # They are in order of the ids: the rollouts of one prompt are adjacent, the greedy ones last.
@@ -93,12 +93,12 @@ def select_step(
     rewards = torch.tensor([info.rewards for info in infos], dtype=torch.float64)
     rewards = rewards.view(len(ordinals), per_prompt, len(reward_weights))
 
-    is_equal = torch.zeros(len(ordinals), dtype=torch.bool)
-    if replaces_equal:
-        is_equal = are_equal(rewards[:, :group_size, 0])
-    selected = select_groups(is_equal, num_groups)
+    is_zero_variance = torch.zeros(len(ordinals), dtype=torch.bool)
+    if replaces_zero_variance:
+        is_zero_variance = have_zero_variance(rewards[:, :group_size, 0])
+    selected = select_groups(is_zero_variance, num_groups)
     taken = frozenset(ordinals[selected].tolist())
-    ended = taken.union(ordinals[is_equal].tolist())
+    ended = taken.union(ordinals[is_zero_variance].tolist())
 
     # This rank's part, also in order of the ids.
     own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
@@ -114,7 +114,7 @@ def select_step(
     return Selection(
         groups=groups,
         left=rewarded.select(own_left),
-        num_missing=num_groups - int((~is_equal).sum()),
-        num_equal=int(is_equal.sum()),
+        num_missing=num_groups - int((~is_zero_variance).sum()),
+        num_zero_variance=int(is_zero_variance.sum()),
         ended=ended,
     )

@@ -35,7 +35,7 @@ from minirl.ranks import launch
 from minirl.ranks.process_group import gather_objects, print0, rank
 from minirl.report.logger import Logger
 from minirl.report.records import Record, mean_rewards
-from minirl.rollouts import CUT_OFF, MAX_TOP_K, Truncation
+from minirl.rollouts import MAX_TOP_K, TRUNCATED_REASONS, Truncation
 from minirl.run.checkpoint import checkpoints_in
 from minirl.run.checks import check_shared
 from minirl.run.config import RunConfig
@@ -148,7 +148,7 @@ def sample_numbers(samples: Sequence[Record], task: Task, judges: Sequence[str])
     """
     numbers = {
         "eval/len_mean": fmean([sample["num_tokens"] for sample in samples]),
-        "eval/truncated": fmean([sample["finish_reason"] in CUT_OFF for sample in samples]),
+        "eval/truncated": fmean([sample["finish_reason"] in TRUNCATED_REASONS for sample in samples]),
     }
     scored = [sample for sample in samples if judges and sample["reward"] is not None]
     is_correct = [all(sample["rewards"][name] in (1, None) for name in judges) for sample in scored]
@@ -171,7 +171,7 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
 def result_of(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
     """The JSON of an evaluation. records: those of all prompts. truncation: that they were sampled with."""
     config = setup.config
-    weights = dict(zip(setup.reward_functions, setup.score_weights.tolist(), strict=True))
+    weights = dict(zip(setup.reward_functions, setup.eval_reward_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
     for name, of_prompts in values_by_prompt(records, setup.task, weights).items():
         low, high = bootstrap_interval(of_prompts, seed=config.seed)

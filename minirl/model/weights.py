@@ -95,7 +95,7 @@ def load_weights(model: Transformer, folder: Path) -> None:
         _check_tied_head(files, _checkpoint_name("model.embed_tokens.weight", config.weight_prefix))
     for name, param in model.named_parameters():
         layer = name.removesuffix(".weight")
-        parts = list(stored_tensors(config, {name: torch.empty(param.shape, device="meta")}))
+        parts = list(checkpoint_tensors(config, {name: torch.empty(param.shape, device="meta")}))
         if parts[0] in files:
             label = f"{files[parts[0]]}: {parts[0]}"
             value = adapters.merge(layer, _read_stored(config, files, parts), label)
@@ -135,7 +135,7 @@ def _read_stored(config: ModelConfig, files: Mapping[str, Path], parts: Sequence
     return config.hf_backend.join_stored({part: read_tensor(files[part], part) for part in parts})
 
 
-def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checkpoint_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder, by its names, from those of parameters, by the model's."""
     if config.hf_backend is not None:
         return config.hf_backend.to_checkpoint(tensors)
@@ -144,7 +144,7 @@ def stored_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[s
 
 def _checkpoint_shapes(config: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors, on the meta device, that a folder has of such a model."""
-    return stored_tensors(config, dict(make_meta_model(config).named_parameters()))
+    return checkpoint_tensors(config, dict(make_meta_model(config).named_parameters()))
 
 
 def _checkpoint_name(name: str, prefix: str) -> str:
@@ -303,7 +303,7 @@ def write_folder(
     shape = config_from_dict(config)
     if peft_config is None:
         weights_name = "model.safetensors"
-        stored = stored_tensors(shape, tensors)
+        stored = checkpoint_tensors(shape, tensors)
     else:
         weights_name = WEIGHTS_FILE
         # transformers opens a vision model as a whole, or its language model alone.

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 
 # Counted whole, whatever happens inside: the cost of an evaluation, a save or a refresh.
-WHOLE = ("eval", "save", "refresh")
-OF_GENERATION = ("prefill", "decode", "decode_comm")
+WHOLE_CAUSES = ("eval", "save", "refresh")
+GENERATION_CAUSES = ("prefill", "decode", "decode_comm")
 
 
 class TimeAccount:
@@ -28,7 +28,7 @@ class TimeAccount:
         """Start over, under "host". Call it before the first step, so that set-up counts in no step."""
         self._thread = threading.get_ident()
         self._cause = "host"
-        self._since = self._began = time.perf_counter()
+        self._since = self._started_at = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def switch(self, cause: str) -> None:
@@ -41,8 +41,8 @@ class TimeAccount:
     def take(self) -> tuple[float, dict[str, float]]:
         """Return the wall seconds since the last `take` or `begin`, and the seconds by cause."""
         self.switch(self._cause)
-        elapsed, seconds = self._since - self._began, self._seconds
-        self._began = self._since
+        elapsed, seconds = self._since - self._started_at, self._seconds
+        self._started_at = self._since
         self._seconds = defaultdict(float)
         return elapsed, seconds
 
@@ -53,7 +53,7 @@ class TimeAccount:
         It costs a few microseconds and never waits for the device. Without effect in another thread and inside of a
         cause that is counted whole.
         """
-        if self._cause in WHOLE or threading.get_ident() != self._thread:
+        if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
             yield
             return
         outer = self._cause

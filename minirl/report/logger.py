@@ -59,7 +59,7 @@ class Logger:
         self.folder = folder
         self._wandb: Any = None
         self._after_step = after_step
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
         # Lines that metrics.jsonl could not take yet.
         self._unwritten = b""
@@ -82,7 +82,7 @@ class Logger:
         self._write_metrics()
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
-        seconds_per_step = (time.monotonic() - self._began) / max(1, step - self._after_step)
+        seconds_per_step = (time.monotonic() - self._started_at) / max(1, step - self._after_step)
         left_s = seconds_per_step * (num_steps - step)
         print0(console_line(step, num_steps, metrics, left_s=left_s))
 

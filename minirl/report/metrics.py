@@ -14,7 +14,7 @@ from minirl.generation.engine_stats import EngineStats
 from minirl.ranks import launch, time_account
 from minirl.ranks.process_group import gather_objects, world_size
 from minirl.rollouts import Rollout
-from minirl.training.advantages import are_equal
+from minirl.training.advantages import have_zero_variance
 from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
 
@@ -83,8 +83,8 @@ class StepMetrics:
 
         A mean or maximum without values is left out.
         """
-        of_ranks = gather_objects(_merge(self._entries))
-        merged = _merge(itertools.chain(*of_ranks))
+        per_rank = gather_objects(_merge(self._entries))
+        merged = _merge(itertools.chain(*per_rank))
         return {
             name: number / weight if kind == "mean" else number
             for (kind, name), number, weight in merged
@@ -138,7 +138,7 @@ def add_rollouts(
     if scored.numel() > 1:
         metrics.add("reward/std", scored.std())
     if grouped_rewards.shape[1] > 1:
-        metrics.add("reward/frac_equal_groups", are_equal(grouped_rewards).double().mean())
+        metrics.add("reward/frac_equal_groups", have_zero_variance(grouped_rewards).double().mean())
 
 
 def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
@@ -250,7 +250,7 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
             all_metrics[name] /= metrics["count/rollouts"]
     found = defaultdict(float, metrics)  # names that no rank has counted are missing
     num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
-    generation_s = sum(found[f"time/{cause}"] for cause in time_account.OF_GENERATION)
+    generation_s = sum(found[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
     if generation_s > 0:
         all_metrics["perf/tok_s_gen"] = found["count/sampled_tokens"] / generation_s
     if found["time/update"] > 0:

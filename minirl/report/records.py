@@ -13,7 +13,7 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.conversation import view_of
 from minirl.data.task import Task
 from minirl.rewards.reward_queue import RewardedRollouts
-from minirl.training.advantages import weighted_scores
+from minirl.training.advantages import weighted_rewards
 
 Record = Mapping[str, Any]  # of a rollout, with `reward`, see `rollout_records`
 
@@ -31,7 +31,7 @@ def rollout_records(
     functions: the names of the K rewards of `rewarded`, whose sum with these weights, fp64 [K], is the `reward`.
     columns: further numbers [N] of the rollouts.
     """
-    columns = {"reward": weighted_scores(rewarded.rewards, weights).tolist(), **columns}
+    columns = {"reward": weighted_rewards(rewarded.rewards, weights).tolist(), **columns}
     rewards = rewarded.rewards.tolist()
     records = []
     for i, rollout in enumerate(rewarded.rollouts):

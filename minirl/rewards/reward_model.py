@@ -69,7 +69,7 @@ def load_reward_model(
         # Each rank scores its own completions: one rank in the assignment.
         (microbatches,) = plan_microbatches(infos, num_ranks=1, max_tokens=max_tokens)
         with spent_on("score"):
-            batch = scorer.add_to(batch, microbatches)
+            batch = scorer.add_streams(batch, microbatches)
         return batch.end_values[batch.last_index].float().tolist()
 
     return StepReward(reward_model)

@@ -39,7 +39,7 @@ from minirl.run.setup import Setup
 from minirl.training.assignment import plan_microbatches
 from minirl.training.batch import Batch, Microbatch, SequenceInfo, exchange, gather_to_rollouts
 from minirl.training.frozen_models import FrozenModel
-from minirl.training.losses import minibatch_of, sequence_sums
+from minirl.training.losses import minibatch_index, sequence_sums
 from minirl.training.scoring import score_batch
 from minirl.training.sharded_model import ShardedModel
 
@@ -133,7 +133,8 @@ class Run:
         Returns this rank's batch, on the host, and its microbatches [minibatch][...].
 
         is_skipped bool [P, G]: the rollouts that the loss learns nothing from; None: no rollout. One of their sequences
-        is computed all the same, for `refuse_gradient`, and so that each step measures the gap of sampled logprobs.
+        is computed all the same, for `refuse_skipped_gradient`, and so that each step measures the gap of sampled
+        logprobs.
         streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
@@ -146,7 +147,7 @@ class Run:
             add_skipped(metrics, sequences, skipped)
         trained = sorted({*sequences}.difference(skipped))
         num_minibatches = self._config.minibatches_per_epoch
-        minibatch = minibatch_of(len(groups.infos), num_minibatches).tolist()
+        minibatch = minibatch_index(len(groups.infos), num_minibatches).tolist()
         plan = [
             plan_microbatches(
                 [sequence for sequence in trained if minibatch[sequence.rollout] == number],
@@ -178,7 +179,7 @@ class Run:
         batch = batch.to(self.device)
         microbatches = list(itertools.chain(*minibatches))
         for model in frozen:
-            batch = model.add_to(batch, show_progress("score", microbatches))
+            batch = model.add_streams(batch, show_progress("score", microbatches))
         return batch.to(torch.device("cpu"))
 
     @spent_on("eval")
@@ -199,7 +200,7 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        is_own = [info.sequences[0].holder == rank() for info in groups.infos]
+        is_own = [info.sequences[0].owner_rank == rank() for info in groups.infos]
         records = rollout_records(
             groups.rewarded,
             self._setup.reward_functions,
@@ -227,7 +228,7 @@ class Run:
             progress.in_flight = collector.in_flight.ordinals
         if collector and groups is not None:
             add_generation(metrics, collector.engine.take_stats())
-            add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.scores)
+            add_rollouts(metrics, groups.rewarded.rollouts, grouped_rewards=groups.weighted_rewards)
             add_rewards(metrics, self._setup.reward_functions, groups.rewards)
             metrics.add_total("count/sampled_tokens", collector.take_count("sampled_tokens"))
             if self._setup.tokenizer.tools:

@@ -45,7 +45,7 @@ from minirl.run.flags import flag_of
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
 from minirl.run.planning import plan, this_machine, workload
 from minirl.run.run_folder import runs_root, starting_run
-from minirl.training.frozen_models import FrozenModel, Outputs, under_adapters
+from minirl.training.frozen_models import FrozenModel, Outputs, without_adapters
 from minirl.training.scoring import score_batch, score_teacher
 from minirl.training.sharded_model import ShardedModel
 
@@ -54,7 +54,7 @@ class Setup:
     """The parts of a run. All ranks make it (collective).
 
     For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
-    `reward_weights` fp64 [K]. Evaluations use `score_weights`, which omit the overlong penalty.
+    `reward_weights` fp64 [K]. Evaluations use `eval_reward_weights`, which omit the overlong penalty.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class Setup:
         self.reward_functions, self.reward_weights = rewards_and_weights(
             rewards, config.reward_weights, logged=logged
         )
-        self.score_weights = self.reward_weights.clone()
+        self.eval_reward_weights = self.reward_weights.clone()
         if config.overlong_buffer:
-            self.score_weights[len(rewards) - 1] = 0.0
+            self.eval_reward_weights[len(rewards) - 1] = 0.0
 
     def saved_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
@@ -191,7 +191,7 @@ class Setup:
         models = []
         if self.config.has_reference:
             if self.config.adapters:
-                models.append(self.frozen(policy, under_adapters(score_batch), ["ref_logprobs"]))
+                models.append(self.frozen(policy, without_adapters(score_batch), ["ref_logprobs"]))
             else:
                 source = self._original_model()
                 self._reference_weights = weights_fingerprint(source)
@@ -289,7 +289,9 @@ class Setup:
             truncation=truncation,
         )
         rewarded = evaluator.run(requests, weight_version=weight_version)
-        return rollout_records(rewarded, self.reward_functions, self.tokenizer, weights=self.score_weights)
+        return rollout_records(
+            rewarded, self.reward_functions, self.tokenizer, weights=self.eval_reward_weights
+        )
 
     def args(self) -> dict[str, Any]:
         """The content of args.json: the flags, and the values they left open."""

@@ -15,7 +15,7 @@ EPS = 1e-6  # added to standard deviations of rewards
 RELATIVE_ERROR = 1e-9
 
 
-def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
+def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [...] of rewards [..., K] by weight [K].
 
     A NaN reward does not apply to its completion and is left out of the sum. The sum is NaN where no reward applies.
@@ -26,7 +26,7 @@ def weighted_scores(rewards: Tensor, weights: Tensor) -> Tensor:
     return scores.masked_fill(~has_score, torch.nan)
 
 
-def are_equal(rewards: Tensor) -> Tensor:
+def have_zero_variance(rewards: Tensor) -> Tensor:
     """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
 
     Rewards that differ by a rounding error are equal. NaN rewards are left out.
@@ -54,28 +54,28 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
     exactly 0. A NaN reward is left out of all statistics and gets 0, as does one whose statistics need more rewards.
     """
     if isinstance(baseline, Tensor):
-        centred = rewards - baseline[:, None]
+        centered = rewards - baseline[:, None]
     elif baseline in ("mean", "leave_one_out"):
-        centred = rewards - rewards.nanmean(1, keepdim=True)
+        centered = rewards - rewards.nanmean(1, keepdim=True)
         # The mean of equal rewards may differ from them by a rounding error.
-        centred = centred.masked_fill(are_equal(rewards)[:, None], 0.0)
+        centered = centered.masked_fill(have_zero_variance(rewards)[:, None], 0.0)
         if baseline == "leave_one_out":
             # r_i - mean of the others = (r_i - mean of all) G / (G - 1)
             group_size = (~rewards.isnan()).sum(1, keepdim=True).to(rewards)
-            centred = centred * (group_size / (group_size - 1))
+            centered = centered * (group_size / (group_size - 1))
     elif baseline == "none":
-        centred = rewards
+        centered = rewards
     else:
         raise ValueError(f"baseline {baseline!r} is unknown")
 
     if norm == "group_std":
-        centred = centred / (_standard_deviation(rewards, [1]) + eps)
+        centered = centered / (_standard_deviation(rewards, [1]) + eps)
     elif norm == "batch_std":
-        centred = centred / (_standard_deviation(rewards, [0, 1]) + eps)
+        centered = centered / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
     # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
-    return centred.nan_to_num(0.0)
+    return centered.nan_to_num(0.0)
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
@@ -85,8 +85,9 @@ def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
     return (squares.nansum(dims, keepdim=True) / (count - 1)).sqrt()
 
 
-def select_groups(is_equal: Tensor, count: int) -> list[int]:
-    """Select `count` of P groups to train on; returns their indices, ascending. is_equal bool [P]: see `are_equal`.
+def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
+    """Select `count` of P groups to train on; returns their indices, ascending. is_zero_variance bool [P]: see
+    `have_zero_variance`.
 
     Takes the first groups with a signal, then, if these are too few, the first of the others.
 
@@ -94,7 +95,7 @@ def select_groups(is_equal: Tensor, count: int) -> list[int]:
     which would make the rollouts of every group differ.
     """
     # A stable sort of 0 and 1 keeps the order within both kinds of groups.
-    return sorted(is_equal.int().argsort(stable=True)[:count].tolist())
+    return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
 
 
 def gae(
@@ -114,7 +115,7 @@ def gae(
     values are regressed on, add the values to the estimates.
     """
     advantages = torch.zeros_like(values)
-    running = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
+    next_advantage = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
     next_value = bootstrap.clone()  # [N], the value of the state after this token
     ends = lengths.cumsum(0)
     longest = max(lengths.tolist(), default=0)
@@ -123,9 +124,9 @@ def gae(
         alive = lengths >= steps_back
         token = (ends - steps_back)[alive]
         delta = rewards[token] + gamma * next_value[alive] - values[token]
-        running[alive] = delta + gamma * gae_lambda * running[alive]
+        next_advantage[alive] = delta + gamma * gae_lambda * next_advantage[alive]
         next_value[alive] = values[token]
-        advantages[token] = running[alive]
+        advantages[token] = next_advantage[alive]
     return advantages
 
 

@@ -53,7 +53,7 @@ def plan_microbatches(
     by_prompt: dict[RolloutId, list[SequenceInfo]] = defaultdict(list)
     for sequence in sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence)):
         by_prompt[sequence.prompt].append(sequence)
-    pieces = list(map(_piece_of, by_prompt.values()))
+    pieces = list(map(_make_piece, by_prompt.values()))
     equal_share = -sum(piece.minus_size for piece in pieces) / num_ranks
     heapq.heapify(pieces)
     ranks = [_Rank() for _ in range(num_ranks)]
@@ -63,8 +63,8 @@ def plan_microbatches(
         is_too_large = rank.load_with(piece) > equal_share or -piece.minus_size > max_tokens
         if is_too_large and len(piece.members) > 1:
             # Sorted by length, every second member makes about half of the tokens.
-            heapq.heappush(pieces, _piece_of(piece.members[::2]))
-            heapq.heappush(pieces, _piece_of(piece.members[1::2]))
+            heapq.heappush(pieces, _make_piece(piece.members[::2]))
+            heapq.heappush(pieces, _make_piece(piece.members[1::2]))
             continue
         refuse(
             -piece.minus_size > max_tokens,
@@ -76,9 +76,9 @@ def plan_microbatches(
             rank.microbatches += fitting
         rank.add(piece)
         min(fitting, key=lambda micro: piece.prompt not in micro.prompts).add(piece)
-    by_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
-    num_microbatches = max(map(len, by_rank))
-    return [own + [[]] * (num_microbatches - len(own)) for own in by_rank]
+    microbatches_per_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
+    num_microbatches = max(map(len, microbatches_per_rank))
+    return [own + [[]] * (num_microbatches - len(own)) for own in microbatches_per_rank]
 
 
 class _Piece(NamedTuple):
@@ -91,7 +91,7 @@ class _Piece(NamedTuple):
     num_prompt_tokens: int
 
 
-def _piece_of(members: list[SequenceInfo]) -> _Piece:
+def _make_piece(members: list[SequenceInfo]) -> _Piece:
     first = members[0]
     num_completion_tokens = sum(sequence.num_tokens - first.num_prompt_tokens for sequence in members)
     return _Piece(

@@ -23,14 +23,14 @@ from minirl.model.attention import PackedLayout, concatenated_ranges, upload
 from minirl.ranks.process_group import all_reduce_sum, gather_objects, rank, world_size
 from minirl.ranks.time_account import spent_on
 from minirl.rollouts import Rollout, RolloutId, SampledSequence, all_branches, join_streams
-from minirl.training.losses import over_tokens, sequence_sums
+from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
     """What is known of a sequence without its tokens: a branch of a rollout, usually the only one. Infos sort by id.
 
-    num_tokens: those of the prompt included. is_truncated: a limit cut off this branch. holder: the rank that has the
-    rollout. rollout: the rollout's number in the step, p * G + g in groups [P, G].
+    num_tokens: those of the prompt included. is_truncated: a limit cut off this branch. owner_rank: the rank that has
+    the rollout. rollout: the rollout's number in the step, p * G + g in groups [P, G].
     """
 
     id: RolloutId
@@ -39,7 +39,7 @@ class SequenceInfo(NamedTuple):
     num_loss_tokens: int = 0
     temperature: float = 1.0  # that its tokens were sampled at
     is_truncated: bool = False
-    holder: int = 0
+    owner_rank: int = 0
     rollout: int = 0
 
     @property
@@ -74,9 +74,9 @@ def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
     return tuple(SequenceInfo(RolloutId(i, 0), n, rollout=i) for i, n in enumerate(lengths))
 
 
-NOT_MADE: Any = None  # a stream that does not exist yet
+NOT_COMPUTED: Any = None  # a stream that does not exist yet
 # The fields of a `Batch` that come from those of `TOKEN`.
-STREAMS_OF_ROLLOUTS = {
+TOKEN_STREAMS = {
     "tokens": "id",
     "loss_mask": "is_sampled",
     "sample_logprobs": "logprob",
@@ -95,17 +95,17 @@ class Batch:
     sequences: tuple[SequenceInfo, ...]
     tokens: Tensor  # int64
     loss_mask: Tensor  # bool: the policy sampled this token
-    sample_logprobs: Tensor = NOT_MADE  # fp32, as are the streams below except `weight_version`
-    weight_version: Tensor = NOT_MADE  # int32: the version of the weights that sampled this token
-    advantages: Tensor = NOT_MADE
-    loss_weights: Tensor = NOT_MADE
-    old_logprobs: Tensor = NOT_MADE
-    ref_logprobs: Tensor = NOT_MADE
-    teacher_logprobs: Tensor = NOT_MADE
-    values: Tensor = NOT_MADE
+    sample_logprobs: Tensor = NOT_COMPUTED  # fp32, as are the streams below except `weight_version`
+    weight_version: Tensor = NOT_COMPUTED  # int32: the version of the weights that sampled this token
+    advantages: Tensor = NOT_COMPUTED
+    loss_weights: Tensor = NOT_COMPUTED
+    old_logprobs: Tensor = NOT_COMPUTED
+    ref_logprobs: Tensor = NOT_COMPUTED
+    teacher_logprobs: Tensor = NOT_COMPUTED
+    values: Tensor = NOT_COMPUTED
     # The value of the state after the last token, at the last token; 0 elsewhere.
-    end_values: Tensor = NOT_MADE
-    returns: Tensor = NOT_MADE
+    end_values: Tensor = NOT_COMPUTED
+    returns: Tensor = NOT_COMPUTED
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class Batch:
 
     def spread(self, values: Tensor) -> Tensor:
         """A stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
-        repeated = over_tokens(values.to(self.tokens.device), self.lengths)
+        repeated = repeat_over_tokens(values.to(self.tokens.device), self.lengths)
         return repeated.masked_fill(~self.loss_mask, 0)
 
     def spread_rollouts(self, values: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Batch:
 def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
     """Gather the infos of all ranks' rollouts, sorted (collective). rewards: fp64 [n, K] of this rank's n rollouts."""
     own = [
-        RolloutInfo(list(map(_info_of, rollout.branches)), rollout.is_truncated, rollout_rewards)
+        RolloutInfo(list(map(_sequence_info, rollout.branches)), rollout.is_truncated, rollout_rewards)
         for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True)
     ]
     # Ids are unique, so sorting never compares the other fields.
@@ -226,8 +226,8 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
 def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -> Batch:
     """The batch of these branches, on the host, without their rollouts. Not collective."""
     packed = join_streams(*(branch.stream for branch in branches))
-    streams = {name: torch.from_numpy(packed[field].copy()) for name, field in STREAMS_OF_ROLLOUTS.items()}
-    return batch_type(sequences=tuple(map(_info_of, branches)), **streams)
+    streams = {name: torch.from_numpy(packed[field].copy()) for name, field in TOKEN_STREAMS.items()}
+    return batch_type(sequences=tuple(map(_sequence_info, branches)), **streams)
 
 
 def exchange(
@@ -253,8 +253,8 @@ def exchange(
     ranks = range(world_size())
     # Each rank's sequences of all minibatches.
     planned = [[sequence for by_rank in plan for micro in by_rank[r] for sequence in micro] for r in ranks]
-    sent = [[sequence for sequence in planned[r] if sequence.holder == rank()] for r in ranks]
-    received = [[sequence for sequence in planned[rank()] if sequence.holder == r] for r in ranks]
+    sent = [[sequence for sequence in planned[r] if sequence.owner_rank == rank()] for r in ranks]
+    received = [[sequence for sequence in planned[rank()] if sequence.owner_rank == r] for r in ranks]
     num_sent, num_received = (
         [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
     )
@@ -273,7 +273,7 @@ def exchange(
     return batch
 
 
-def _info_of(branch: SampledSequence) -> SequenceInfo:
+def _sequence_info(branch: SampledSequence) -> SequenceInfo:
     """The info of a branch of this rank."""
     return SequenceInfo(
         branch.rollout_id,
@@ -282,5 +282,5 @@ def _info_of(branch: SampledSequence) -> SequenceInfo:
         num_loss_tokens=branch.num_sampled,
         temperature=branch.temperature,
         is_truncated=branch.is_truncated,
-        holder=rank(),
+        owner_rank=rank(),
     )

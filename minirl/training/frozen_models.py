@@ -16,7 +16,7 @@ Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
 @contextmanager
-def unparked(model: Transformer, device: torch.device) -> Iterator[None]:
+def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
     """Put a frozen model's weights on `device` for the block; after it they are only in host memory.
 
     Nothing writes to them, so the host keeps its tensors, and parking drops the device's. For CUDA the host's tensors
@@ -33,8 +33,8 @@ def unparked(model: Transformer, device: torch.device) -> Iterator[None]:
         yield
     finally:
         # The device may have had no room for all of them.
-        for parameter, parked in zip(model.parameters(), host, strict=False):
-            parameter.data = parked
+        for parameter, host_data in zip(model.parameters(), host, strict=False):
+            parameter.data = host_data
 
 
 class FrozenModel:
@@ -52,24 +52,24 @@ class FrozenModel:
         names: Sequence[str],
         device: torch.device,
     ):
-        """model: a sharded one is run as its `scorer`; another one is parked between its uses (`unparked`).
+        """model: a sharded one is run as its `scorer`; another one is parked between its uses (`on_device`).
 
         names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
-        self._is_parked = self.model is model
+        self._is_offloaded = self.model is model
         self._outputs = outputs
         self._names = names
         self._device = device
 
     @torch.no_grad()
-    def add_to(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
+    def add_streams(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
         """The batch, on the model's device, with the streams of the sequences in these microbatches; NaN elsewhere.
 
         Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
-        with unparked(self.model, self._device) if self._is_parked else nullcontext():
+        with on_device(self.model, self._device) if self._is_offloaded else nullcontext():
             for sequences in microbatches:
                 token_index = batch.token_index(sequences)
                 outputs = self._outputs(self.model, batch.select(sequences))
@@ -80,7 +80,7 @@ class FrozenModel:
         return batch.replace(**streams)
 
 
-def under_adapters(outputs: Outputs) -> Outputs:
+def without_adapters(outputs: Outputs) -> Outputs:
     """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
 
     def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:

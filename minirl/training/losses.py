@@ -23,7 +23,7 @@ def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.stack([part.sum() for part in values.split(list(lengths))])
 
 
-def over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
+def repeat_over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Repeat values [N] of sequences with these lengths for each of their tokens [T]."""
     repeats = upload(torch.tensor(lengths, dtype=torch.int64), values.device)
     # Without output_size the host would wait for CUDA.
@@ -61,7 +61,7 @@ def importance_ratio(
     elif level != "sequence_sum":
         raise ValueError(f"ratio level {level!r}: choose token, sequence_mean or sequence_sum")
     ratios = sums.clamp(max=MAX_LOG_RATIO).exp()
-    return over_tokens(ratios, lengths)
+    return repeat_over_tokens(ratios, lengths)
 
 
 def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
@@ -113,7 +113,7 @@ def importance_weights(
     level, kind = correction.split("_")
     log_rho = old_logprobs - sample_logprobs
     if level == "sequence":
-        log_rho = over_tokens(sequence_sums(log_rho, lengths), lengths)
+        log_rho = repeat_over_tokens(sequence_sums(log_rho, lengths), lengths)
     rho = log_rho.exp()
     clamped = rho.clamp(low, high)
     return clamped if kind == "truncate" else rho.where(rho == clamped, 0.0)
@@ -132,7 +132,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return error / 2
 
 
-def minibatch_of(num_rollouts: int, num_minibatches: int) -> Tensor:
+def minibatch_index(num_rollouts: int, num_minibatches: int) -> Tensor:
     """Return int64 [R]: the minibatch of each rollout of a step, about equally many in each, in their order.
 
     Example: 5 rollouts in 2 minibatches are [0, 0, 1, 1, 1].
@@ -155,7 +155,7 @@ def loss_weights(
     """
     lengths = num_loss_tokens.double()
     kept = keep.double()
-    minibatch = minibatch_of(lengths.numel(), num_minibatches)
+    minibatch = minibatch_index(lengths.numel(), num_minibatches)
 
     def total(values: Tensor) -> Tensor:
         """The sum over each rollout's minibatch [P, G], at least 1."""

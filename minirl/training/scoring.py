@@ -1,7 +1,7 @@
 """Run a model over a packed stream: logprobs and entropies of its tokens, or the outputs of a scalar head.
 
 Element t of every stream is about token t. Its logprob, and the value of the state that it was sampled in,
-come from the hidden state of token t - 1. This shift happens in `_places_before` and nowhere else.
+come from the hidden state of token t - 1. This shift happens in `_previous_tokens` and nowhere else.
 
 Only selected tokens (those that the policy sampled) go through the language model's head. Logits [T, V] never
 exist as a whole, with gradient or without: only those of one token chunk and one vocabulary chunk do.
@@ -26,15 +26,15 @@ from minirl.model.logprobs import (
 )
 from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
-from minirl.training.losses import over_tokens
+from minirl.training.losses import repeat_over_tokens
 
 TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
 # Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
 # fp64, and -inf times 0 would be NaN.
-LOWEST = -1e4
+MIN_LOGPROB = -1e4
 # The logprob of a sampled token that a model lacks: that of about the least probability in fp32. A KL of inf would end
 # the run.
-LOGPROB_OF_UNKNOWN = -87.0
+UNKNOWN_TOKEN_LOGPROB = -87.0
 
 
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -43,19 +43,19 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
     """
     targets = batch.tokens[batch.loss_index]
-    states, divisor = states_before(model, batch), batch_logit_divisor(batch)
-    logprobs, entropies = outputs_of_head(states, model.head, targets, divisor)
+    states, divisor = sampling_states(model, batch), batch_logit_divisor(batch)
+    logprobs, entropies = head_logprobs(states, model.head, targets, divisor)
     return batch.scatter(logprobs), batch.scatter(entropies)
 
 
 def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     """`score_batch` under a model that may lack tokens, as the padding of the policy's vocabulary.
 
-    A sampled token that it lacks has LOGPROB_OF_UNKNOWN.
+    A sampled token that it lacks has UNKNOWN_TOKEN_LOGPROB.
     """
     is_known = batch.tokens < model.config.vocab_size
-    logprobs, entropies = score_batch(model, with_known_tokens(model, batch))
-    return logprobs.where(is_known | ~batch.loss_mask, LOGPROB_OF_UNKNOWN), entropies
+    logprobs, entropies = score_batch(model, clamp_unknown_tokens(model, batch))
+    return logprobs.where(is_known | ~batch.loss_mask, UNKNOWN_TOKEN_LOGPROB), entropies
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -65,8 +65,8 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     reward model is the reward, is at that token. Elsewhere both are 0. Differentiable in the parameters. Not
     collective.
     """
-    before, last = _places_before(batch), batch.last_index
-    states = _states_at(model, with_known_tokens(model, batch), torch.cat([before, last]))
+    before, last = _previous_tokens(batch), batch.last_index
+    states = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
     # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
     wide = at_least_fp32(states.dtype)
     weight = model.score.weight.to(wide)
@@ -77,7 +77,7 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.scatter(values), end_values
 
 
-def with_known_tokens(model: Transformer, batch: Batch) -> Batch:
+def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
     """The batch as a teacher or value model reads it, which may have fewer tokens than the policy sampled from.
 
     It reads its last token in place of those that it lacks.
@@ -85,31 +85,31 @@ def with_known_tokens(model: Transformer, batch: Batch) -> Batch:
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
 
-def states_before(model: Transformer, batch: Batch) -> Tensor:
+def sampling_states(model: Transformer, batch: Batch) -> Tensor:
     """Final hidden states [M, D] that the batch's sampled tokens were sampled from. Not collective."""
-    return _states_at(model, batch, _places_before(batch))
+    return _hidden_states_at(model, batch, _previous_tokens(batch))
 
 
-def _places_before(batch: Batch) -> Tensor:
+def _previous_tokens(batch: Batch) -> Tensor:
     """The next-token shift: where the tokens before the sampled ones are in the streams, int64 [M]."""
     return batch.loss_index - 1
 
 
-def _states_at(model: Transformer, batch: Batch, places: Tensor) -> Tensor:
+def _hidden_states_at(model: Transformer, batch: Batch, token_index: Tensor) -> Tensor:
     """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
     layout = batch.layout()
     hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
-    return hidden.index_select(0, layout.hidden_index[places])
+    return hidden.index_select(0, layout.hidden_index[token_index])
 
 
 def batch_logit_divisor(batch: Batch) -> Tensor:
     """The `logit_divisor` the temperatures of a batch's sampled tokens, [M, 1]."""
     temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
     temperatures = upload(temperatures, batch.tokens.device)
-    return logit_divisor(over_tokens(temperatures, batch.lengths)[batch.loss_index])
+    return logit_divisor(repeat_over_tokens(temperatures, batch.lengths)[batch.loss_index])
 
 
-def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
 
     divisor [M, 1]: of the logits, see `logit_divisor`.
@@ -121,7 +121,7 @@ def outputs_of_head(states: Tensor, head: Tensor, targets: Tensor, divisor: Tens
     return ChunkedLogprobs.apply(states, head, targets, divisor, *chunks)
 
 
-def refuse_gradient(
+def refuse_skipped_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor | None
 ) -> None:
     """Refuse a microbatch's objective that has a gradient for rollouts that the script skips.
@@ -131,12 +131,12 @@ def refuse_gradient(
     """
     if is_skipped is None:
         return
-    of_micro = is_skipped.flatten()[micro.rollout]
-    if not of_micro.any():
+    is_skipped_sequence = is_skipped.flatten()[micro.rollout]
+    if not is_skipped_sequence.any():
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     refuse(
-        any((micro.spread(of_micro) & (gradient.abs() > 0)).any() for gradient in gradients),
+        any((micro.spread(is_skipped_sequence) & (gradient.abs() > 0)).any() for gradient in gradients),
         "can_skip: skips rollouts that have a gradient by this script's token_loss or token_advantages. Make their "
         "advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
     )
@@ -186,8 +186,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         # The incoming gradients, with the 1 / T of the formulas.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
-        by_logprob = grad_logprobs[:, None] / divisor
-        by_entropy = None if grad_entropies is None else grad_entropies[:, None] / divisor
+        logprob_grad = grad_logprobs[:, None] / divisor
+        entropy_grad = None if grad_entropies is None else grad_entropies[:, None] / divisor
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for i, head_chunk in enumerate(head.split(ctx.vocab_chunk)):
@@ -202,8 +202,8 @@ class ChunkedLogprobs(torch.autograd.Function):
                     logprobs,
                     targets[chunk, None] - first,
                     entropies[chunk, None],
-                    by_logprob=by_logprob[chunk],
-                    by_entropy=None if by_entropy is None else by_entropy[chunk],
+                    logprob_grad=logprob_grad[chunk],
+                    entropy_grad=None if entropy_grad is None else entropy_grad[chunk],
                 )
                 grad_hidden[chunk].add_(mm_fp32_out(grad, head_chunk, head.dtype))
                 if grad_head is not None:
@@ -245,8 +245,8 @@ def _score_token_chunk(
         first += len(head_chunk)
     target_logprobs = log_softmax(target_logits, totals)[:, 0]
     # The entropy of choosing a chunk, plus the mean entropy of choosing a token within one.
-    log_shares = torch.log_softmax(totals, -1)
-    terms = log_shares.exp() * (entropies - log_shares)
+    log_chunk_probs = torch.log_softmax(totals, -1)
+    terms = log_chunk_probs.exp() * (entropies - log_chunk_probs)
     return target_logprobs, terms.nan_to_num(0.0).sum(-1), totals
 
 
@@ -261,24 +261,24 @@ def _logit_gradient(
     targets: Tensor,
     entropies: Tensor,
     *,
-    by_logprob: Tensor,
-    by_entropy: Tensor | None,
+    logprob_grad: Tensor,
+    entropy_grad: Tensor | None,
 ) -> Tensor:
     """Gradient [n, W] of the logits; it overwrites their logprobs [n, W].
 
     See `ChunkedLogprobs` for the formulas. targets [n, 1] count from the start of the vocabulary chunk,
-    entropies [n, 1] are those of the whole distribution. by_logprob and by_entropy [n, 1] are the incoming
-    gradients, divided by the temperature; by_entropy is None if no entropy has a gradient.
+    entropies [n, 1] are those of the whole distribution. logprob_grad and entropy_grad [n, 1] are the incoming
+    gradients, divided by the temperature; entropy_grad is None if no entropy has a gradient.
     """
-    # For every token j: -p_j (by_logprob + by_entropy (log p_j + H)).
+    # For every token j: -p_j (logprob_grad + entropy_grad (log p_j + H)).
     grad = logprobs
-    if by_entropy is None:
-        grad.exp_().mul_(-by_logprob)
+    if entropy_grad is None:
+        grad.exp_().mul_(-logprob_grad)
     else:
         probs = logprobs.exp()
-        grad.add_(entropies).clamp_(min=LOWEST)
-        grad.mul_(by_entropy).add_(by_logprob)
+        grad.add_(entropies).clamp_(min=MIN_LOGPROB)
+        grad.mul_(entropy_grad).add_(logprob_grad)
         grad.mul_(probs.neg_())
-    # For the target, if it is in this vocabulary chunk: + by_logprob.
+    # For the target, if it is in this vocabulary chunk: + logprob_grad.
     index, is_in_chunk = index_in_chunk(targets, grad.shape[1])
-    return grad.scatter_add_(1, index, by_logprob * is_in_chunk)
+    return grad.scatter_add_(1, index, logprob_grad * is_in_chunk)

@@ -27,7 +27,7 @@ from minirl.model.weights import check_shape, check_weights, fill_parameter, loa
 from minirl.ranks.process_group import world_size
 from minirl.ranks.time_account import spent_on, wait_for_device
 
-GATHERED_TOGETHER = 8  # parameters in one gather of `refresh`; with fewer, ranks wait more often
+GATHER_BATCH = 8  # parameters in one gather of `refresh`; with fewer, ranks wait more often
 
 
 class ShardedModel:
@@ -96,7 +96,7 @@ class ShardedModel:
                 frozen[name] = parameter
         if base is not None and base.folder == folder and not self._shards_weights:
             frozen |= {name: base._frozen[name] for name in frozen.keys() & base._frozen.keys()}
-            _assign(self.module, frozen)
+            _assign_weights(self.module, frozen)
 
         # 2. Shards of them. Frozen parameters are whole where weights are.
         self._units = [*self.module.layers, self.module]
@@ -121,7 +121,7 @@ class ShardedModel:
             storage = full_storage(self.module, self._frozen, device)
         self.compute_weights, self.decoder, self.scorer = storage
         if self._shards_weights:
-            self._copy(self._frozen)
+            self._copy_to_compute_weights(self._frozen)
             self.refresh()
 
     def _shard_units(
@@ -231,7 +231,9 @@ class ShardedModel:
             return norm
         if max_grad_norm and norm > max_grad_norm:
             # One kernel for all local shards, not one each.
-            torch._foreach_mul_([_local(gradient) for gradient in gradients.values()], max_grad_norm / norm)
+            torch._foreach_mul_(
+                [_local_shard(gradient) for gradient in gradients.values()], max_grad_norm / norm
+            )
         for group in optimizer.param_groups:
             own_lr = group.setdefault("initial_lr", group["lr"])
             group["lr"] = lr * (own_lr / optimizer.defaults["lr"])
@@ -255,7 +257,7 @@ class ShardedModel:
         tensors = {}
         for name, master in self.masters.items():
             for kind, tensor in {"masters": master, **optimizer.state.get(master, {})}.items():
-                tensors[f"{kind}.{name}"] = _local(tensor).detach()
+                tensors[f"{kind}.{name}"] = _local_shard(tensor).detach()
         return tensors
 
     @torch.no_grad()
@@ -291,38 +293,38 @@ class ShardedModel:
     def refresh(self) -> None:
         """Copy the masters into the compute weights, in place (collective).
 
-        Needs twice the memory of GATHERED_TOGETHER parameters; on one rank with its masters on the device none.
+        Needs twice the memory of GATHER_BATCH parameters; on one rank with its masters on the device none.
         """
         # Copies from the host are asynchronous. The optimizer next writes to the masters once it has gradients, which
         # are computed with the weights copied here: the copies end before that.
-        self._copy(self.masters)
+        self._copy_to_compute_weights(self.masters)
         wait_for_device()
 
-    def _copy(self, parameters: Mapping[str, Tensor]) -> None:
+    def _copy_to_compute_weights(self, parameters: Mapping[str, Tensor]) -> None:
         """Copy sharded parameters into the compute weights, if these have them: own rows or all (collective)."""
         gathered: list[tuple[Tensor, Tensor]] = []  # weights, and this rank's shards of them
         for name, weight in self.compute_weights.items():
             if name in parameters:
-                shard = _local(parameters[name]).detach()
+                shard = _local_shard(parameters[name]).detach()
                 if len(weight) < len(parameters[name]) or world_size() == 1:
                     weight[: len(shard)].copy_(shard, non_blocking=True)
                 else:
                     gathered.append((weight, shard))
-        for first in range(0, len(gathered), GATHERED_TOGETHER):
-            self._gather(gathered[first : first + GATHERED_TOGETHER])
+        for first in range(0, len(gathered), GATHER_BATCH):
+            self._gather_weights(gathered[first : first + GATHER_BATCH])
 
-    def _gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _gather_weights(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Fill weights from all ranks' shards of them, given this rank's (collective)."""
         # FSDP cuts the rows into chunks of equally many; the last ones may have fewer, or none.
         sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
         own = pairs[0][0].new_zeros(sum(sizes))
         for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
             place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
-        of_ranks = own.new_empty(world_size(), len(own))
+        per_rank = own.new_empty(world_size(), len(own))
         # torch 2.13 warns about the old name, the only one in 2.11.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(of_ranks.view(-1), own)
-        for (weight, _), chunks in zip(pairs, of_ranks.split(sizes, 1), strict=True):
+        gather(per_rank.view(-1), own)
+        for (weight, _), chunks in zip(pairs, per_rank.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
 
@@ -344,7 +346,7 @@ def full_storage(module: Transformer, frozen: Mapping[str, Tensor], device: torc
         unit.unshard()
     decoder = make_meta_model(module.config)
     # Both names of a tied parameter.
-    _assign(decoder, dict(module.named_parameters(remove_duplicate=False)))
+    _assign_weights(decoder, dict(module.named_parameters(remove_duplicate=False)))
     return Storage(dict(module.named_parameters()), decoder, decoder)
 
 
@@ -367,10 +369,10 @@ def sharded_storage(
     decoder.shard_group = share_layers(decoder.layers, module.config.adapters)
     decoder.to(dtype).requires_grad_(False)
     decoder.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
-    _assign(decoder, roots)
+    _assign_weights(decoder, roots)
     layers = {name: own for name, own in decoder.named_parameters() if name not in roots}
     for name in frozen.keys() & layers.keys():
-        shard = _local(frozen[name])
+        shard = _local_shard(frozen[name])
         if shard.shape == layers[name].shape and shard.device == layers[name].device:
             layers[name].data = shard
     return Storage(weights | layers, decoder, module)
@@ -390,13 +392,13 @@ def _first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
     return "each tensor's norm is finite, the sum of their squares overflows"
 
 
-def _assign(model: Transformer, weights: Mapping[str, Tensor]) -> None:
+def _assign_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
     """Let the model compute with the storage of these of its parameters, by name."""
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, weight)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
