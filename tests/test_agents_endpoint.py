@@ -179,7 +179,7 @@ def test_200_agents_begin_at_once_and_none_is_refused_lost_or_asked_again(load):
     options = {"functions": {"reward": EpisodeReward()}, "group_size": 1}
     rollouts = make_collector(prompts, rollout=load("agent", MANY), **options).collect(200).rewarded.rollouts
     for one in rollouts:
-        assert len(one.episode.turns) == 1 + (prompts.key(one.rollout_id) % 5 == 0)
+        assert len(one.episode.turns) == 1 + (prompts.rng_key(one.rollout_id) % 5 == 0)
         assert one.episode.rewards == {"reward": 1.0}
 
 
@@ -248,10 +248,10 @@ def drive(rollout, *turns, while_sampled=at_once):
             task.cancel()
             await asyncio.sleep(1000)
         turn = sampled_turn(episode.branches[request.branch], **left.pop(0))
-        episode.take(turn)
+        episode.add_turn(turn)
         return turn
 
-    episode.branches[0].ask = ask
+    episode.branches[0].request_turn = ask
     task = event_loop().create_task(rollout(episode))
     until(task.done)
     assert task.cancelled() or task.result() is None

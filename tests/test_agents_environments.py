@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minirl.data.answers import parsed_answer
+from minirl.data.answers import parse_answer
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.conversation import messages_of
+from minirl.data.conversation import rollout_messages
 from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.errors import InputError, RolloutError
@@ -166,12 +166,12 @@ def converse(rollout, tokenizer, texts, columns=None):
     async def ask(request):
         requests.append(request)
         ids = tokenizer.encode_text(f"{next(left)}<|im_end|>", "")
-        message = parsed_answer(tokenizer, ids, np.array([]))
+        message = parse_answer(tokenizer, ids, np.array([]))
         turn = SimpleNamespace(branch=request.branch, message=message)
-        episode.take(turn)
+        episode.add_turn(turn)
         return turn
 
-    episode.branches[0].ask = ask
+    episode.branches[0].request_turn = ask
     asyncio.run(rollout(episode))
     return requests, episode
 
@@ -223,7 +223,7 @@ def test_an_environment_is_reset_with_the_row_and_its_methods_are_the_tools(load
         [result("guess", "too small")],
         [result("guess", "right"), result("wait", "waited")],
     ]
-    assert episode.given == {"reward": 2.0}, "the last result counts"
+    assert episode.given_rewards == {"reward": 2.0}, "the last result counts"
     assert "closed after 2 guesses" in capfd.readouterr().out
 
 
@@ -384,7 +384,7 @@ def test_programs_for_trl_run_as_they_are_and_score_conversations_as_there(
     def turn_before(tokenizer, ids, before):
         return turns[tokenizer.decode(before, skip_special_tokens=False).count("<turn>a:") - 1]
 
-    monkeypatch.setattr("minirl.data.answers.parsed_answer", turn_before)
+    monkeypatch.setattr("minirl.data.answers.parse_answer", turn_before)
     file = f"{tmp_path}/mine.py"
     config = RunConfig(**{kind: f"{file}:{name}"}, reward=(f"{file}:{reward}",))
     loaded, (functions, _) = load_rollout(config), load_rewards(config, load_task(config))
@@ -403,7 +403,7 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "", "par
 def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
     """As that of an agent at a URL, whose requests have tools. A template that cannot show them is refused."""
     asks = said("", ("look", {"at": "b"}))
-    monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda *_: asks)
+    monkeypatch.setattr("minirl.data.answers.parse_answer", lambda *_: asks)
 
     async def in_a_branch(episode):
         branch = episode.branch(episode.messages, tools=[LOOK])
@@ -412,7 +412,7 @@ def test_a_branch_shows_its_own_tools_and_its_calls_are_structures(monkeypatch):
 
     prompts = chat_prompts(200, HERMES + MAY_CALL)
     for rollout in make_collector(prompts, rollout=in_a_branch).collect(1).rewarded.rollouts:
-        assert messages_of(rollout, prompts.tokenizer)[-1] == asks
+        assert rollout_messages(rollout, prompts.tokenizer)[-1] == asks
         text = prompts.tokenizer.decode(rollout.branches[0].tokens, skip_special_tokens=False)
         assert text.startswith("look <turn>u:")
         assert text.count("<turn>may call:") == 2

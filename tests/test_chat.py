@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from minirl.data.answers import check_readable, parsed_answer
+from minirl.data.answers import check_calls_parsable, parse_answer
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.messages import read_message, read_prompt
@@ -72,9 +72,9 @@ def test_messages_behind_an_answer_are_what_the_template_writes_there(make, name
         whole = written_behind(tokenizer, *new)
         # 10 is a line end, with which a stop string may end; <|eot|> ends the answers of other models.
         for other in {None, 10, eot_id} - {end_id}:
-            assert tokenizer.following_ids(new, "f:1", end_id=other) == whole
+            assert tokenizer.encode_following_messages(new, "f:1", end_id=other) == whole
         rest = whole[whole.index(end_id) + 1 :] if end_id in whole[:2] else whole
-        assert tokenizer.following_ids(new, "f:1", end_id=end_id) == rest
+        assert tokenizer.encode_following_messages(new, "f:1", end_id=end_id) == rest
 
 
 ALTERNATING = (
@@ -103,7 +103,7 @@ def test_what_is_no_message_or_is_not_written_by_the_template_is_refused_with_th
 ):
     """Fault 22."""
     with pytest.raises(InputError, match=rf"f:1: {error.replace('FOLDER', str(tmp_path))}"):
-        make(template).following_ids(messages, "f:1", end_id=None)
+        make(template).encode_following_messages(messages, "f:1", end_id=None)
 
 
 ONLY_KNOWN = CHATML.replace(
@@ -212,7 +212,7 @@ def test_tools_that_a_prompt_cannot_tell_of_are_refused(make, tools, error):
 
 def message_of(tokenizer, text, before="<|im_start|>assistant\n"):
     ids = tokenizer.encode_text(text, "")
-    return parsed_answer(tokenizer, ids, np.array(tokenizer.encode_text(before, "")))
+    return parse_answer(tokenizer, ids, np.array(tokenizer.encode_text(before, "")))
 
 
 def called(name, **arguments):
@@ -285,7 +285,7 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     assert "surrogates" in message_of(tokenizer, '<call>"\\ud800"</call>')["parse_error"]
     tokenizer.backend.response_template = template | {"fields": {}}
     with pytest.raises(InputError, match=r"the response template .* cannot be used: .*fields"):
-        check_readable(tokenizer)
+        check_calls_parsable(tokenizer)
 
 
 # As Qwen3's: an answer without thinking begins with an empty thought; and what changes other parts of a prompt.
@@ -313,9 +313,9 @@ def test_template_arguments_reach_prompts_turns_and_answered_prompts_alike(tmp_p
     tokenizer = prompts.tokenizer
     asked = "brief\n<|im_start|>user\nq<|im_end|>\n"
     assert tokenizer.backend.decode(prompts.prompt_ids(0)) == asked + NO_THOUGHT
-    following = tokenizer.following_ids([TOLD], "f:1", end_id=None)
+    following = tokenizer.encode_following_messages([TOLD], "f:1", end_id=None)
     assert tokenizer.backend.decode(following).endswith(NO_THOUGHT)
-    answered = tokenizer.backend.decode(tokenizer.encode_answered("q", "a"))
+    answered = tokenizer.backend.decode(tokenizer.encode_with_completion("q", "a"))
     assert answered == f"{asked}<|im_start|>assistant\na<|im_end|>\n"
     said = "--chat-template-kwargs: .* does not use 'enable_thinkin'; leave it out"
     with pytest.raises(InputError, match=said):

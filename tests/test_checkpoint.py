@@ -49,7 +49,7 @@ class TinyModel:
     def state_tensors(self, optimizer: None) -> dict[str, torch.Tensor]:
         return {"masters.weight": self.masters["weight"], "exp_avg.weight": self.masters["weight"] + 1}
 
-    def load_state(self, optimizer: None, saved: list[dict[str, torch.Tensor]], *, place: str) -> None:
+    def load_state(self, optimizer: None, saved: list[dict[str, torch.Tensor]], *, origin: str) -> None:
         (self.state,) = saved
 
 

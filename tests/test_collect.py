@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from minirl.data.conversation import messages_of
+from minirl.data.conversation import rollout_messages
 from minirl.data.task import Row
 from minirl.episodes.in_flight import PromptsInFlight
 from minirl.errors import InputError
@@ -80,7 +80,7 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
     endings = set()
 
     async def replying(episode):
-        room = episode.room
+        room = episode.remaining_tokens
         first = await episode.generate(max_tokens=15, stop=["ab", "f"])
         contents = (first.text[:2], "", " x<eos>"[: len(first.ids)])
         results = [{"role": "tool", "content": content} for content in contents]
@@ -89,12 +89,12 @@ def test_messages_are_appended_behind_the_ids_that_were_sampled_and_close_each_t
         fourth = await episode.generate(after=[5, 4], max_tokens=9)
         eos_id = TOKENS.index("<eos>")
         end = [] if first.ids[-1] == eos_id else [eos_id]
-        ids = functools.partial(letter_tokenizer().encode_text, place="f:1")
+        ids = functools.partial(letter_tokenizer().encode_text, origin="f:1")
         written = "".join(f"<turn>t:{content}<eos>" for content in contents)
         expected = [*first.ids, *end, *ids(f"{written}<turn>a:"), *second.ids]
         expected += [*ids(" yes, "), *third.ids, 5, 4, *fourth.ids]
         assert episode.tokens == expected
-        assert episode.room == room - len(expected)
+        assert episode.remaining_tokens == room - len(expected)
         assert episode.turns == [first, second, third, fourth]
         assert len(second.logprobs) == len(second.ids)
         answer = assistant(f"{second.text} yes, {third.text}ba{fourth.text}")
@@ -115,7 +115,7 @@ def test_each_branch_has_the_tokens_that_its_episode_asked_for_and_the_logprobs_
 
     collector = make_collector(chat_prompts(), rollout=watched)
     for rollout in collector.collect(10).rewarded.rollouts:
-        episode = seen[collector._prompts.key(rollout.rollout_id._replace(branch=0))]
+        episode = seen[collector._prompts.rng_key(rollout.rollout_id._replace(branch=0))]
         numbers = [0, 1, 3] if episode.turns else [1, 3]
         assert [branch.rollout_id.branch for branch in rollout.branches] == numbers
         for branch in rollout.branches:
@@ -141,7 +141,7 @@ def test_row_61_a_branch_has_noise_of_its_own_and_the_messages_that_it_began_wit
     prompts = chat_prompts()
     rollouts = make_collector(prompts, rollout=going_on).collect(1).rewarded.rollouts
     for rollout in rollouts:
-        question, answer = messages_of(rollout, prompts.tokenizer)
+        question, answer = rollout_messages(rollout, prompts.tokenizer)
         assert (question["content"], answer["role"]) == ("abc", "assistant")
         assert answer["content"] != "not said"
     begun = [[branch.completion[:3] for branch in rollout.branches] for rollout in rollouts]
@@ -202,9 +202,9 @@ def test_groups_without_signal_are_replaced_by_new_prompts_or_fill_up_the_step()
 def test_prompts_in_flight_are_due_and_begin_as_by_hand():
     """The numbers of the docstrings; interrupted ones begin before new ones."""
     prompts = PromptsInFlight(2, 17, 5, {10: 3, 11: 3, 12: 4, 13: 4, 14: 4, 15: 4, 16: 4})
-    assert prompts.due(4) == {10, 11, 12}
+    assert prompts.expiring(4) == {10, 11, 12}
     with pytest.raises(InputError, match="a step of 2 prompts takes some of those in flight too late"):
-        prompts.due(2)
+        prompts.expiring(2)
     assert prompts.num_to_begin(4, num_wanted=4, num_ready=2) == 3
     assert prompts.begin(3) == [17, 18, 19]
     assert prompts.num_to_begin(4, num_wanted=4, num_ready=4) == 2

@@ -39,7 +39,7 @@ def spoilt_folder(chat_folder, tmp_path):
 
 
 def order(prompts, first, count):
-    return [prompts.index(ordinal) for ordinal in range(first, first + count)]
+    return [prompts.row_index(ordinal) for ordinal in range(first, first + count)]
 
 
 def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_of_asking():
@@ -53,8 +53,8 @@ def test_each_epoch_is_another_permutation_of_the_rows_in_any_process_and_order_
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert order(letter_prompts("a" * 50, seed=1), 0, 50) not in epochs
     again = letter_prompts("a" * 50)
-    assert [again.index(i) for i in (199, 60, 7)] == [epochs[3][49], epochs[1][10], epochs[0][7]]
-    assert again.row(60).place == f"f:{again.index(60) + 1}"
+    assert [again.row_index(i) for i in (199, 60, 7)] == [epochs[3][49], epochs[1][10], epochs[0][7]]
+    assert again.row(60).origin == f"f:{again.row_index(60) + 1}"
     # Every hash seed and every version of Python draws these rows.
     assert order(letter_prompts("a" * 9, seed=3), 0, 12) == [3, 5, 0, 1, 4, 2, 8, 6, 7, 6, 2, 8]
 
@@ -128,7 +128,7 @@ def test_text_prompts_have_one_bos_and_no_eos_and_answered_ones_one_end_token(tm
         tokenizer = ChatTokenizer(tmp_path)
         for text in ("hello.", "<bos>hello."):
             assert tokenizer.encode(Row(text, {}, "f:1")) == ids("<bos>hello.")
-            assert tokenizer.encode_answered(text, " cd") == ids("<bos>hello. cd<eos>")
+            assert tokenizer.encode_with_completion(text, " cd") == ids("<bos>hello. cd<eos>")
     assert any(
         "writes <eos> after texts" in note for note in letter_prompts("a", tokenizer=tokenizer).notes()
     )
@@ -187,7 +187,7 @@ def test_appended_text_is_the_same_text_after_tokens_and_so_is_a_completions(tmp
         appended = tokenizer.encode_appended(text, "f:1")
         assert tokenizer.decode(appended) == text
         assert tokenizer.backend.decode(prompt + appended) == tokenizer.backend.decode(prompt) + text
-        assert StopStrings(tokenizer, [text]).found(appended) == text
+        assert StopStrings(tokenizer, [text]).find_stop_string(appended) == text
 
 
 def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
@@ -201,11 +201,11 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"the reward model: the chat template of .* does not show a tool call"
     ):
-        ChatTokenizer(tmp_path, chat=True).encode_answered("hello", completion)
+        ChatTokenizer(tmp_path, chat=True).encode_with_completion("hello", completion)
     names = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     of_texts = TEMPLATE.replace("m['content']", "m['content'].strip()")
     save_tokenizer(tmp_path, of_texts.replace("{% endfor %}", f"{names}{{% endfor %}}"))
-    encoded = ChatTokenizer(tmp_path).encode_answered([user("hello")], completion)
+    encoded = ChatTokenizer(tmp_path).encode_with_completion([user("hello")], completion)
     assert encoded == ids("<bos><turn>user:hello<turn>assistant:woone<turn>tool:<unk><unk>a<unk><unk>")
 
 
@@ -292,7 +292,7 @@ def test_a_turn_ends_with_the_token_whose_text_first_has_a_stop_string(tmp_path)
         for count in range(1, len(turn) + 1):
             text = tokenizer.decode(turn[:count], skip_special_tokens=False)
             contained = [string for string in stop.strings if string in text]
-            assert stop.found(turn[:count]) in (contained or [None]), turn[:count]
+            assert stop.find_stop_string(turn[:count]) in (contained or [None]), turn[:count]
             if contained:
                 num_late += count > stop.max_tokens
                 break
@@ -419,7 +419,7 @@ LONG = ("aaaaaa", "b" * 7, "cc", "d" * 9, "e" * 10, "f" * 99)  # six tokens fit
 def test_row_20_long_prompts_are_skipped_counted_and_named():
     """The default; the first three places. One of exactly the limit stays, and rows keep their tokens. Pitfall 55."""
     prompts = letter_prompts(LONG)
-    served = {prompts.index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
+    served = {prompts.row_index(i): (prompts.row(i).prompt, prompts.prompt_ids(i)) for i in range(2)}
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
     assert prompts.num_prompts == 2
     (said,) = prompts.notes()

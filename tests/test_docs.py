@@ -187,7 +187,7 @@ ROLLOUTS = [block for block in python_blocks("episodes.md") if "def rollout" in 
 def test_the_rollouts_of_a_page_run(monkeypatch, source):
     """In a chat, in which no message can be parsed."""
     parsed = assistant("", parse_error="no end")
-    monkeypatch.setattr("minirl.data.answers.parsed_answer", lambda tokenizer, ids, before: parsed)
+    monkeypatch.setattr("minirl.data.answers.parse_answer", lambda tokenizer, ids, before: parsed)
     names = {
         "Episode": Episode,
         "look_up": str.upper,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minirl.data.conversation import view_of
+from minirl.data.conversation import conversation_record
 from minirl.episodes.episode import one_turn
 from minirl.report.metrics import StepMetrics, add_rollouts, derived
 from minirl.rollouts import TRUNCATED_REASONS, all_branches
@@ -105,7 +105,7 @@ def test_row_61_the_record_of_an_episode_has_the_tokens_of_each_branch_in_order(
     """
     prompts = chat_prompts(200)
     for rollout in collected(function, prompts=prompts).rewarded.rollouts:
-        view = view_of(rollout, prompts.tokenizer)
+        view = conversation_record(rollout, prompts.tokenizer)
         for branch in rollout.branches:
             own = [segment for segment in view["segments"] if segment["branch"] == branch.rollout_id.branch]
             start = 0 if branch.rollout_id.branch else branch.num_prompt_tokens
@@ -139,7 +139,7 @@ def test_metrics_tell_sampled_tokens_from_those_of_the_environment():
     found = metrics_of(plain)
     assert (found["env/turns_mean"], found["env/tokens"]) == (1, 0)
     assert "count/parse_errors" not in found, "nobody asked for messages"
-    assert view_of(plain[0], letter_tokenizer()) == {}
+    assert conversation_record(plain[0], letter_tokenizer()) == {}
 
 
 def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(monkeypatch):
@@ -151,7 +151,7 @@ def test_turns_that_cannot_be_read_are_counted_where_somebody_asked(monkeypatch)
         turn = await episode.generate(max_tokens=9)
         assert turn.message["role"] == "assistant"
 
-    monkeypatch.setattr("minirl.data.answers.parsed_answer", parsed)
+    monkeypatch.setattr("minirl.data.answers.parse_answer", parsed)
     rollouts = collected(asks, 16, prompts=chat_prompts()).rewarded.rollouts
     num_errors = sum(turn.parse_error is not None for rollout in rollouts for turn in rollout.episode.turns)
     assert metrics_of(rollouts)["count/parse_errors"] == num_errors > 8

@@ -136,17 +136,17 @@ def test_rollouts_do_not_depend_on_when_functions_reply(function, budget):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_functions_clean_up_where_their_episode_ends_and_where_the_run_fails(fails, monkeypatch):
-    monkeypatch.setattr(runner, "CLOSE_S", LIMIT_S)
+    monkeypatch.setattr(runner, "CLEANUP_S", LIMIT_S)
     closed = []
 
     async def mine(episode):
         try:
             await episode.generate(max_tokens=3)
-            assert not (fails and episode.row.place == "f:3")
+            assert not (fails and episode.row.origin == "f:3")
             await episode.generate(after="a", max_tokens=3)
         finally:
             await asyncio.sleep(0.01)
-            closed.append(episode.row.place)
+            closed.append(episode.row.origin)
 
     collector = make_collector(Prompts(num_rows=20), rollout=mine, group_size=1, max_turns=1)
     with pytest.raises(RolloutError, match="f:3") if fails else contextlib.nullcontext():
@@ -176,10 +176,10 @@ def test_the_engine_decodes_while_functions_wait_block_or_poll(wait):
 
     async def mine(episode):
         await episode.generate(max_tokens=9)
-        if episode.row.place == "f:0":
+        if episode.row.origin == "f:0":
             await wait(others_ended)
         await episode.generate(max_tokens=9)
-        others.discard(episode.row.place)
+        others.discard(episode.row.origin)
         if not others:
             others_ended.set()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from minirl.data.conversation import answers_of
+from minirl.data.conversation import completion_messages
 from minirl.data.task import Row
 from minirl.errors import InputError, RewardError
 from minirl.rewards.functions import StepReward, overlong_penalty, rewards_and_weights
@@ -245,7 +245,7 @@ def test_an_empty_answer_that_continues_the_prompts_last_message_is_a_message():
     prompt = [user("a"), assistant("so")]
     _, [[rollout]] = made_groups(("",))
     record = EpisodeRecord([TurnRecord(0, 1, "stop")], prompt=prompt, row=Row(prompt, {}, "f:1"))
-    assert answers_of(replace(rollout, episode=record), letter_tokenizer()) == [assistant("")]
+    assert completion_messages(replace(rollout, episode=record), letter_tokenizer()) == [assistant("")]
 
 
 def test_as_many_calls_as_workers_are_under_way_while_groups_are_added(load_reward, tmp_path):

@@ -28,7 +28,7 @@ def make_prompts():
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch):
-    monkeypatch.setattr(EpisodeRunner, "patience_s", 0.02)
+    monkeypatch.setattr(EpisodeRunner, "reply_wait_s", 0.02)
 
 
 def waiting_for(gate):
@@ -36,7 +36,7 @@ def waiting_for(gate):
 
     async def patient(episode):
         await episode.generate(max_tokens=3)
-        if episode.row.place == make_prompts().row(1).place:
+        if episode.row.origin == make_prompts().row(1).origin:
             await gate.wait()
         await episode.generate(after="ab", max_tokens=3)
 

@@ -135,7 +135,7 @@ def test_only_the_answer_behind_the_calculators_last_result_is_rewarded():
     right = ["408", f"{call}408=408", f"<calc>1*3</calc>3={call}408=408"]
     wrong = ["", call, f"{call}408=", f"{call}408=40", "4080", f"{call}408=408="]
     assert calculator.score([*right, *wrong], ["408"] * 9) == [1.0] * 3 + [0.0] * 6
-    assert calculator.calls([*right, *wrong]) == [0, 1, 1, 0, 1, 1, 1, 0, 1]
+    assert calculator.has_call([*right, *wrong]) == [0, 1, 1, 0, 1, 1, 1, 0, 1]
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
     for field in ("chosen", "rejected"):
         text = row.columns.get(field)
         refuse(not isinstance(text, str), f"{row.place}: no text in the field {field!r}")
-        ids = prompts.tokenizer.encode_answered(row.prompt, text)
+        ids = prompts.tokenizer.encode_with_completion(row.prompt, text)
         refuse(len(ids) > prompts.max_tokens, f"{row.place}: {len(ids)} tokens, {prompts.max_tokens} fit")
         sequences.append(ids)
     return sequences[0], sequences[1]

@@ -41,7 +41,7 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence
     answer = row.columns.get(field)
     refuse(not isinstance(answer, str), f"{row.place}: no text in the field {field!r}; see --answer-field")
     prompt_ids = prompts.prompt_ids(ordinal)
-    ids = [*prompts.tokenizer.encode_appended(answer, row.place), prompts.tokenizer.backend.eos_token_id]
+    ids = [*prompts.tokenizer.encode_appended(answer, row.origin), prompts.tokenizer.backend.eos_token_id]
     length = len(prompt_ids) + len(ids)
     refuse(
         length > prompts.max_tokens, f"{row.place}: {length} tokens with the answer, {prompts.max_tokens} fit"

@@ -48,7 +48,7 @@ async def search(episode):
             text = start.text + turn.text
             path.append(Node(start.ids + turn.ids, text, turn.finish_reason == "stop"))
             start.children.append(path[-1])
-            if turn.finish_reason != "stop" and branch.room:
+            if turn.finish_reason != "stop" and branch.remaining_tokens:
                 turn = await branch.generate()
                 text += turn.text
             result = float(text == episode.row.columns["answer"])

@@ -25,7 +25,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
-def parsed_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
+def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
     """Return the message of a turn's ids: "role", "content", and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
@@ -34,37 +34,39 @@ def parsed_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[
     before: the ids before the turn, int64 [L], where the reasoning may begin. Raises InputError naming the tokenizer's
     folder if nothing says how the model writes calls.
     """
-    if not writes_hermes(tokenizer):
+    if not uses_hermes_format(tokenizer):
         prefix = tokenizer.decode(before, skip_special_tokens=False)
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        return _by_response_template(tokenizer, text, prefix)
+        return _parse_with_template(tokenizer, text, prefix)
     # The tags are special tokens in some vocabularies.
     hidden = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
     text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
     # Otherwise each turn of a long episode would decode everything before it.
     tail = before[-TAIL_TOKENS:].tolist()
     start = max((i for i, token in enumerate(tail, 1) if token in hidden), default=0)
-    begun = tokenizer.decode(tail[start:], skip_special_tokens=False)
-    return _hermes_message(text, has_begun_thinking=begun.rfind("<think>") > begun.rfind("</think>"))
+    reasoning_tail = tokenizer.decode(tail[start:], skip_special_tokens=False)
+    return _hermes_message(
+        text, has_begun_thinking=reasoning_tail.rfind("<think>") > reasoning_tail.rfind("</think>")
+    )
 
 
-def check_readable(tokenizer: ChatTokenizer) -> None:
+def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
     """Raise InputError if answers cannot be parsed: not Hermes' calls, and no usable response template."""
-    if not writes_hermes(tokenizer):
-        why = _by_response_template(tokenizer, "", "").get("parse_error")
+    if not uses_hermes_format(tokenizer):
+        why = _parse_with_template(tokenizer, "", "").get("parse_error")
         refuse(
             why is not None,
             f"{tokenizer.folder}: the response template of its tokenizer cannot be used: {why}",
         )
 
 
-def writes_hermes(tokenizer: ChatTokenizer) -> bool:
+def uses_hermes_format(tokenizer: ChatTokenizer) -> bool:
     """Whether the model writes calls as Hermes does: the chat template shows one, and there is no response template."""
     is_shown = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
     return is_shown and getattr(tokenizer.backend, "response_template", None) is None
 
 
-def _by_response_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
+def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
     """Return the message of a text behind a prefix, as the tokenizer's response template parses it."""
     backend = tokenizer.backend
     refuse(

@@ -41,13 +41,13 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
         eval_sets={"calculator": rows[:num_eval]},
         rewards={"exact": score},
         max_new_tokens=MAX_NEW_TOKENS,
-        extra_scores={"calls": calls},
+        extra_scores={"calls": has_call},
         answer_of=last_answer,
         warm_start_rows=_examples(rows[num_eval:], generator),
     )
 
 
-def calls(completions: Sequence[str]) -> list[float]:
+def has_call(completions: Sequence[str]) -> list[float]:
     """Return 1 where the completion calls the calculator, else 0. Not trained on."""
     return [float("</calc>" in completion) for completion in completions]
 
@@ -66,5 +66,5 @@ def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
             (opened, call),
             (f"{opened}{call}{product}=", product),
         ):
-            examples.append(Row(before, {"answer": after}, row.place))
+            examples.append(Row(before, {"answer": after}, row.origin))
     return examples

@@ -111,55 +111,55 @@ class ChatTokenizer(Tokenizer):
                 encoded = self.backend(texts, add_special_tokens=False)["input_ids"]
             except Exception:
                 # One by one, so that the error names its row.
-                encoded = [self.encode_text(text, row.place) for row, text in zip(batch, texts, strict=True)]
+                encoded = [self.encode_text(text, row.origin) for row, text in zip(batch, texts, strict=True)]
             for row, ids in zip(batch, encoded, strict=True):
                 if not self.is_chat(row.prompt):
                     ids = self.with_bos(ids)
-                refuse(not ids, f"{row.place}: the prompt has no tokens")
-                self.check_ids(ids, row.place)
+                refuse(not ids, f"{row.origin}: the prompt has no tokens")
+                self.check_ids(ids, row.origin)
                 yield ids
 
     def _prompt_text(self, row: Row) -> str:
         """Return the text of a row's prompt. Raises InputError naming the row."""
         if not self.is_chat(row.prompt):
-            refuse(row.tools or self.tools, f"{row.place}: a text prompt cannot show tools; see --chat")
+            refuse(row.tools or self.tools, f"{row.origin}: a text prompt cannot show tools; see --chat")
             return cast(str, row.prompt)
         refuse(
             row.tools and self.tools and row.tools != self.tools,
-            f"{row.place}: has tools of its own, and so has the run; leave out one of them",
+            f"{row.origin}: has tools of its own, and so has the run; leave out one of them",
         )
         try:
             shown = self.with_tools(row.tools)
         except InputError as error:
-            raise InputError(f"{row.place}: {error}") from None
-        return shown.render_in_full(as_messages(row.prompt), row.place, is_prompt=True)
+            raise InputError(f"{row.origin}: {error}") from None
+        return shown.render_checked(as_messages(row.prompt), row.origin, is_prompt=True)
 
-    def encode_after(self, after: After, place: str, *, end_id: int | None) -> list[int]:
+    def encode_after(self, after: After, origin: str, *, end_id: int | None) -> list[int]:
         """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
 
-        after: if messages, as `read_message` returns them. end_id: for messages, see `following_ids`. Raises InputError
-        naming `place` for messages that cannot be rendered, and for ids that the model lacks.
+        after: if messages, as `read_message` returns them. end_id: for messages, see `encode_following_messages`.
+        Raises InputError naming `origin` for messages that cannot be rendered, and for ids that the model lacks.
         """
         if is_messages(after):
-            ids = self.following_ids(after, place, end_id=end_id)
+            ids = self.encode_following_messages(after, origin, end_id=end_id)
         elif isinstance(after, str):
-            ids = self.encode_appended(after, place)
+            ids = self.encode_appended(after, origin)
         elif is_token_ids(after):
             ids = list(after)
         else:
-            raise InputError(f"{place}: generate(after=...): expected text, token ids or messages")
-        self.check_ids(ids, f"{place}: generate(after=...)")
+            raise InputError(f"{origin}: generate(after=...): expected text, token ids or messages")
+        self.check_ids(ids, f"{origin}: generate(after=...)")
         return ids
 
-    def encode_answered(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
+    def encode_with_completion(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
         """Return the token ids of a prompt with its whole completion, for a reward model.
 
         Text ends with exactly one end-of-sequence token, if the tokenizer has one; messages go through the
         chat template. Raises InputError if that leaves out a message or a tool call.
         """
-        place = "the reward model"
+        origin = "the reward model"
         if not self.is_chat(prompt):
-            ids = self.with_bos(self.encode_text(f"{prompt}{completion}", place))
+            ids = self.with_bos(self.encode_text(f"{prompt}{completion}", origin))
             eos_id = self.backend.eos_token_id
             if eos_id is not None and ids[-1:] != [eos_id]:
                 ids.append(eos_id)
@@ -167,46 +167,46 @@ class ChatTokenizer(Tokenizer):
         answers: list[Any] = [completion] if isinstance(completion, str) else completion
         messages = list(as_messages(prompt))
         add_answer(messages, answers[0])
-        return self.encode_text(self.render_in_full(messages + answers[1:], place, is_prompt=False), place)
+        return self.encode_text(self.render_checked(messages + answers[1:], origin, is_prompt=False), origin)
 
-    def check_ids(self, ids: Sequence[int], place: str) -> None:
-        """Raise InputError naming the place for an id that the model lacks."""
+    def check_ids(self, ids: Sequence[int], origin: str) -> None:
+        """Raise InputError naming the origin for an id that the model lacks."""
         largest = max(ids, default=0)
         refuse(
             largest >= self.vocab_size,
-            f"{place}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
+            f"{origin}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
             "another model's?",
         )
 
-    def following_ids(self, messages: Messages, place: str, *, end_id: int | None) -> list[int]:
+    def encode_following_messages(self, messages: Messages, origin: str, *, end_id: int | None) -> list[int]:
         """Return the token ids of messages after an answer, from the answer's end to the start of the next answer.
 
-        The template might write the sampled answer differently, so that is never rendered (`after_answer`).
+        The template might write the sampled answer differently, so that is never rendered (`render_after_answer`).
 
         end_id: the answer's last id if the model ended it, None if it was truncated. If the template closes an answer
-        with this id, the ids up to it are not repeated. Raises InputError naming `place` and the tokenizer's folder if
+        with this id, the ids up to it are not repeated. Raises InputError naming `origin` and the tokenizer's folder if
         the last message is the assistant's, and for messages that the template refuses or does not show.
         """
         refuse(
             messages[-1]["role"] == "assistant",
-            f"{place}: generate(after=...): the last message is the assistant's, whose turn the model samples; append "
+            f"{origin}: generate(after=...): the last message is the assistant's, whose turn the model samples; append "
             "its beginning as text",
         )
-        marked, _, marks = with_marks(messages)
-        outline = self.after_answer(marked, place)
-        self._refuse_hidden(marks, outline, place)
-        ids = self.encode_appended(self.after_answer(messages, place), place)
+        marked, _, marks = replace_with_marks(messages)
+        outline = self.render_after_answer(marked, origin)
+        self._check_marks_shown(marks, outline, origin)
+        ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
         # The template's own text before the first message.
-        head = self.encode_appended(outline.partition(next(iter(marks)))[0], place)
+        head = self.encode_appended(outline.partition(next(iter(marks)))[0], origin)
         # A stop string may also have ended the answer, with an ordinary token that the head has, too.
         if end_id in head and (end_id in self.chat_stop_ids or end_id == head[0]):
             return ids[head.index(end_id) + 1 :]
         return ids
 
-    def after_answer(self, messages: Messages, place: str) -> str:
+    def render_after_answer(self, messages: Messages, origin: str) -> str:
         """Return what the chat template writes after an answer: these messages, and the beginning of the next answer.
 
-        It renders a user's message, a one-word answer and the messages. Raises InputError naming `place`, also if the
+        It renders a user's message, a one-word answer and the messages. Raises InputError naming `origin`, also if the
         template does not show the word.
         """
         conversation = [
@@ -214,37 +214,37 @@ class ChatTokenizer(Tokenizer):
             {"role": "assistant", "content": _ANSWER},
             *messages,
         ]
-        text = self.render(conversation, place, is_prompt=True)
+        text = self.render(conversation, origin, is_prompt=True)
         _, answer, after = text.partition(_ANSWER)
         refuse(
             not answer,
-            f"{place}: the chat template of {self.folder} does not show the text of an answer; append "
+            f"{origin}: the chat template of {self.folder} does not show the text of an answer; append "
             "text or token ids",
         )
         return after
 
-    def render_in_full(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
+    def render_checked(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Return `render` of messages. Raises InputError also if that leaves out a message, tool call or tool.
 
         Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
         texts.
         """
-        text = self.render(messages, place, is_prompt=is_prompt)
-        marked, tools, marks = with_marks(messages, self.tools)
-        outline = self.with_tools(tools).render(marked, place, is_prompt=is_prompt)
-        self._refuse_hidden(marks, outline, place)
+        text = self.render(messages, origin, is_prompt=is_prompt)
+        marked, tools, marks = replace_with_marks(messages, self.tools)
+        outline = self.with_tools(tools).render(marked, origin, is_prompt=is_prompt)
+        self._check_marks_shown(marks, outline, origin)
         return text
 
-    def render(self, messages: Messages, place: str, *, is_prompt: bool) -> str:
+    def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Return the text that the chat template makes of messages, the tools and the template's arguments.
 
         A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
-        answer continues that message, as in TRL. Raises InputError naming `place` and the folder if the template
+        answer continues that message, as in TRL. Raises InputError naming `origin` and the folder if the template
         refuses the messages.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
-            raise InputError(f"{place}: a chat prompt, but this tokenizer has no chat template; {hint}")
+            raise InputError(f"{origin}: a chat prompt, but this tokenizer has no chat template; {hint}")
         continues = is_prompt and messages[-1]["role"] == "assistant"
         try:
             return self.backend.apply_chat_template(
@@ -260,16 +260,16 @@ class ChatTokenizer(Tokenizer):
             # A template is a program from the model's folder: it may raise anything.
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise InputError(
-                f"{place}: the chat template of {self.folder} refuses the messages: {reason}; change the one or the "
+                f"{origin}: the chat template of {self.folder} refuses the messages: {reason}; change the one or the "
                 "other"
             ) from None
 
-    def _refuse_hidden(self, marks: Mapping[str, str], text: str, place: str) -> None:
-        """Raise InputError for the first of `with_marks` that a text of the chat template does not have."""
+    def _check_marks_shown(self, marks: Mapping[str, str], text: str, origin: str) -> None:
+        """Raise InputError for the first of `replace_with_marks` that a text of the chat template does not have."""
         for mark, what in marks.items():
             refuse(
                 mark not in text,
-                f"{place}: the chat template of {self.folder} does not show {what}; write it in another role, or as "
+                f"{origin}: the chat template of {self.folder} does not show {what}; write it in another role, or as "
                 "text",
             )
 
@@ -284,7 +284,7 @@ class ChatTokenizer(Tokenizer):
     def _turn_end_ids(self) -> set[int]:
         """Return the special token that the chat template writes after an answer, unless it writes a stop id there."""
         try:
-            text = self.after_answer([{"role": "user", "content": _MARK}], str(self.folder))
+            text = self.render_after_answer([{"role": "user", "content": _MARK}], str(self.folder))
         except InputError:  # a template for other conversations
             return set()
         after = self.encode_appended(text.partition(_MARK)[0].lstrip(), str(self.folder))
@@ -292,7 +292,7 @@ class ChatTokenizer(Tokenizer):
         return set() if is_stopped else set(after[:1]) & self.backend.added_tokens_decoder.keys()
 
 
-def with_marks(
+def replace_with_marks(
     messages: Messages, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
     """Replace texts, and the names of called functions and of tools, by unique marks.

@@ -15,7 +15,7 @@ from minirl.rollouts import Rollout, TurnRecord
 Turn = TypeVar("Turn", bound=TurnRecord)
 
 
-def view_of(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """Return the messages, segments and turns of a rollout, as JSON values.
 
     messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
@@ -27,35 +27,37 @@ def view_of(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
     if is_one_answer and not tokenizer.with_tools(rollout.episode.tools).tools:
         return {}
     return {
-        "messages": messages_of(rollout, tokenizer),
+        "messages": rollout_messages(rollout, tokenizer),
         "segments": list(_segments(rollout, tokenizer)),
         "turns": [turn.numbers() for turn in turns],
     }
 
 
-def answers_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
-    """Return the `messages_of` a rollout after the row's prompt, as far as they begin with it.
+def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
+    """Return the `rollout_messages` of a rollout after the row's prompt, as far as they begin with it.
 
     A prompt's last message may continue with the text that an environment's `reset` returned, or with the answer.
     """
-    messages = messages_of(rollout, tokenizer)
+    messages = rollout_messages(rollout, tokenizer)
     if not messages:
         return [{"role": "assistant", "content": tokenizer.decode(rollout.completion)}]
     *earlier, last = as_messages(rollout.episode.row.prompt)
-    for asked in earlier:
-        if not messages or any(messages[0][key] != asked[key] for key in ("role", "content")):
+    for prompt_message in earlier:
+        if not messages or any(messages[0][key] != prompt_message[key] for key in ("role", "content")):
             return messages
         del messages[0]
-    said = messages[0]
-    if said["role"] == last["role"] and str(said["content"]).startswith(str(last["content"])):
+    first_message = messages[0]
+    if first_message["role"] == last["role"] and str(first_message["content"]).startswith(
+        str(last["content"])
+    ):
         if last["role"] == "assistant":  # its continuation is the answer, even an empty one
-            said["content"] = said["content"].removeprefix(last["content"])
+            first_message["content"] = first_message["content"].removeprefix(last["content"])
         else:
             del messages[0]
     return messages
 
 
-def messages_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
+def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
     """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
 
     Answers have no special tokens; if the model may call tools, those of one turn have its calls.
@@ -74,7 +76,7 @@ def messages_of(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
             return text
         before = branch.tokens[: branch.num_prompt_tokens + start]
         try:
-            message = answers.parsed_answer(tokenizer, ids, before)
+            message = answers.parse_answer(tokenizer, ids, before)
         except InputError:  # nothing says how the model writes calls
             return text
         # The text shows what could not be read.

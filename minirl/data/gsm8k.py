@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from minirl.data.jsonl import rows_of
+from minirl.data.jsonl import read_rows
 from minirl.data.task import Row, Task, exact_score
 from minirl.errors import refuse
 
@@ -53,8 +53,8 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
     """Load the task from `train.jsonl` and, for evaluation, `test.jsonl`."""
     return Task(
         name="gsm8k",
-        train_rows=rows_of(data, _to_row),
-        eval_sets={path: rows_of(path, _to_row) for path in eval_data},
+        train_rows=read_rows(data, _to_row),
+        eval_sets={path: read_rows(path, _to_row) for path in eval_data},
         rewards={"strict": strict_score},
         max_new_tokens=512,
         extra_scores={"flexible": flexible_score},
@@ -62,17 +62,17 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
     )
 
 
-def _to_row(fields: dict[str, Any], place: str) -> Row:
+def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Return the row of an object: the question is the prompt, the reference number the column `answer`.
 
-    Raises InputError naming the place and the field.
+    Raises InputError naming the origin and the field.
     """
     for name in ("question", "answer"):
         value = fields.get(name)
         refuse(
             not isinstance(value, str) or not value.strip(),
-            f"{place}: field {name!r} is {value!r}; expected text",
+            f"{origin}: field {name!r} is {value!r}; expected text",
         )
     answer = strict_answer(fields["answer"])
-    refuse(answer is None, f"{place}: field 'answer' has no number after '####'")
-    return Row(fields["question"] + INSTRUCTION, {"answer": answer}, place)
+    refuse(answer is None, f"{origin}: field 'answer' has no number after '####'")
+    return Row(fields["question"] + INSTRUCTION, {"answer": answer}, origin)

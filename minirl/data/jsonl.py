@@ -18,37 +18,37 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
     """Load a task without rewards, whose prompts are texts or chats; the rows of the files `eval_data` are held out."""
     return Task(
         name="jsonl",
-        train_rows=rows_of(data, _to_row),
-        eval_sets={path: rows_of(path, _to_row) for path in eval_data},
+        train_rows=read_rows(data, _to_row),
+        eval_sets={path: read_rows(path, _to_row) for path in eval_data},
         rewards={},
         max_new_tokens=256,
     )
 
 
-def _to_row(fields: dict[str, Any], place: str) -> Row:
+def _to_row(fields: dict[str, Any], origin: str) -> Row:
     """Return the row of an object with a "prompt" and perhaps "tools"; its other fields become columns.
 
-    Raises InputError naming the place, also for a column named like an argument of reward functions.
+    Raises InputError naming the origin, also for a column named like an argument of reward functions.
     """
     refuse(
         "prompt" not in fields,
-        f"{place}: no field 'prompt', only {sorted(fields)}; rename the prompt's field",
+        f"{origin}: no field 'prompt', only {sorted(fields)}; rename the prompt's field",
     )
-    prompt = read_prompt(fields.pop("prompt"), f"{place}: field 'prompt'")
+    prompt = read_prompt(fields.pop("prompt"), f"{origin}: field 'prompt'")
     tools = fields.pop("tools", None)
     for name in (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS):
         refuse(
             name in fields,
-            f"{place}: field {name!r} has the name of an argument of reward functions; rename the field",
+            f"{origin}: field {name!r} has the name of an argument of reward functions; rename the field",
         )
-    return Row(prompt, fields, place, None if tools == [] else tools)
+    return Row(prompt, fields, origin, None if tools == [] else tools)
 
 
-def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
+def read_rows(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
     """Read a JSONL file, one object per line; blank lines are skipped.
 
-    to_row: makes a row of an object and its place, "file:line", or raises InputError. Raises InputError naming file and
-    line if the file is missing or empty, or a line is not an object.
+    to_row: makes a row of an object and its origin, "file:line", or raises InputError. Raises InputError naming file
+    and line if the file is missing or empty, or a line is not an object.
     """
     refuse(not Path(path).is_file(), f"there is no file {path}")
     rows = []
@@ -56,27 +56,27 @@ def rows_of(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip(BLANK):
-                place = f"{path}:{number}"
-                rows.append(to_row(_parse_object(line, place), place))
+                origin = f"{path}:{number}"
+                rows.append(to_row(_parse_object(line, origin), origin))
     refuse(not rows, f"{path}: no rows")
     return rows
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's fields. Raises InputError if two have the same name: `json` would drop one."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields
 
 
-def _parse_object(line: bytes, place: str) -> dict[str, Any]:
-    """Return the object of a line. Raises InputError naming the place."""
+def _parse_object(line: bytes, origin: str) -> dict[str, Any]:
+    """Return the object of a line. Raises InputError naming the origin."""
     try:
-        fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
+        fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_reject_duplicate_keys)
     except json.JSONDecodeError as error:
-        raise InputError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+        raise InputError(f"{origin}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         # For example another encoding, a number with thousands of digits, or lists nested thousands deep.
-        raise InputError(f"{place}: cannot be read: {error}") from None
-    refuse(not isinstance(fields, dict), f"{place}: expected an object, got {str(fields)[:60]}")
+        raise InputError(f"{origin}: cannot be read: {error}") from None
+    refuse(not isinstance(fields, dict), f"{origin}: expected an object, got {str(fields)[:60]}")
     return fields

@@ -18,14 +18,14 @@ After = str | Sequence[int] | Messages
 Tool = dict[str, Any] | Callable[..., Any]
 
 
-def read_message(message: Any, place: str) -> dict[str, Any]:
+def read_message(message: Any, origin: str) -> dict[str, Any]:
     """Return a message as chat templates take it: text as content, and objects as arguments of tool calls.
 
     Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
-    text. A tool's result may be another list, which stays one. Raises InputError, naming `place`, for anything else.
+    text. A tool's result may be another list, which stays one. Raises InputError, naming `origin`, for anything else.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise InputError(f"{place}: {message!r:.80}: expected a message, an object with role and content")
+        raise InputError(f"{origin}: {message!r:.80}: expected a message, an object with role and content")
     content = message.get("content")
     calls = message.get("tool_calls")
     is_tool = message["role"] == "tool"
@@ -33,10 +33,10 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     refuse(
         not isinstance(content, str | list | None if is_tool else str | None),
-        f"{place}: content is {content!r:.80}; only text content is supported",
+        f"{origin}: content is {content!r:.80}; only text content is supported",
     )
     refuse(
-        message.get("function_call"), f"{place}: function_call is an older form of tool_calls; write these"
+        message.get("function_call"), f"{origin}: function_call is an older form of tool_calls; write these"
     )
     read = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     read["content"] = "" if content is None else content
@@ -44,7 +44,7 @@ def read_message(message: Any, place: str) -> dict[str, Any]:
         try:
             read["tool_calls"] = list(map(_read_call, calls))
         except (TypeError, LookupError):
-            raise InputError(f"{place}: tool_calls: only function calls are supported") from None
+            raise InputError(f"{origin}: tool_calls: only function calls are supported") from None
     return read
 
 
@@ -65,13 +65,13 @@ def _read_call(call: Any) -> dict[str, Any]:
     return {**kept, "function": {"name": name, "arguments": arguments}}
 
 
-def read_prompt(prompt: Any, place: str) -> str | Messages:
+def read_prompt(prompt: Any, origin: str) -> str | Messages:
     """Return a prompt: text that is not blank, or messages as `read_message` returns them. Raises InputError."""
     if isinstance(prompt, list) and prompt:
-        return [read_message(message, f"{place}, message {i}") for i, message in enumerate(prompt, 1)]
+        return [read_message(message, f"{origin}, message {i}") for i, message in enumerate(prompt, 1)]
     refuse(
         not isinstance(prompt, str) or not prompt.strip(),
-        f"{place} is {str(prompt)[:60]!r}; expected text, or messages with role and content",
+        f"{origin} is {str(prompt)[:60]!r}; expected text, or messages with role and content",
     )
     return prompt
 

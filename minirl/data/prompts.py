@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from minirl.data.answers import check_readable
+from minirl.data.answers import check_calls_parsable
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import Messages, Prompt, is_token_ids, read_prompt
 from minirl.data.task import Row
@@ -24,8 +24,8 @@ class PromptStream:
     A prompt's number in the stream is its `prompt_ordinal`, counted over the whole run. Its row is a pure
     function of (seed, prompt_ordinal). Prompts are tokenized when they are drawn.
 
-    longest_prompt: the number of tokens of the longest prompt. index: maps a prompt_ordinal to the number of its row
-    in an epoch, see `draw_by`.
+    longest_prompt: the number of tokens of the longest prompt. row_index: maps a prompt_ordinal to the number of its
+    row in an epoch, see `draw_by`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PromptStream:
             self._notes.insert(0, self._note_on_long_prompts(rows, lengths))
         if rows:
             self._notes = tokenizer.notes(self._rows[0].prompt) + self._notes
-        self.index: Callable[[int], int] = self._shuffled_index
+        self.row_index: Callable[[int], int] = self._shuffled_index
 
     @property
     def num_prompts(self) -> int:
@@ -98,7 +98,7 @@ class PromptStream:
         for prompt_ordinal in ordinals:
             if prompt_ordinal % world_size() != rank():
                 continue
-            row = self._rows[self.index(prompt_ordinal)]
+            row = self._rows[self.row_index(prompt_ordinal)]
             prompt_ids = tuple(self.tokenizer.encode(row))
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
@@ -111,25 +111,25 @@ class PromptStream:
         first: Request,
         branch: int,
         prompt: Prompt,
-        place: str,
+        origin: str,
         *,
         tools: list[dict[str, Any]] | None,
     ) -> Request:
         """Return the request for a further branch of a rollout, whose first branch has the request `first`.
 
         Its `max_new_tokens` is less than 1 if the prompt is too long. tools: those that a prompt of messages shows;
-        None: the tokenizer's. Raises InputError naming `place` for an unusable prompt, and for tools that the chat
+        None: the tokenizer's. Raises InputError naming `origin` for an unusable prompt, and for tools that the chat
         template does not show or whose calls cannot be read.
         """
-        place = f"{place}: branch(...)"
+        origin = f"{origin}: branch(...)"
         if is_token_ids(prompt):
-            self.tokenizer.check_ids(prompt, place)
+            self.tokenizer.check_ids(prompt, origin)
             prompt_ids = tuple(prompt)
         else:
             shown = self.tokenizer.with_tools(tools)
-            prompt_ids = tuple(shown.encode(Row(cast(str | Messages, prompt), {}, place)))
+            prompt_ids = tuple(shown.encode(Row(cast(str | Messages, prompt), {}, origin)))
             if tools and shown is not self.tokenizer:
-                check_readable(shown)
+                check_calls_parsable(shown)
         rollout_id = first.rollout_id._replace(branch=branch)
         return self.request(rollout_id, prompt, prompt_ids, first.temperature, first.truncation)
 
@@ -145,31 +145,31 @@ class PromptStream:
         return Request(
             prompt_ids=prompt_ids,
             rollout_id=rollout_id,
-            key=self.key(rollout_id),
+            key=self.rng_key(rollout_id),
             max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
             temperature=temperature,
             stop_ids=self.tokenizer.stop_ids_of(prompt),
             truncation=truncation,
         )
 
-    def key(self, rollout_id: RolloutId) -> int:
+    def rng_key(self, rollout_id: RolloutId) -> int:
         """Return the key of a rollout's randomness, as in `sampling.request_key`."""
         return request_key(self.seed, purpose=self.purpose, **rollout_id._asdict())
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
         """Return the token ids of a prompt."""
-        return tuple(self.tokenizer.encode(self._rows[self.index(prompt_ordinal)]))
+        return tuple(self.tokenizer.encode(self._rows[self.row_index(prompt_ordinal)]))
 
     def row(self, prompt_ordinal: int) -> Row:
         """Return the row of a prompt: a copy, which its caller may change."""
-        return copy.deepcopy(self._rows[self.index(prompt_ordinal)])
+        return copy.deepcopy(self._rows[self.row_index(prompt_ordinal)])
 
-    def draw_by(self, index: Callable[[int], int]) -> None:
-        """Replace `index`, for a curriculum instead of shuffled epochs.
+    def draw_by(self, row_index: Callable[[int], int]) -> None:
+        """Replace `row_index`, for a curriculum instead of shuffled epochs.
 
         It must return the same number as long as a prompt is in use: throughout a step, and after a resume.
         """
-        self.index = index
+        self.row_index = row_index
 
     def _shuffled_index(self, prompt_ordinal: int) -> int:
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
@@ -184,9 +184,9 @@ class PromptStream:
             f"{self.max_new_tokens} leaves {limit} of the {self.max_tokens} that the model, --cache-tokens and "
             "--max-tokens-per-microbatch allow",
         )
-        places = [row.place for row, length in zip(rows, lengths, strict=True) if length > limit]
-        listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
-        return f"{len(places)} of {len(rows)} prompts have more than {limit} tokens ({listed}): left out"
+        origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]
+        listed = ", ".join(origins[:3]) + (", ..." if len(origins) > 3 else "")
+        return f"{len(origins)} of {len(rows)} prompts have more than {limit} tokens ({listed}): left out"
 
 
 @functools.lru_cache(4)  # those of two streams: a step may begin in one epoch and end in the next
@@ -201,4 +201,4 @@ def _read_row(row: Row) -> Row:
     """Return a row with its messages read: scripts make rows, too. Raises InputError naming the row."""
     if isinstance(row.prompt, str):
         return row
-    return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.place}: the prompt"))
+    return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.origin}: the prompt"))

@@ -24,7 +24,7 @@ def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
     def score(completions: Sequence[str | Messages], answer: Sequence[Any]) -> list[float]:
         # A completion is a list of one message where the prompt is a chat.
         texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-        return [float(answer_of(text) == wanted) for text, wanted in zip(texts, answer, strict=True)]
+        return [float(answer_of(text) == expected) for text, expected in zip(texts, answer, strict=True)]
 
     return score
 
@@ -37,7 +37,7 @@ class Row:
     # Further fields, which reward functions may take as arguments.
     columns: Mapping[str, Any]
     # The origin, "file:line", for error messages and logs.
-    place: str
+    origin: str
     # JSON schemas of the tools that a prompt of messages shows; None: the run's.
     tools: list[dict[str, Any]] | None = None
 

@@ -55,10 +55,10 @@ class Tokenizer:
         self.known_ids = frozenset(self.backend.get_vocab().values())
         self._anchor_ids = self.encode_text(DECODED_ANCHOR, str(folder))
         self._anchor_texts = [self._decode(self._anchor_ids, is_skipped) for is_skipped in (False, True)]
-        framed = list(self.backend(DECODED_ANCHOR)["input_ids"])
-        first = framed.index(self._anchor_ids[0]) if self._anchor_ids else len(framed)
-        self.bos_ids = framed[:first]
-        self.eos_ids = framed[first + len(self._anchor_ids) :]
+        with_special_ids = list(self.backend(DECODED_ANCHOR)["input_ids"])
+        first = with_special_ids.index(self._anchor_ids[0]) if self._anchor_ids else len(with_special_ids)
+        self.bos_ids = with_special_ids[:first]
+        self.eos_ids = with_special_ids[first + len(self._anchor_ids) :]
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -66,39 +66,41 @@ class Tokenizer:
         added = self.backend.added_tokens_decoder.items()
         return {i: str(token) for i, token in added if token.special}
 
-    def encode_text(self, text: str, place: str) -> list[int]:
+    def encode_text(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text alone, with only the special tokens that it spells out.
 
-        Raises InputError naming `place` if it cannot be tokenized.
+        Raises InputError naming `origin` if it cannot be tokenized.
         """
         try:
             return list(self.backend(text, add_special_tokens=False)["input_ids"])
         except Exception as error:
             # For example half of a surrogate pair, which is not a character, or a corrupt vocabulary.
             reason = ascii(str(error))[:100]
-            raise InputError(f"{place}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}") from None
+            raise InputError(
+                f"{origin}: the text cannot be tokenized: {ascii(text)[:80]}: {reason}"
+            ) from None
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Return the ids of a text at the beginning of a sequence: the BOS token comes first, once."""
         has_bos = ids[: len(self.bos_ids)] == self.bos_ids  # the text spells it out
         return ids if has_bos else self.bos_ids + ids
 
-    def encode_appended(self, text: str, place: str) -> list[int]:
+    def encode_appended(self, text: str, origin: str) -> list[int]:
         """Return the token ids of a text that follows other tokens, where they decode to exactly this text.
 
         It is tokenized behind an anchor, whose ids are cut off, so that it gets no first space. Raises InputError
-        naming `place` if the text cannot be tokenized.
+        naming `origin` if the text cannot be tokenized.
         """
         if not text:
             return []
         for anchor in ANCHORS:
-            before = self.encode_text(anchor, place)
-            ids = self.encode_text(anchor + text, place)
+            before = self.encode_text(anchor, origin)
+            ids = self.encode_text(anchor + text, origin)
             # Some tokenizers read a line end as a space.
             is_kept = before and self._decode(before, False).removeprefix(" ") == anchor
             if is_kept and ids[: len(before)] == before:
                 return ids[len(before) :]
-        return self.encode_text(text, place)
+        return self.encode_text(text, origin)
 
     def decode(self, ids: Sequence[int] | NDArray[np.int64], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids that follow others, an array [L] or a list, without special tokens or with them.
@@ -168,9 +170,9 @@ class StopStrings:
 
     def __call__(self, turns: Sequence[list[int]]) -> list[bool]:
         """Return for each turn whether a string ends with its last id. A turn: its ids, or their last `max_tokens`."""
-        return [self.found(ids) is not None for ids in turns]
+        return [self.find_stop_string(ids) is not None for ids in turns]
 
-    def found(self, ids: list[int]) -> str | None:
+    def find_stop_string(self, ids: list[int]) -> str | None:
         """Return the first of the strings that ends with the last of these ids (as in `__call__`), or None."""
         tail = ids[-self.max_tokens :]
         # No string has an id that is no token, and after one the text starts over (`Tokenizer.decode`).

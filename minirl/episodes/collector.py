@@ -103,7 +103,7 @@ class Collector:
                 if self.in_flight.max_staleness:
                     ready = self._run_rounds(num_groups, num_wanted, weight_version)
                 else:
-                    self._begin(num_wanted - len(self.in_flight))
+                    self._begin_prompts(num_wanted - len(self.in_flight))
                     self._runner.run_round(weight_version=weight_version)
                     ready = set(self._queue.groups)
                 self._rewarded += self._queue.finish(sorted(ready))
@@ -118,7 +118,7 @@ class Collector:
                 if selection.num_missing <= 0 or num_refills == self._max_refills:
                     break
                 num_wanted = num_groups + selection.num_zero_variance
-        self._rewarded = selection.left
+        self._rewarded = selection.remaining
         self.in_flight.end_step(selection.ended)
         return selection.groups
 
@@ -145,22 +145,24 @@ class Collector:
 
         Returns the prompts of this rank's ready groups that are in the queue (collective).
         """
-        due = self.in_flight.due(num_groups)
-        while len(ready := self._ready()) < num_wanted or not due <= ready:
-            self._begin(self.in_flight.num_to_begin(num_groups, num_wanted=num_wanted, num_ready=len(ready)))
+        expiring = self.in_flight.expiring(num_groups)
+        while len(ready := self._ready_prompts()) < num_wanted or not expiring <= ready:
+            self._begin_prompts(
+                self.in_flight.num_to_begin(num_groups, num_wanted=num_wanted, num_ready=len(ready))
+            )
             self._runner.run_round(self._round_tokens, weight_version=weight_version)
         return self._queue.groups.keys() & ready
 
-    def _ready(self) -> set[int]:
+    def _ready_prompts(self) -> set[int]:
         """The prompts in flight whose groups can be selected (collective)."""
         # The rewards of groups that have just ended may take no longer than a reply.
-        deadline = time.monotonic() + self._runner.patience_s
+        deadline = time.monotonic() + self._runner.reply_wait_s
         while self._queue.is_busy and (left_s := deadline - time.monotonic()) > 0:
             self._queue.poll(left_s)
         own = {rollout.rollout_id.prompt_ordinal for rollout in self._rewarded.rollouts}
-        return set().union(*gather_objects(own | self._queue.ready()))
+        return set().union(*gather_objects(own | self._queue.ready_prompts()))
 
-    def _begin(self, num_prompts: int) -> None:
+    def _begin_prompts(self, num_prompts: int) -> None:
         """Begin this rank's share of this number of prompts."""
         requests = self._prompts.requests(
             self.in_flight.begin(num_prompts),

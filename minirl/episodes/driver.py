@@ -9,7 +9,15 @@ from typing import Any
 
 from minirl.data.messages import is_messages
 from minirl.data.prompts import PromptStream
-from minirl.episodes.episode import REWARD, Branch, Episode, Generate, RolloutFunction, Turn, checked_reward
+from minirl.episodes.episode import (
+    REWARD,
+    Branch,
+    Episode,
+    RolloutFunction,
+    Turn,
+    TurnRequest,
+    checked_reward,
+)
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, refuse
 from minirl.files.json_files import json_text
@@ -29,7 +37,7 @@ from minirl.rollouts import (
 NO_BUDGET = sys.maxsize
 
 # A function asks for a turn, failed, or (None) returned.
-Reply = Generate | InputError | None
+Reply = TurnRequest | InputError | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class UserRollout:
     gives_reward: bool = False
 
 
-def check_form(function: Callable[..., Any], what: str) -> None:
+def check_rollout_function(function: Callable[..., Any], what: str) -> None:
     """Raise InputError, beginning with `what`, unless the function is an `async def` that yields nothing."""
     refuse(
         not inspect.iscoroutinefunction(function),
@@ -61,8 +69,9 @@ def function_name(function: Callable[..., Any]) -> str:
 class Driver:
     """Runs the function of one episode, as a task of the event loop, until its `finally` has run.
 
-    The function replies when it asks for a turn, and once more when it ends. `begin_turn` makes the turn, `next_part`
-    the engine's request for it, and `take` gives it to the function, or `fail` the error of a rejected request.
+    The function replies when it asks for a turn, and once more when it ends. `begin_turn` makes the turn,
+    `next_engine_request` the engine's request for it, and `receive_tokens` gives it to the function, or `fail` the
+    error of a rejected request.
 
     budget: how many tokens the episode may still sample in this round. branch: the last that was asked for a turn.
     turn: the last that began; `has_begun` says whether one did. tokens: all after the prompt of the turn's branch, with
@@ -87,7 +96,7 @@ class Driver:
         row = prompts.row(request.rollout_id.prompt_ordinal)
         tokenizer = prompts.tokenizer.with_tools(row.tools)
         self.episode = Episode(row, request, tokenizer.tools, is_chat=tokenizer.is_chat(row.prompt))
-        self.episode.branches[0].ask = self._ask
+        self.episode.branches[0].request_turn = self._request_turn
         self.rollout_id = request.rollout_id
         self._prompts = prompts
         self._function = function
@@ -98,11 +107,11 @@ class Driver:
         self.task = event_loop().create_task(self._run())
 
     @property
-    def place(self) -> str:
+    def origin(self) -> str:
         """How messages name it."""
-        return f"{function_name(self._function)}(episode), for the row at {self.episode.row.place}"
+        return f"{function_name(self._function)}(episode), for the row at {self.episode.row.origin}"
 
-    def begin_turn(self, asked: Generate) -> bool:
+    def begin_turn(self, turn_request: TurnRequest) -> bool:
         """Begin the turn that the function asks for; return False if there is no room for it.
 
         Raises InputError naming function and row for a request that is rejected.
@@ -111,22 +120,24 @@ class Driver:
         refuse(
             episode.end_reason is not None, f"episode.generate() after episode.end({episode.end_reason!r})"
         )
-        branch = episode.branches[asked.branch]
+        branch = episode.branches[turn_request.branch]
         if not branch.request.prompt_ids and not self._tokenize_prompt(branch):
             self.branch = branch
             return False
-        appended = self._appended_ids(branch, asked) if asked.after else []
+        appended = self._appended_ids(branch, turn_request) if turn_request.after else []
         self.branch = branch
         start = branch.num_tokens + len(appended)
-        room = branch.room - len(appended)
-        if room < 1:
-            refuse(not episode.num_turns, f"{self.place}: the first turn's `after` leaves no room for a turn")
+        remaining_tokens = branch.remaining_tokens - len(appended)
+        if remaining_tokens < 1:
+            refuse(
+                not episode.num_turns, f"{self.origin}: the first turn's `after` leaves no room for a turn"
+            )
             return False
         self.has_begun = True
         self.turn = Turn(
             start,
             branch=branch.number,
-            inserted=asked.after if is_messages(asked.after) else [],
+            inserted=turn_request.after if is_messages(turn_request.after) else [],
             tokenizer=self._prompts.tokenizer.with_tools(branch.tools),
             tokens=branch.engine_tokens,
         )
@@ -134,19 +145,19 @@ class Driver:
         self.tokens = join_streams(so_far, unsampled_stream(appended))
         self._request = replace(
             branch.request,
-            max_new_tokens=start + min(room, asked.max_tokens or room),
+            max_new_tokens=start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
             holds=True,
-            stop=asked.stop,
+            stop=turn_request.stop,
             turn_start=start,
         )
         return True
 
-    def next_part(self) -> Request:
+    def next_engine_request(self) -> Request:
         """Return the request for the part of the present turn that this round's budget allows."""
         limit = min(self._request.max_new_tokens, len(self.tokens) + self.budget)
         return replace(self._request, sampled=self.tokens, max_new_tokens=limit)
 
-    def take(self, sequence: SampledSequence) -> bool:
+    def receive_tokens(self, sequence: SampledSequence) -> bool:
         """Take the tokens of a part from the engine. If the turn has ended, the function gets it; else return False."""
         num_tokens = len(sequence.after_prompt)
         self.budget -= num_tokens - len(self.tokens)
@@ -155,7 +166,7 @@ class Driver:
             return False
         turn = self.turn
         turn.num_tokens, turn.finish_reason = num_tokens - turn.start, sequence.finish_reason
-        self.episode.take(turn)
+        self.episode.add_turn(turn)
         turn.tokens.sequence = replace(sequence, finish_reason=self.branch.finish_reason)
         if not self._awaited.done():  # otherwise its task was cancelled, and a failure follows
             self._awaited.set_result(turn)
@@ -208,7 +219,7 @@ class Driver:
             returned = await self._function(self.episode)
             refuse(not self._awaited.done(), "ended while one of its turns was sampled; await all")
             if returned is not None:
-                add_returned(self.episode.given, returned)
+                add_returned_rewards(self.episode.given_rewards, returned)
         except InputError as error:
             reply = error
         except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -216,16 +227,16 @@ class Driver:
         self._reply(reply)
         for branch in self.episode.branches:
             # Only a garbage collection would free an episode that leads to itself.
-            branch.ask = _ask_too_late
+            branch.request_turn = _request_turn_too_late
 
-    async def _ask(self, asked: Generate) -> Turn:
+    async def _request_turn(self, turn_request: TurnRequest) -> Turn:
         """Return the turn that the function asks for."""
         refuse(self.episode.is_closed, "generate(): the episode ended")
         refuse(
             not self._awaited.done(), "generate(): asks for two turns at a time; await one after the other"
         )
         self._awaited = event_loop().create_future()
-        self._reply(asked)
+        self._reply(turn_request)
         try:
             return await self._awaited
         except asyncio.CancelledError:
@@ -236,39 +247,39 @@ class Driver:
 
     def _reply(self, reply: Reply) -> None:
         if not self.episode.is_closed:
-            self.episode.is_closed = not isinstance(reply, Generate)
+            self.episode.is_closed = not isinstance(reply, TurnRequest)
             self._replies.append((self, reply))
             event_loop().stop()
 
     def _tokenize_prompt(self, branch: Branch) -> bool:
         """Make the request of a branch that the function began; return False if its prompt leaves no room."""
         request = self._prompts.branch_request(
-            branch.request, branch.number, branch.prompt, self.place, tools=branch.tools
+            branch.request, branch.number, branch.prompt, self.origin, tools=branch.tools
         )
         if request.max_new_tokens < 1:
             is_first = not self.episode.num_turns
-            refuse(is_first, f"{self.place}: the prompt of its first turn leaves no room for it")
+            refuse(is_first, f"{self.origin}: the prompt of its first turn leaves no room for it")
             return False
         branch.request = request
         return True
 
-    def _appended_ids(self, branch: Branch, asked: Generate) -> list[int]:
+    def _appended_ids(self, branch: Branch, turn_request: TurnRequest) -> list[int]:
         """Return the token ids that the function appends to a branch. Raises InputError naming function and row."""
-        end_id, place = None, self.place
-        if is_messages(asked.after):
+        end_id, origin = None, self.origin
+        if is_messages(turn_request.after):
             refuse(
                 not branch.turns,
-                f"{place}: messages before the first turn; see episode.branch, or write them into the row's prompt",
+                f"{origin}: messages before the first turn; see episode.branch, or write them into the row's prompt",
             )
             is_chat = self._prompts.tokenizer.is_chat(branch.prompt)
-            refuse(not is_chat, f"{place}: messages after a text prompt; see --chat, or append text")
+            refuse(not is_chat, f"{origin}: messages after a text prompt; see --chat, or append text")
             last = branch.turns[-1]
             end_id = last.ids[-1] if last.finish_reason == "stop" else None
         tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
-        return tokenizer.encode_after(asked.after, place, end_id=end_id)
+        return tokenizer.encode_after(turn_request.after, origin, end_id=end_id)
 
 
-async def _ask_too_late(asked: Generate) -> Turn:
+async def _request_turn_too_late(turn_request: TurnRequest) -> Turn:
     raise InputError("generate(): the episode ended")
 
 
@@ -284,7 +295,7 @@ def turn_record(turn: Turn) -> TurnRecord:
     return TurnRecord(*(getattr(turn, one.name) for one in fields(TurnRecord)))
 
 
-def add_returned(given: dict[str, float | None], returned: Any) -> None:
+def add_returned_rewards(given_rewards: dict[str, float | None], returned: Any) -> None:
     """Add the rewards that a function returned to those that it gave, by name; one that is returned as None is None.
 
     A number is the reward named "reward". Raises InputError with the reason if it cannot be one.
@@ -293,5 +304,5 @@ def add_returned(given: dict[str, float | None], returned: Any) -> None:
         returned = {REWARD: checked_reward(returned, "returns")}
     for name, value in returned.items():
         if value is not None:
-            value = (given.get(name) or 0.0) + checked_reward(value, f"returns {name!r}:")
-        given[name] = value
+            value = (given_rewards.get(name) or 0.0) + checked_reward(value, f"returns {name!r}:")
+        given_rewards[name] = value

@@ -43,7 +43,7 @@ REWARD = "reward"
 
 
 @dataclass(frozen=True)
-class Generate:
+class TurnRequest:
     """Asks for a turn: tokens are appended, then at most `max_tokens` are sampled.
 
     after: text, token ids or, between turns of a chat, messages, as `read_message` returns them. The results of tools
@@ -117,7 +117,7 @@ class Turn(TurnRecord):
         """
         sequence = self.tokens.sequence
         before = sequence.tokens[: sequence.num_prompt_tokens + self.start]
-        message = answers.parsed_answer(self.tokenizer, self.ids, before)
+        message = answers.parse_answer(self.tokenizer, self.ids, before)
         self.parse_error = message.get("parse_error")
         return message
 
@@ -139,8 +139,8 @@ class Branch:
     prompt shows; None: the run's.
 
     For the code that runs the episode, which sets them: request: without tokens; until the first turn of a branch that
-    the function began, it has the episode's limit and no prompt. ask: samples a turn. engine_tokens: those of its
-    finished turns.
+    the function began, it has the episode's limit and no prompt. request_turn: samples a turn. engine_tokens: those of
+    its finished turns.
     """
 
     prompt: str | Messages | list[int]
@@ -148,7 +148,7 @@ class Branch:
     number: int = 0
     turns: list[Turn] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
-    ask: Callable[[Generate], Awaitable[Turn]] = field(init=False)
+    request_turn: Callable[[TurnRequest], Awaitable[Turn]] = field(init=False)
     engine_tokens: BranchTokens = field(default_factory=BranchTokens)
 
     @property
@@ -162,7 +162,7 @@ class Branch:
         return self.turns[-1].end if self.turns else 0
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """How many more tokens it may have."""
         return self.request.max_new_tokens - self.num_tokens
 
@@ -188,7 +188,11 @@ class Branch:
     def finish_reason(self) -> str:
         """Why it ends, if its last turn stays the last."""
         last = self.turns[-1]
-        return "turn_length" if last.finish_reason == "length" and self.room > 0 else last.finish_reason
+        return (
+            "turn_length"
+            if last.finish_reason == "length" and self.remaining_tokens > 0
+            else last.finish_reason
+        )
 
     def drop_last_turn(self) -> None:
         """Remove the last turn, which reached nobody, from the rollout. No turn may follow it."""
@@ -205,7 +209,7 @@ class Branch:
         stop: str | Sequence[str] = (),
         max_tokens: int | None = None,
     ) -> Turn:
-        """Append `after` and sample a turn; return it when it ends. See `Generate`.
+        """Append `after` and sample a turn; return it when it ends. See `TurnRequest`.
 
         If `after` leaves no room, or the episode has reached a limit, it ends: the function is cancelled here. after:
         also a single message; None for nothing. Raises InputError naming an argument that is wrong, after `end`, and
@@ -213,7 +217,7 @@ class Branch:
         """
         strings = tuple(stop) if isinstance(stop, list | tuple) else (cast(str, stop),)
         appended = "" if after is None else _read_after(after)
-        return await self.ask(Generate(appended, strings, max_tokens, self.number))
+        return await self.request_turn(TurnRequest(appended, strings, max_tokens, self.number))
 
 
 class Episode:
@@ -223,9 +227,9 @@ class Episode:
     like are the episode's, too.
     row: a copy of the prompt's row of the data. seed: for everything random in this episode; the same in every run.
     tools: JSON schemas of the tools that the prompt shows. is_chat: whether the chat template wrote the prompt.
-    temperature: of all turns. num_turns: how many have ended, in all branches. given: the rewards given so far, by
-    name; in the end also those returned, None for one that does not apply. end_reason: the argument of `end`, if it was
-    called. is_closed: whether the function ended, or is being ended.
+    temperature: of all turns. num_turns: how many have ended, in all branches. given_rewards: the rewards given so far,
+    by name; in the end also those returned, None for one that does not apply. end_reason: the argument of `end`, if it
+    was called. is_closed: whether the function ended, or is being ended.
     environment: the object of --environment, or what else a function sets here; reward functions get it.
     """
 
@@ -253,7 +257,7 @@ class Episode:
         self.prompt_ids = first.prompt_ids
         self.turns = first.turns
         self.generate = first.generate
-        self.given: dict[str, float | None] = {}
+        self.given_rewards: dict[str, float | None] = {}
 
     @property
     def messages(self) -> Messages:
@@ -266,11 +270,11 @@ class Episode:
         return self.branches[0].tokens
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """How many more tokens the first branch may have."""
-        return self.branches[0].room
+        return self.branches[0].remaining_tokens
 
-    def take(self, turn: Turn) -> None:
+    def add_turn(self, turn: Turn) -> None:
         """Add a finished turn to its branch. For the code that runs the episode."""
         self.num_turns += 1
         turn.number = self.num_turns
@@ -295,17 +299,17 @@ class Episode:
         # The caller may go on to change its lists; the branch keeps the present ones.
         own, own_tools = copy.deepcopy((prompt, tools))
         branch = Branch(own, request, number, tools=own_tools)
-        branch.ask = first.ask
+        branch.request_turn = first.request_turn
         self.branches.append(branch)
         return branch
 
     def reward(self, value: float, name: str = REWARD) -> None:
         """Add to a reward of the rollout. Raises InputError unless it is finite, and after the episode's end."""
-        place = f"episode.reward, for the row at {self.row.place}:"
-        refuse(self.is_closed, f"{place} the episode ended; give rewards before `await episode.generate()`")
-        checked = checked_reward(value, f"{place} {name!r} is")
-        total = (self.given.get(name) or 0.0) + checked
-        self.given[name] = checked_reward(total, f"{place} {name!r} adds up to")
+        origin = f"episode.reward, for the row at {self.row.origin}:"
+        refuse(self.is_closed, f"{origin} the episode ended; give rewards before `await episode.generate()`")
+        checked = checked_reward(value, f"{origin} {name!r} is")
+        total = (self.given_rewards.get(name) or 0.0) + checked
+        self.given_rewards[name] = checked_reward(total, f"{origin} {name!r} adds up to")
 
     def end(self, reason: str) -> None:
         """End the episode with this finish reason; then return from the function.

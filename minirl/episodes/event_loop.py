@@ -43,7 +43,7 @@ def event_loop() -> SlicedLoop:
     return SlicedLoop()
 
 
-async def in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
+async def run_in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
     """Return the result of a blocking call in a thread. Its exceptions pass through, as a RuntimeError if they must."""
 
     def run() -> Any:

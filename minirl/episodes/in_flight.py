@@ -11,23 +11,23 @@ class PromptsInFlight:
     """The prompts that have begun and that no step has taken, with the step in which each began.
 
     It is the same on every rank. Steps take prompts in order, and none more than `max_staleness` steps after it began.
-    num_served: prompts taken from the stream so far. num_steps: steps that have ended. begun_in: the step by prompt.
+    num_served: prompts taken from the stream so far. num_steps: steps that have ended. start_steps: the step by prompt.
     interrupted: those that were in flight at the checkpoint, and have not begun again.
     """
 
     max_staleness: int = 0
     num_served: int = 0
     num_steps: int = 0
-    begun_in: dict[int, int] = field(default_factory=dict)
+    start_steps: dict[int, int] = field(default_factory=dict)
     interrupted: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.begun_in)
+        return len(self.start_steps)
 
     @property
     def ordinals(self) -> list[int]:
         """The ordinals of the prompts, with those that have not begun again."""
-        return sorted([*self.begun_in, *self.interrupted])
+        return sorted([*self.start_steps, *self.interrupted])
 
     def restore(self, num_served: int, ordinals: Sequence[int]) -> None:
         """Go on from a checkpoint: the prompts that were in flight begin again, before new ones."""
@@ -40,16 +40,16 @@ class PromptsInFlight:
         first_new = self.num_served
         self.num_served += num_prompts - len(again)
         ordinals = [*again, *range(first_new, self.num_served)]
-        self.begun_in |= dict.fromkeys(ordinals, self.num_steps)
+        self.start_steps |= dict.fromkeys(ordinals, self.num_steps)
         return ordinals
 
     def end_step(self, ordinals: Iterable[int]) -> None:
         """End a step, which took or dropped these prompts."""
         self.num_steps += 1
         for ordinal in ordinals:
-            del self.begun_in[ordinal]
+            del self.start_steps[ordinal]
 
-    def due(self, num_groups: int) -> set[int]:
+    def expiring(self, num_groups: int) -> set[int]:
         """Return the prompts that this step of `num_groups` must take, so that no rollout gets older.
 
         Of those that must be taken within n later steps, these can take n * num_groups; the others are due now. With
@@ -61,17 +61,17 @@ class PromptsInFlight:
 
         Raises InputError if these are too many: this step takes fewer than those before.
         """
-        ordinals = sorted(ordinal for ordinal, step in self.begun_in.items() if step < self.num_steps)
-        num_due = 0
+        ordinals = sorted(ordinal for ordinal, step in self.start_steps.items() if step < self.num_steps)
+        num_expiring = 0
         for num_first, ordinal in enumerate(ordinals, 1):
-            num_later_steps = self.begun_in[ordinal] + self.max_staleness - self.num_steps
-            num_due = max(num_due, num_first - num_groups * num_later_steps)
+            num_later_steps = self.start_steps[ordinal] + self.max_staleness - self.num_steps
+            num_expiring = max(num_expiring, num_first - num_groups * num_later_steps)
         refuse(
-            num_due > num_groups,
+            num_expiring > num_groups,
             f"--max-staleness {self.max_staleness}: a step of {num_groups} prompts takes some of those in flight too "
             "late; collect as many in each step",
         )
-        return set(ordinals[:num_due])
+        return set(ordinals[:num_expiring])
 
     def num_to_begin(self, num_groups: int, *, num_wanted: int, num_ready: int) -> int:
         """Return how many prompts a step of `num_groups` begins now, to get `num_wanted`; `num_ready` have ended.

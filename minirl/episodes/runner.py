@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from minirl.data.prompts import PromptStream
-from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_form, function_name
-from minirl.episodes.episode import REWARD, Generate, RolloutFunction
+from minirl.episodes.driver import NO_BUDGET, Driver, Reply, check_rollout_function, function_name
+from minirl.episodes.episode import REWARD, RolloutFunction, TurnRequest
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, RolloutError, escaped, refuse
 from minirl.generation.engine import Engine
@@ -38,24 +38,24 @@ from minirl.rewards.reward_queue import RewardedRollouts, RewardQueue
 from minirl.rollouts import Request, Rollout, RolloutId
 
 # The longest wait for replies while there is nothing to decode, before rewards get attention.
-WAIT_S = 0.05
+IDLE_WAIT_S = 0.05
 # The limit without --max-turns: some programs would never stop.
 MAX_TURNS = 1000
 # How a tool's result begins if it is an error, in TRL and `tool_loop`.
 TOOL_ERROR = "{'error': "
 # Seconds for functions to clean up when the run ends.
-CLOSE_S = 1.0
+CLEANUP_S = 1.0
 
 
 class EpisodeRunner:
     """Runs episodes, round by round. Not collective, unless ranks share the model's layers.
 
-    queue: rewards the rollouts of whole prompts. patience_s: how long a round with a budget waits for the next reply if
-    it has nothing to decode.
+    queue: rewards the rollouts of whole prompts. reply_wait_s: how long a round with a budget waits for the next reply
+    if it has nothing to decode.
     counts: see `Collector.take_count`.
     """
 
-    patience_s = 0.05
+    reply_wait_s = 0.05
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EpisodeRunner:
         call_timeout: the most seconds from a turn to the function's next request, and of a reward call in a thread.
         """
         self.engine = engine
-        check_form(rollout, f"rollout {function_name(rollout)}")
+        check_rollout_function(rollout, f"rollout {function_name(rollout)}")
         self._rollout = rollout
         self._call_timeout = call_timeout
         self._prompts = prompts
@@ -86,7 +86,7 @@ class EpisodeRunner:
         # Those whose turn waits: for the first turns of its prompt's other episodes, or for the next round's budget.
         self._waiting: list[Driver] = []
         # When each function began to work on its next reply; the first has worked longest.
-        self._working: dict[Driver, float] = {}
+        self._working_since: dict[Driver, float] = {}
         self._step_ended_at = 0.0
         self._replies: list[tuple[Driver, Reply]] = []
         # Functions that have not returned: also those that clean up after their episode's end.
@@ -110,33 +110,33 @@ class EpisodeRunner:
             driver.task.add_done_callback(self._tasks.discard)
             self._drivers[request.rollout_id] = driver
             self._groups[request.rollout_id.prompt_ordinal].append(driver)
-            self._working[driver] = time.monotonic()
+            self._working_since[driver] = time.monotonic()
 
     def run_round(self, budget: int = NO_BUDGET, *, weight_version: int) -> None:
         """Let each episode sample up to `budget` tokens; without a budget all run to their ends.
 
         The rollouts of each prompt whose last episode ends go into the queue. With a budget the round also ends when it
-        has nothing to decode and no function has replied for `patience_s`.
+        has nothing to decode and no function has replied for `reply_wait_s`.
 
         Raises InputError like `Engine.submit`, RewardError, and RolloutError naming function, row and turn if the
         function fails, as it does at a rejected request that it does not catch.
         """
         for driver in self._drivers.values():
             driver.budget = budget
-        self._submit(weight_version)
+        self._submit_turns(weight_version)
         active_at = time.perf_counter()
         with show_progress("generate", total=len(self._drivers), unit="completions") as bar:
             while self.engine.is_decoding or len(self._waiting) < len(self._drivers):
                 num_open = len(self._drivers)
-                has_replies = self._take_replies(0.0 if self.engine.any_rank_has_work else WAIT_S)
-                self._submit(weight_version)
+                has_replies = self._handle_replies(0.0 if self.engine.any_rank_has_work else IDLE_WAIT_S)
+                self._submit_turns(weight_version)
                 self.queue.poll()
                 bar.update(num_open - len(self._drivers))
                 if has_replies or self.engine.is_decoding:
                     active_at = time.perf_counter()
-                elif budget < NO_BUDGET and time.perf_counter() - active_at > self.patience_s:
+                elif budget < NO_BUDGET and time.perf_counter() - active_at > self.reply_wait_s:
                     break
-                self._decode()
+                self._decode_step()
         self.engine.sync()  # ranks that share the model's layers pass through them until all are here
 
     @contextmanager
@@ -144,61 +144,61 @@ class EpisodeRunner:
         """Take the episodes out of the engine at the end of the block; `close` if it raises an error."""
         # Between two steps the event loop stands still, which is not the functions' time.
         idle_s = time.monotonic() - self._step_ended_at
-        self._working = {driver: since + idle_s for driver, since in self._working.items()}
+        self._working_since = {driver: since + idle_s for driver, since in self._working_since.items()}
         try:
             yield
         except BaseException:
             self.close()
             raise
         for driver in self._drivers.values():
-            self._leave(driver)
+            self._release_requests(driver)
         event_loop().run_slice()  # functions of episodes that ended clean up
         self._step_ended_at = time.monotonic()
 
     def close(self) -> None:
-        """End all episodes without a rollout, and give their functions CLOSE_S to clean up."""
+        """End all episodes without a rollout, and give their functions CLEANUP_S to clean up."""
         for driver in self._drivers.values():
             driver.cancel()
         for kept in (
             self._drivers,
             self._waiting,
-            self._working,
+            self._working_since,
             self._replies,
             self._groups,
             self._rollouts,
         ):
             kept.clear()
-        until = time.perf_counter() + CLOSE_S
+        until = time.perf_counter() + CLEANUP_S
         while self._tasks and time.perf_counter() < until:
             event_loop().run_slice(0.01)
 
-    def _submit(self, weight_version: int) -> None:
+    def _submit_turns(self, weight_version: int) -> None:
         """Let the engine sample the turns that need not wait: all first turns of a prompt share one prefill."""
         requests = []
         waiting, self._waiting = self._waiting, []
         for driver in waiting:
             group = self._groups[driver.rollout_id.prompt_ordinal]
             if driver.budget > 0 and all(one.has_begun for one in group):
-                requests.append(driver.next_part())
+                requests.append(driver.next_engine_request())
             else:
                 self._waiting.append(driver)
         self.engine.submit(requests, weight_version=weight_version)
 
-    def _decode(self) -> None:
+    def _decode_step(self) -> None:
         """Sample one more token of each turn that the engine has."""
         for sequence in self.engine.step():
             driver = self._drivers[sequence.rollout_id._replace(branch=0)]
             self.counts["sampled_tokens"] += len(sequence.after_prompt) - len(driver.tokens)
-            if driver.take(sequence):
-                self._working[driver] = time.monotonic()
+            if driver.receive_tokens(sequence):
+                self._working_since[driver] = time.monotonic()
             else:
                 self._waiting.append(driver)
         if self.engine.lacks_blocks:
             # Episodes that need no more in this round make room for others.
             for driver in self._waiting:
-                self._leave(driver)
+                self._release_requests(driver)
 
-    def _take_replies(self, wait_s: float) -> bool:
+    def _handle_replies(self, wait_s: float) -> bool:
         """Let the functions run until all wait, and continue the episodes whose functions have replied.
 
         Without a reply it waits up to `wait_s` seconds for the first. Returns whether there was one. The function that
@@ -208,41 +208,43 @@ class EpisodeRunner:
             event_loop().run_slice(0.0 if self._replies else wait_s)
         has_replies = bool(self._replies)
         for driver, reply in self._replies:
-            self._working.pop(driver, None)
+            self._working_since.pop(driver, None)
             try:
-                if isinstance(reply, Generate):
+                if isinstance(reply, TurnRequest):
                     self._begin_turn(driver, reply)
                 elif isinstance(reply, InputError):
                     raise reply
                 else:
-                    self._end(driver, driver.episode.end_reason, has_returned=True)
+                    self._end_episode(driver, driver.episode.end_reason, has_returned=True)
             except InputError as error:
-                raise self._failed(driver, error) from None
+                raise self._rollout_error(driver, error) from None
         self._replies.clear()
-        if self._call_timeout is not None and self._working:
+        if self._call_timeout is not None and self._working_since:
             # After the slice: what came in time is a reply by then.
-            slowest, since = next(iter(self._working.items()))
+            slowest, since = next(iter(self._working_since.items()))
             if time.monotonic() - since > self._call_timeout:
-                raise self._failed(slowest, f"took more than {self._call_timeout:g} s; see --call-timeout")
+                raise self._rollout_error(
+                    slowest, f"took more than {self._call_timeout:g} s; see --call-timeout"
+                )
         return has_replies
 
-    def _failed(self, driver: Driver, error: InputError | str) -> RolloutError:
+    def _rollout_error(self, driver: Driver, error: InputError | str) -> RolloutError:
         """Return the error of a function, which ends the run."""
         num_turns = driver.episode.num_turns
         when = f"after turn {num_turns}" if num_turns else "before its first turn"
-        place = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.place}"
-        return RolloutError(escaped(f"{place}, {when}: {error}"))
+        origin = f"rollout {function_name(self._rollout)} for the row at {driver.episode.row.origin}"
+        return RolloutError(escaped(f"{origin}, {when}: {error}"))
 
-    def _begin_turn(self, driver: Driver, asked: Generate) -> None:
+    def _begin_turn(self, driver: Driver, turn_request: TurnRequest) -> None:
         """Begin the turn that a function asks for. Without room, or at a limit, end the episode instead.
 
         A request that is rejected raises its InputError in the function, which may catch it and go on.
         """
         try:
-            has_room = driver.begin_turn(asked)
+            has_room = driver.begin_turn(turn_request)
         except InputError as error:
             driver.fail(error)
-            self._working[driver] = time.monotonic()
+            self._working_since[driver] = time.monotonic()
             return
         if has_room:
             self._count_results(driver)
@@ -250,7 +252,7 @@ class EpisodeRunner:
             self._waiting.append(driver)
         else:
             driver.cancel()
-            self._end(driver, "max_turns" if has_room else "length")
+            self._end_episode(driver, "max_turns" if has_room else "length")
 
     def _count_results(self, driver: Driver) -> None:
         """Count the results of tools that are appended before a turn."""
@@ -259,16 +261,16 @@ class EpisodeRunner:
                 self.counts["tool_results"] += 1
                 self.counts["tool_errors"] += str(message["content"]).startswith(TOOL_ERROR)
 
-    def _end(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
+    def _end_episode(self, driver: Driver, finish_reason: str | None, *, has_returned: bool = False) -> None:
         """End an episode after its last turn. has_returned: whether its function returned, before a limit.
 
         finish_reason: None for that of the last turn. Raises InputError for an episode without a turn, or with other
         rewards than the run's.
         """
-        given = driver.episode.given
-        rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given)
-        if has_returned and (given or self._reward_names):
-            check_rewards(given, self._reward_names, driver.place)
+        given_rewards = driver.episode.given_rewards
+        rollout = driver.rollout(finish_reason, dict.fromkeys(self._reward_names, 0.0) | given_rewards)
+        if has_returned and (given_rewards or self._reward_names):
+            check_rewards(given_rewards, self._reward_names, driver.origin)
         ordinal = driver.rollout_id.prompt_ordinal
         self._rollouts[ordinal].append(rollout)
         self._groups[ordinal].remove(driver)
@@ -276,31 +278,32 @@ class EpisodeRunner:
             del self._groups[ordinal]
             self.queue.add(self._rollouts.pop(ordinal))
         del self._drivers[driver.rollout_id]
-        self._leave(driver)
+        self._release_requests(driver)
 
-    def _leave(self, driver: Driver) -> None:
+    def _release_requests(self, driver: Driver) -> None:
         """Take the branches of an episode out of the engine."""
         self.engine.release(*(branch.request.rollout_id for branch in driver.episode.branches))
 
 
-def check_rewards(given: Collection[str], wanted: Collection[str], place: str) -> None:
+def check_rewards(given_rewards: Collection[str], required_rewards: Collection[str], origin: str) -> None:
     """Raise InputError for rewards that the run has no use for, and for one that it wants and nobody gave.
 
-    given: the names of the rewards that an episode gave or returned. wanted: the names of the run's rewards.
+    given_rewards: the names of the rewards that an episode gave or returned. required_rewards: the names of the run's
+    rewards.
     """
     refuse(
-        not all(isinstance(name, str) for name in given),
-        f"{place}: a reward's name is not text: {given!r:.80}",
+        not all(isinstance(name, str) for name in given_rewards),
+        f"{origin}: a reward's name is not text: {given_rewards!r:.80}",
     )
-    listed = ", ".join(map(repr, sorted(given))) or "none"
-    flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given))
+    listed = ", ".join(map(repr, sorted(given_rewards))) or "none"
+    flags = " ".join("episode" if name == REWARD else f"episode:{name}" for name in sorted(given_rewards))
     refuse(
-        given and not wanted,
-        f"{place}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
+        given_rewards and not required_rewards,
+        f"{origin}: gives rewards ({listed}) that the run does not have: add --reward {flags}",
     )
-    for name in wanted:
+    for name in required_rewards:
         refuse(
-            name not in given,
-            f"{place}: ended without the reward {name!r} (given: {listed}); give it in every episode, at "
+            name not in given_rewards,
+            f"{origin}: ended without the reward {name!r} (given: {listed}); give it in every episode, at "
             f"least `episode.reward(0.0, {name!r})`, or return {{{name!r}: None}} where it does not apply",
         )

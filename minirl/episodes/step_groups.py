@@ -57,11 +57,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Selection:
-    """The groups selected for a step. All fields except `left` are the same on every rank."""
+    """The groups selected for a step. All fields except `remaining` are the same on every rank."""
 
     groups: Groups
     # This rank's rollouts that later steps may select.
-    left: RewardedRollouts
+    remaining: RewardedRollouts
     # How many groups there are too few, not counting replaceable ones; less than 0 if there are more.
     num_missing: int
     # How many groups have equal first rewards, if such groups are replaced.
@@ -103,7 +103,7 @@ def select_step(
     # This rank's part, also in order of the ids.
     own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
     own_taken = [i for ids, i in own if ids.prompt_ordinal in taken and ids.sample < group_size]
-    own_left = [i for ids, i in own if ids.prompt_ordinal not in ended]
+    own_remaining = [i for ids, i in own if ids.prompt_ordinal not in ended]
     groups = Groups(
         rewarded=rewarded.select(own_taken),
         infos=[info for info in infos if info.id.prompt_ordinal in taken and info.id.sample < group_size],
@@ -113,7 +113,7 @@ def select_step(
     )
     return Selection(
         groups=groups,
-        left=rewarded.select(own_left),
+        remaining=rewarded.select(own_remaining),
         num_missing=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance=int(is_zero_variance.sum()),
         ended=ended,

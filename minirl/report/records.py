@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.conversation import view_of
+from minirl.data.conversation import conversation_record
 from minirl.data.task import Task
 from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import weighted_rewards
@@ -38,7 +38,7 @@ def rollout_records(
         row = rollout.episode.row
         record: dict[str, Any] = {
             "id": rollout.rollout_id[:2],
-            "row": row.place,
+            "row": row.origin,
             "prompt": row.prompt,
             "completion": rewarded.texts[i],
             **{name: _json_number(column[i]) for name, column in columns.items()},
@@ -51,7 +51,7 @@ def rollout_records(
                 {"branch": branch.rollout_id.branch, "finish_reason": branch.finish_reason}
                 for branch in rollout.branches
             ]
-        records.append(record | view_of(rollout, tokenizer))
+        records.append(record | conversation_record(rollout, tokenizer))
     return records
 
 

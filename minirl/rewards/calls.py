@@ -16,12 +16,12 @@ from minirl.files.user_code import short_repr, users_traceback
 # The largest magnitude of a reward. Losses and gradients grow with it, and fp32 must hold their squares (up to 3e38).
 MAX_REWARD = 1e12
 # The number of a worker's first answer, the function's signature.
-LOADING = 0
+LOAD_CALL = 0
 
 # A reward for each completion; None where the function does not apply.
 Rewards = list[float | None]
 # The rewards of a call; an error if it failed.
-Answer = Rewards | str
+CallResult = Rewards | str
 
 
 class Signature(NamedTuple):
@@ -52,7 +52,9 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     )
 
 
-def answer_call(function: Callable[..., Any], arguments: Mapping[str, Any], texts: Sequence[str]) -> Answer:
+def call_function(
+    function: Callable[..., Any], arguments: Mapping[str, Any], texts: Sequence[str]
+) -> CallResult:
     """Call a function, perhaps an `async def`, and return its rewards, or an error: what it raised or returned.
 
     It may run its own event loop. texts: see `validate_rewards`.
@@ -63,15 +65,15 @@ def answer_call(function: Callable[..., Any], arguments: Mapping[str, Any], text
             values = asyncio.run(values)
         return validate_rewards(values, texts)
     except BaseException as error:  # also SystemExit and KeyboardInterrupt
-        return raised(error)
+        return raised_message(error)
 
 
-def raised(error: BaseException) -> str:
+def raised_message(error: BaseException) -> str:
     """Return the error of a call that raised."""
     return f"raised\n{users_traceback(error)}"
 
 
-def validate_rewards(values: Any, texts: Sequence[str]) -> Answer:
+def validate_rewards(values: Any, texts: Sequence[str]) -> CallResult:
     """Return the values as floats and Nones, one per completion, or an error that names the first wrong one.
 
     None means that the reward does not apply to the completion. A value is a number of up to MAX_REWARD: bool, int,

@@ -35,15 +35,15 @@ import torch
 from torch import Tensor
 
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.conversation import answers_of, messages_of
+from minirl.data.conversation import completion_messages, rollout_messages
 from minirl.data.messages import Messages
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, RewardFunction, Row
 from minirl.errors import InputError, RewardError, escaped
 from minirl.rewards.calls import (
-    Answer,
+    CallResult,
     Rewards,
     Signature,
-    answer_call,
+    call_function,
     signature_of,
     validate_rewards,
 )
@@ -51,8 +51,8 @@ from minirl.rollouts import Rollout, SampledSequence
 
 EPISODE = "episode"  # in --reward, instead of a file or module: rewards that rollouts give
 # Arguments whose entries are objects of this process: they are neither sent to workers nor copied.
-OBJECTS = ("environments", "rollouts")
-MAX_TOGETHER = 256  # calls of an `async def` at a time, in this process or a worker
+OBJECT_ARGUMENTS = ("environments", "rollouts")
+MAX_CONCURRENT_CALLS = 256  # calls of an `async def` at a time, in this process or a worker
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PromptGroup:
         """Texts, or for a chat the messages after the prompt."""
         if isinstance(self.row.prompt, str):
             return self.texts
-        return [answers_of(rollout, self.tokenizer) for rollout in self.rollouts]
+        return [completion_messages(rollout, self.tokenizer) for rollout in self.rollouts]
 
     @property
     def completion_ids(self) -> list[list[int]]:
@@ -95,15 +95,15 @@ class PromptGroup:
     def episodes(self) -> list[dict[str, Any]]:
         """Facts as JSON values.
 
-        row: prompt, columns and place. messages: the whole conversation. text, tokens: the completion and its ids.
+        row: prompt, columns and origin. messages: the whole conversation. text, tokens: the completion and its ids.
         finish_reason. turns: text, num_tokens and finish_reason of each; empty if no episode made the rollout.
         rewards: by name, all that the episode gave, None for one that does not apply.
         """
-        row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "place": self.row.place}
+        row = {"prompt": self.row.prompt, "columns": dict(self.row.columns), "origin": self.row.origin}
         return [
             {
                 "row": row,
-                "messages": messages_of(rollout, self.tokenizer),
+                "messages": rollout_messages(rollout, self.tokenizer),
                 "text": text,
                 "tokens": rollout.completion,
                 "finish_reason": rollout.finish_reason,
@@ -122,7 +122,7 @@ class PromptGroup:
             turns.append({"text": text, "num_tokens": turn.num_tokens, "finish_reason": turn.finish_reason})
         return turns
 
-    def arguments_of(self, signature: Signature) -> dict[str, Sequence[Any]]:
+    def select_arguments(self, signature: Signature) -> dict[str, Sequence[Any]]:
         """Return the arguments that a function takes, by name."""
         names = (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS)
         columns = self.row.columns.items()
@@ -131,13 +131,13 @@ class PromptGroup:
             **{name: [value] * len(self.rollouts) for name, value in columns if signature.takes(name)},
         }
 
-    def rewards_of(self, name: str, answer: Answer, *, where: str = "") -> Rewards:
+    def rewards_or_raise(self, name: str, answer: CallResult, *, where: str = "") -> Rewards:
         """Return the rewards of an answer; raise an error as RewardError, naming the reward and its row.
 
         where: further rows that the call was for.
         """
         if isinstance(answer, str):
-            raise RewardError(escaped(f"reward {name} for the row at {self.row.place}{where}: {answer}"))
+            raise RewardError(escaped(f"reward {name} for the row at {self.row.origin}{where}: {answer}"))
         return answer
 
 
@@ -170,27 +170,27 @@ class FunctionReward(Reward):
         self.signature = signature_of(function)
         self._function = function
         self._call_timeout = call_timeout
-        num_threads = MAX_TOGETHER if self.signature.is_async else 1
+        num_threads = MAX_CONCURRENT_CALLS if self.signature.is_async else 1
         self._callers = ThreadPoolExecutor(num_threads)
         self._waiters = ThreadPoolExecutor(num_threads)
 
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
         """Begin to reward a group, in its turn."""
-        return self._waiters.submit(self._call, name, group, group.arguments_of(self.signature))
+        return self._waiters.submit(self._call, name, group, group.select_arguments(self.signature))
 
     def _call(self, name: str, group: PromptGroup, arguments: Mapping[str, Sequence[Any]]) -> Rewards:
         """Call the function, with arguments that it may change, and return the rewards. Raises RewardError."""
         copies = {
-            argument: list(values) if argument in OBJECTS else list(map(copy.deepcopy, values))
+            argument: list(values) if argument in OBJECT_ARGUMENTS else list(map(copy.deepcopy, values))
             for argument, values in arguments.items()
         }
-        call = self._callers.submit(answer_call, self._function, copies, group.texts)
-        answer: Answer
+        call = self._callers.submit(call_function, self._function, copies, group.texts)
+        answer: CallResult
         try:
             answer = call.result(self._call_timeout)
         except TimeoutError:
             answer = f"took more than {self._call_timeout:g} s; see --call-timeout"
-        return group.rewards_of(name, answer)
+        return group.rewards_or_raise(name, answer)
 
 
 class StepReward(Reward):
@@ -211,11 +211,11 @@ class StepReward(Reward):
         if not results:
             return []
         name, first = results[0]
-        calls = [group.arguments_of(self.signature) for _, group in results]
+        calls = [group.select_arguments(self.signature) for _, group in results]
         arguments = {argument: list(chain(*(call[argument] for call in calls))) for argument in calls[0]}
         texts = list(chain(*(group.texts for _, group in results)))
         answer = validate_rewards(self.function(**arguments), texts)
-        return first.rewards_of(name, answer, where=" and those that follow")
+        return first.rewards_or_raise(name, answer, where=" and those that follow")
 
 
 class EpisodeReward(FunctionReward):
@@ -279,6 +279,6 @@ def check_columns(rewards: Mapping[str, Reward], rows: Iterable[Row], *, has_env
             missing = {*reward.signature.required} - given - row.columns.keys()
             if missing:
                 raise InputError(
-                    f"{row.place}: no field {min(missing)!r}, which the reward {name} asks for; only "
+                    f"{row.origin}: no field {min(missing)!r}, which the reward {name} asks for; only "
                     f"{', '.join(sorted(given | row.columns.keys()))}"
                 )

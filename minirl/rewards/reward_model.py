@@ -50,7 +50,7 @@ def load_reward_model(
     def reward_model(prompts: Sequence[str | Messages], completions: Sequence[str | Messages]) -> list[float]:
         sequences = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            ids = tokenizer.encode_answered(prompt, completion)
+            ids = tokenizer.encode_with_completion(prompt, completion)
             # transformers reads a classifier's score at the last token that is not the pad token of config.json.
             while len(ids) > 1 and ids[-1] == ignored_id:
                 del ids[-1]

@@ -79,7 +79,7 @@ class RewardQueue:
             rollouts,
             [tokenizer.decode(rollout.completion) for rollout in rollouts],
             tokenizer,
-            seed=self._prompts.key(rollouts[0].branches[0].rollout_id),
+            seed=self._prompts.rng_key(rollouts[0].branches[0].rollout_id),
         )
         calls = [reward.submit(name, group) for name, reward in self._rewards.items()]
         self._in_flight.update(calls)
@@ -90,7 +90,7 @@ class RewardQueue:
         """Whether calls are running, or waiting for a process or a thread."""
         return not all(call.done() for call in self._in_flight)
 
-    def ready(self) -> set[int]:
+    def ready_prompts(self) -> set[int]:
         """Return the prompts for whose rewards `finish` would not wait."""
         return {ordinal for ordinal, (_, calls) in self.groups.items() if all(call.done() for call in calls)}
 

@@ -16,12 +16,12 @@ from minirl.errors import InputError, RewardError, escaped
 from minirl.files.json_files import json_text
 from minirl.files.user_code import MAX_REPR, source_and_name
 from minirl.ranks.process_group import rank
-from minirl.rewards.calls import LOADING, Rewards, Signature
-from minirl.rewards.functions import MAX_TOGETHER, PromptGroup, Reward
+from minirl.rewards.calls import LOAD_CALL, Rewards, Signature
+from minirl.rewards.functions import MAX_CONCURRENT_CALLS, PromptGroup, Reward
 
 PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from minirl.rewards.worker import main; main()"
 LOAD_TIMEOUT_S = 60.0  # for the imports of the user's file, besides the time of a call
-MAX_ANSWER = 1 << 26  # bytes
+MAX_ANSWER_BYTES = 1 << 26  # bytes
 NO_ANSWER = (
     "its process sent something other than an answer; does its code write to files that it did not open?"
 )
@@ -30,8 +30,8 @@ NO_ANSWER = (
 class WorkerReward(Reward):
     """A reward function whose calls run in processes; its file is not loaded in this one.
 
-    A process takes one call at a time, or up to MAX_TOGETHER of an `async def`. One thread here waits for all of them.
-    What rank 0's calls print goes to its stderr.
+    A process takes one call at a time, or up to MAX_CONCURRENT_CALLS of an `async def`. One thread here waits for all
+    of them. What rank 0's calls print goes to its stderr.
     After a process was lost, all later calls fail with the same error. Nothing here is collective.
     """
 
@@ -42,7 +42,7 @@ class WorkerReward(Reward):
         """
         source, name = source_and_name("--reward", spec)
         self._timeout_s = timeout_s
-        self._lost: RewardError | None = None
+        self._lost_error: RewardError | None = None
         self._processes: list[_Process] = []
         self._free: asyncio.Queue[_Process] = asyncio.Queue()
         self._loop = asyncio.new_event_loop()
@@ -58,7 +58,7 @@ class WorkerReward(Reward):
     def submit(self, name: str, group: PromptGroup) -> Future[Any]:
         """Begin to reward a group, once a process is free."""
         beginnings = [text[:MAX_REPR] for text in group.texts]
-        request = group.arguments_of(self.signature), beginnings, group.seed
+        request = group.select_arguments(self.signature), beginnings, group.seed
         return self._in_loop(self._call(name, group, request))
 
     def stop(self) -> None:
@@ -76,31 +76,35 @@ class WorkerReward(Reward):
         for _ in range(num_workers):
             self._processes.append(_Process(await _start_process(source, name)))
         limit_s = LOAD_TIMEOUT_S + self._timeout_s
-        answers = await asyncio.gather(*(process.answer(LOADING, limit_s) for process in self._processes))
+        answers = await asyncio.gather(*(process.answer(LOAD_CALL, limit_s) for process in self._processes))
         for answer in answers:
             if isinstance(answer, str):
                 raise _WorkerError(answer)
         self.signature = Signature(*answers[0])
-        for process in self._processes * (MAX_TOGETHER if self.signature.is_async else 1):
+        for process in self._processes * (MAX_CONCURRENT_CALLS if self.signature.is_async else 1):
             self._free.put_nowait(process)
 
     async def _call(self, name: str, group: PromptGroup, request: Sequence[Any]) -> Rewards:
         """Return the rewards of a group. Raises RewardError."""
         process = await self._free.get()
         try:
-            if self._lost:
-                raise self._lost
+            if self._lost_error:
+                raise self._lost_error
             answer = await process.call(request, self._timeout_s)
         except _WorkerError as error:
             # Other calls in this process fail now, too: the first error names the cause.
-            if self._lost is None:
-                others = f", beside {len(process.calls)} other calls in its process" if process.calls else ""
-                text = f"reward {name} for the row at {group.row.place}{others}: {error}"
-                self._lost = RewardError(escaped(text))
-            raise self._lost from None
+            if self._lost_error is None:
+                others = (
+                    f", beside {len(process.pending_calls)} other calls in its process"
+                    if process.pending_calls
+                    else ""
+                )
+                text = f"reward {name} for the row at {group.row.origin}{others}: {error}"
+                self._lost_error = RewardError(escaped(text))
+            raise self._lost_error from None
         finally:
             self._free.put_nowait(process)
-        return group.rewards_of(name, answer)
+        return group.rewards_or_raise(name, answer)
 
 
 class _WorkerError(RuntimeError):
@@ -110,7 +114,7 @@ class _WorkerError(RuntimeError):
 class _Process:
     """A process (`worker`). Its methods run in the thread of the loop.
 
-    calls: its in-flight calls, by number.
+    pending_calls: its in-flight calls, by number.
     """
 
     def __init__(self, process: asyncio.subprocess.Process):
@@ -118,33 +122,33 @@ class _Process:
         assert process.stdout is not None
         self._process = process
         self._requests, self._answers = process.stdin, process.stdout
-        self._numbers = itertools.count(LOADING + 1)
-        self.calls = {LOADING: asyncio.get_running_loop().create_future()}
-        self._listening = asyncio.create_task(self._listen())
+        self._numbers = itertools.count(LOAD_CALL + 1)
+        self.pending_calls = {LOAD_CALL: asyncio.get_running_loop().create_future()}
+        self._listen_task = asyncio.create_task(self._listen())
 
     async def call(self, request: Sequence[Any], timeout_s: float) -> Any:
         """Send a request (arguments, texts, seed); returns its answer. Raises _WorkerError."""
         number = next(self._numbers)
-        self.calls[number] = asyncio.get_running_loop().create_future()
+        self.pending_calls[number] = asyncio.get_running_loop().create_future()
         self._requests.write(json_text([number, *request]).encode() + b"\n")
         return await self.answer(number, timeout_s)
 
     async def answer(self, number: int, timeout_s: float) -> Any:
         """Return the answer to a request; kill the process if it takes too long. Raises _WorkerError."""
-        ends = (self.calls[number], self._listening)
+        ends = (self.pending_calls[number], self._listen_task)
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        call = self.calls.pop(number)
+        call = self.pending_calls.pop(number)
         if call.done():
             return call.result()
-        if self._listening.done():
-            raise _WorkerError(self._listening.result())
+        if self._listen_task.done():
+            raise _WorkerError(self._listen_task.result())
         self._kill()
         raise _WorkerError(f"took more than {timeout_s:g} s and was killed; see --call-timeout")
 
     async def end(self) -> None:
         """Kill the process, and wait until it is gone."""
         self._kill()
-        await self._listening
+        await self._listen_task
         await self._process.wait()
 
     async def _listen(self) -> str:
@@ -153,10 +157,10 @@ class _Process:
         with contextlib.suppress(ValueError, LookupError, TypeError, asyncio.InvalidStateError):
             while line := await self._answers.readline():
                 number, answer = json.loads(line)
-                self.calls[number].set_result(answer)
+                self.pending_calls[number].set_result(answer)
             # One that has only closed its pipes is killed; it does not change how another one ended.
             self._kill()
-            why = _ended_with(await self._process.wait())
+            why = _exit_description(await self._process.wait())
         self._kill()
         return why
 
@@ -165,7 +169,7 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _ended_with(code: int) -> str:
+def _exit_description(code: int) -> str:
     how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
     return f"ended its process, {how}"
 
@@ -179,7 +183,7 @@ async def _start_process(source: str, name: str) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         # What the other ranks' calls print is nearly the same.
         stderr=None if rank() == 0 else asyncio.subprocess.DEVNULL,
-        limit=MAX_ANSWER,
+        limit=MAX_ANSWER_BYTES,
         start_new_session=True,
         # With a fixed hash seed, sets keep their order after a resume.
         env={"PYTHONHASHSEED": "0", **os.environ},

@@ -1,8 +1,9 @@
 """The program of a process that calls a reward function. Arguments: FILE_OR_MODULE NAME.
 
-One JSON list per line. A request is [number, arguments, texts, seed], its answer [number, result of `answer_call`]. The
-first answer has no request: it is [LOADING, the function's `Signature`], or [LOADING, why it cannot be used]. What user
-code prints goes to stderr.
+One JSON list per line. A request is [number, arguments, texts, seed], its answer [number, result of `call_function`].
+The
+first answer has no request: it is [LOAD_CALL, the function's `Signature`], or [LOAD_CALL, why it cannot be used]. What
+user code prints goes to stderr.
 
 Standard library only, so that the process starts quickly.
 """
@@ -20,7 +21,7 @@ from typing import Any, BinaryIO
 
 from minirl.errors import InputError
 from minirl.files.user_code import find_functions
-from minirl.rewards.calls import LOADING, answer_call, raised, signature_of, validate_rewards
+from minirl.rewards.calls import LOAD_CALL, call_function, raised_message, signature_of, validate_rewards
 
 Send = Callable[[int, Any], None]
 
@@ -28,32 +29,32 @@ Send = Callable[[int, Any], None]
 def main() -> None:
     """Load the function, then answer calls until the trainer has gone."""
     source, name = sys.argv[1:]
-    _end_with_trainer()
+    _die_with_trainer()
     requests, send = _take_pipes()
-    _seed(0)
+    _seed_generators(0)
     try:
         (function,) = find_functions(source, name)
         signature = signature_of(function)
     except BaseException as error:
-        send(LOADING, str(error) if isinstance(error, InputError) else raised(error))
+        send(LOAD_CALL, str(error) if isinstance(error, InputError) else raised_message(error))
         return
-    send(LOADING, signature)
+    send(LOAD_CALL, signature)
     if signature.is_async:
-        asyncio.run(_answer_together(function, requests, send))
+        asyncio.run(_serve_concurrently(function, requests, send))
     for line in requests:
         number, arguments, texts, seed = loads(line)
-        _seed(seed)
-        send(number, answer_call(function, arguments, texts))
+        _seed_generators(seed)
+        send(number, call_function(function, arguments, texts))
 
 
-async def _answer_together(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
+async def _serve_concurrently(function: Callable[..., Any], requests: BinaryIO, send: Send) -> None:
     """Answer the calls of an `async def`; each begins as soon as it is requested."""
 
     async def answer_one(number: int, arguments: Mapping[str, Any], texts: Sequence[str], _: int) -> None:
         try:
             answer = validate_rewards(await function(**arguments), texts)
         except BaseException as error:
-            answer = raised(error)
+            answer = raised_message(error)
         send(number, answer)
 
     loop = asyncio.get_running_loop()
@@ -64,7 +65,7 @@ async def _answer_together(function: Callable[..., Any], requests: BinaryIO, sen
                 calls.create_task(answer_one(*loads(line)))
 
 
-def _end_with_trainer() -> None:
+def _die_with_trainer() -> None:
     """Fork a process that kills this one, and all that user code starts, when the trainer has gone, however it ended.
 
     Stdin tells: only the trainer holds the other end of the pipe. A thread could not tell while user code holds the
@@ -98,7 +99,7 @@ def _take_pipes() -> tuple[BinaryIO, Send]:
     return requests, send
 
 
-def _seed(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
     """Seed the global random generators that are loaded."""
     random.seed(seed)
     if "numpy" in sys.modules:

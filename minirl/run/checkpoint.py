@@ -106,7 +106,7 @@ class Checkpoints:
                 changed,
                 f"{checkpoint}: holds other adapters of the {name}: {changed} (saved, now); take another --run-name",
             )
-            model.load_state(optimizer, [file["models"][name] for file in files], place=str(checkpoint))
+            model.load_state(optimizer, [file["models"][name] for file in files], origin=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
         return progress
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from minirl.data.answers import check_readable
+from minirl.data.answers import check_calls_parsable
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.gsm8k import load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
@@ -14,7 +14,7 @@ from minirl.data.messages import Tool
 from minirl.data.prompts import PromptStream
 from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
-from minirl.episodes.driver import UserRollout, check_form
+from minirl.episodes.driver import UserRollout, check_rollout_function
 from minirl.errors import InputError, refuse
 from minirl.files.user_code import find_functions, loading, source_and_name
 from minirl.model.config import ModelConfig
@@ -22,7 +22,7 @@ from minirl.model.families import read_config
 from minirl.model.weights import check_weights
 from minirl.rewards.functions import (
     EPISODE,
-    OBJECTS,
+    OBJECT_ARGUMENTS,
     EpisodeReward,
     FunctionReward,
     Reward,
@@ -51,7 +51,7 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
     with loading(f"--{kind} {spec}"):
         functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
-            check_form(functions[0], "a rollout")
+            check_rollout_function(functions[0], "a rollout")
             loaded = UserRollout(functions[0])
         else:
             from minirl.extras.agents import tool_loop
@@ -126,14 +126,14 @@ def load_rewards(
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:
-    """A reward of --reward: in processes, or in this one if it asks for OBJECTS, which are here. Raises InputError."""
+    """A reward of --reward: in processes, or in this one if it asks for OBJECT_ARGUMENTS. Raises InputError."""
     source, _, name = spec.rpartition(":")
     if spec == EPISODE:
         return EpisodeReward()
     if source == EPISODE:
         return EpisodeReward(name)
     reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
-    if not any(map(reward.signature.takes, OBJECTS)):
+    if not any(map(reward.signature.takes, OBJECT_ARGUMENTS)):
         return reward
     # Its calls cannot leave this process, which only the loaded function could tell.
     reward.stop()
@@ -228,7 +228,7 @@ def load_tokenizer(
     )
     tokenizer.check_arguments("--chat-template-kwargs")
     if called:
-        check_readable(tokenizer)
+        check_calls_parsable(tokenizer)
         result = {"role": "tool", "name": called[0]["function"]["name"], "content": "a"}
-        tokenizer.following_ids([result], "the result of a tool", end_id=None)
+        tokenizer.encode_following_messages([result], "the result of a tool", end_id=None)
     return tokenizer

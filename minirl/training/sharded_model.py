@@ -104,9 +104,9 @@ class ShardedModel:
         self._shard_units(device, full, offload_optimizer=offload_optimizer)
 
         # 3. Values.
-        place = "cpu" if offload_optimizer else device
+        init_device = "cpu" if offload_optimizer else device
         self.module._apply(
-            lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+            lambda tensor: torch.empty_like(tensor, device=init_device) if tensor.is_meta else tensor
         )
         if frozen:
             self.module.tie_weights()  # FSDP does it for the parameters that it knows
@@ -262,18 +262,18 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state(
-        self, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Tensor]], *, place: str
+        self, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Tensor]], *, origin: str
     ) -> None:
         """Load the masters and the optimizer's state, then refresh (collective).
 
         saved: the `state_tensors` of each rank that saved, of any number. Needs host memory for one whole tensor.
 
-        Raises InputError naming `place` and the tensor if the state belongs to another model.
+        Raises InputError naming `origin` and the tensor if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
         parts = {key: key.split(".", 1) for key in saved[0]}
         unmatched = {name for _, name in parts.values()} ^ self.masters.keys()
-        refuse(unmatched, f"{place}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
+        refuse(unmatched, f"{origin}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
         for key, (kind, name) in parts.items():
             master = self.masters[name]
             state = {"masters": master} if kind == "masters" else optimizer.state[master]
@@ -284,8 +284,8 @@ class ShardedModel:
             if kind not in state:  # some optimizers make their state in the first step
                 state[kind] = torch.zeros_like(master)
             full = torch.cat(shards)
-            check_shape(full.shape, master, f"{place}: {key}")
-            fill_parameter(state[kind], full, f"{place}: {key}")
+            check_shape(full.shape, master, f"{origin}: {key}")
+            fill_parameter(state[kind], full, f"{origin}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -318,8 +318,8 @@ class ShardedModel:
         # FSDP cuts the rows into chunks of equally many; the last ones may have fewer, or none.
         sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
         own = pairs[0][0].new_zeros(sum(sizes))
-        for place, (_, shard) in zip(own.split(sizes), pairs, strict=True):
-            place[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
+        for slot, (_, shard) in zip(own.split(sizes), pairs, strict=True):
+            slot[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
         per_rank = own.new_empty(world_size(), len(own))
         # torch 2.13 warns about the old name, the only one in 2.11.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

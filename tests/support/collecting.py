@@ -104,13 +104,13 @@ def unhurried(rollout):
     """The same function with a random wait before each request."""
 
     async def waiting(episode):
-        ask = episode.branches[0].ask
+        ask = episode.branches[0].request_turn
 
         async def ask_later(asked):
             await asyncio.sleep(random.SystemRandom().random() / 250)
             return await ask(asked)
 
-        episode.branches[0].ask = ask_later
+        episode.branches[0].request_turn = ask_later
         return await rollout(episode)
 
     return waiting

@@ -49,7 +49,7 @@ class RankPool:
 
 def wait_for_replies() -> None:
     """Let rounds wait for replies and rewards, which come late on a loaded machine: tests compare bits."""
-    EpisodeRunner.patience_s = 60.0
+    EpisodeRunner.reply_wait_s = 60.0
 
 
 def _serve(pipe: Any, rank: int, world_size: int, rendezvous: str, is_fake: bool) -> None:

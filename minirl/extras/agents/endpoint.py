@@ -22,7 +22,7 @@ from aiohttp import web
 
 from minirl.data.messages import Messages, as_messages
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
-from minirl.episodes.event_loop import in_thread
+from minirl.episodes.event_loop import run_in_thread
 from minirl.errors import refuse
 from minirl.extras.agents.openai_format import (
     ChatRequest,
@@ -60,7 +60,7 @@ def serve(agent: Callable[[str, Episode], Any]) -> RolloutFunction:
         async with Endpoint(episode) as url:
             if inspect.iscoroutinefunction(agent):
                 return await agent(url, episode)
-            return await in_thread(None, functools.partial(agent, url, episode))
+            return await run_in_thread(None, functools.partial(agent, url, episode))
 
     return rollout
 
@@ -140,7 +140,7 @@ class Endpoint:
     async def _sample(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
         """Sample the turn that a request asks for. Raises InputError and HTTPException."""
         branch = self._find(request)
-        if branch.room < 1:
+        if branch.remaining_tokens < 1:
             message = "the episode has no room for another token; see --max-new-tokens"
             raise web.HTTPBadRequest(text=message, reason="context_length_exceeded")
         after = request.messages[len(self._said[branch]) :] or None

@@ -74,9 +74,9 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     return ChatRequest(read, tools, stop, max_tokens, fields, ignored)
 
 
-def said_message(message: Any, place: str) -> dict[str, Any]:
+def said_message(message: Any, origin: str) -> dict[str, Any]:
     """Return a message as `read_message` does, without the fields of answers that agents may not send back."""
-    read = read_message(message, place)
+    read = read_message(message, origin)
     return {
         key: read[key] for key in ("role", "content", "name", "tool_call_id", "tool_calls") if key in read
     }

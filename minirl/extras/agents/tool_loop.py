@@ -22,7 +22,7 @@ from typing import Any
 from minirl.data.messages import Messages, as_messages, tool_schemas
 from minirl.episodes.driver import UserRollout
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
-from minirl.episodes.event_loop import in_thread
+from minirl.episodes.event_loop import run_in_thread
 from minirl.errors import refuse
 
 # Methods of an environment that the model cannot call.
@@ -143,7 +143,7 @@ class EpisodeTools:
             return await function(**arguments)
         call = functools.partial(function, **arguments)
         # Only the main thread may install a signal handler, such as an alarm that ends a slow query.
-        value = call() if _uses_signals(function) else await in_thread(self._thread, call)
+        value = call() if _uses_signals(function) else await run_in_thread(self._thread, call)
         return await value if inspect.isawaitable(value) else value
 
     async def _result(self, call: Mapping[str, Any]) -> dict[str, Any]:
