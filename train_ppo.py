@@ -38,7 +38,7 @@ from minirl.model.families import read_config
 from minirl.report.metrics import StepMetrics, add_clip, add_tokens
 from minirl.report.progress_bar import show_progress
 from minirl.run.checks import check_shared
-from minirl.run.config import RunConfig, named_folder
+from minirl.run.config import RunConfig, model_folder_of_field
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -180,7 +180,10 @@ def main(config: Config) -> int:
     value_config, value_folder = value_model_source(config, setup)
     value = setup.load_model(value_config, value_folder, base=policy)
     value_optimizer = value.make_optimizer()
-    frozen = [setup.frozen(value, value_batch, ["values", "end_values"]), *setup.load_frozen(policy)]
+    frozen = [
+        setup.make_frozen_model(value, value_batch, ["values", "end_values"]),
+        *setup.load_frozen(policy),
+    ]
     collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
     run = Run(setup, models, collector)
@@ -261,7 +264,9 @@ def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
     """Return config and folder of the value model, which must read the policy's tokens. Raises InputError."""
-    folder = setup.saved_folder("value") or named_folder(config, "value_model") or setup.model_folder
+    folder = (
+        setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
+    )
     model_config = dataclasses.replace(read_config(folder), scalar_head=True, adapters=config.adapters)
     vocabulary = setup.tokenizer.backend.get_vocab().items()
     value_vocabulary = Tokenizer(folder).backend.get_vocab().items()

@@ -218,13 +218,13 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
         trained=[config],
         frozen={},
         longest_tokens=num_tokens,
-        enough_tokens=num_tokens,
+        default_microbatch_tokens=num_tokens,
         step_tokens=num_tokens,
         num_requests=1,
     )
     sizes = Sizes(1, num_tokens, num_tokens, recompute_layers=True, shard_gradients=False)
     weights_and_masters = (2 + 4) * num_parameters(config)
-    return weights_and_masters + sum(budget(work, sizes).training.values())
+    return weights_and_masters + sum(budget(work, sizes).training_bytes.values())
 
 
 def measure(

@@ -99,7 +99,7 @@ class Request:
     temperature: float  # 0: always the likeliest token
     stop_ids: frozenset[int]
     sampled: Stream = field(default_factory=lambda: NO_TOKENS)
-    holds: bool = False
+    parks_after_turn: bool = False
     truncation: Truncation = NO_TRUNCATION
     stop: tuple[str, ...] = ()
     turn_start: int = 0

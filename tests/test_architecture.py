@@ -13,7 +13,7 @@ import pytest
 
 import train_grpo
 import train_ppo
-from minirl.run.flags import flag_of, parse
+from minirl.run.flags import flag_name, parse
 from support.jobs import ROOT
 
 # From the ground up: a folder (or a file beside the folders) imports only what stands before it.
@@ -167,7 +167,7 @@ def test_help_describes_every_field(config, monkeypatch, capsys):
     described = {}
     for usage, _, text in (row.partition("  ") for row in rows):
         described |= dict.fromkeys(re.findall("--[a-z-]+", usage), text.strip("│ \n"))
-    assert {flag_of(field.name) for field in dataclasses.fields(config)} <= described.keys()
+    assert {flag_name(field.name) for field in dataclasses.fields(config)} <= described.keys()
     assert [flag for flag, text in described.items() if not re.match(r"\w[^(]{4}", text)] == []
 
 

@@ -14,7 +14,7 @@ from minirl.model.config import Adapters
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import DecoderLayer
 from minirl.run import budget as module
-from minirl.run.budget import USABLE, Sizes, budget, choose_sizes
+from minirl.run.budget import USABLE_FRACTION, Sizes, budget, choose_sizes
 from minirl.run.planning import free_memory
 from minirl.training.batch import Batch, independent_sequences
 from support import models
@@ -69,9 +69,11 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
         fitted.append(needed.fits())
         if not fitted[-1]:
             continue
-        always, *phases = (sum(part.values()) for part in (needed.always, needed.training, needed.decoding))
+        always, *phases = (
+            sum(part.values()) for part in (needed.always_bytes, needed.training_bytes, needed.decoding_bytes)
+        )
         most = sum(phases) if needed.fits(keeps_cache=True) else max(phases)
-        assert always + most <= USABLE * free
+        assert always + most <= USABLE_FRACTION * free
         assert sizes.recompute_layers <= slower.recompute_layers
         assert sizes.max_tokens_per_microbatch >= slower.max_tokens_per_microbatch
         slower = sizes
@@ -123,10 +125,10 @@ def test_the_cache_takes_what_the_budget_says():
     cache = KVCache(config, **options)
     work, sizes = make_workload(config), Sizes(4, 4096, 812, recompute_layers=True, shard_gradients=False)
     needed = budget(work, sizes)
-    assert needed.decoding["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
+    assert needed.decoding_bytes["cache"] == cache.pool.keys.nbytes + cache.pool.values.nbytes
     of_states = sum(
         pool.nbytes for layer in config.delta_net.layers for pool in cache.pool.states.layer(layer)
     )
-    assert needed.decoding["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
+    assert needed.decoding_bytes["requests"] == of_states + 4 * 2 * 16 * config.vocab_size
     eager = budget(work, replace(sizes, shard_weights=True))
-    assert eager.decoding["requests"] == of_states + 4 * 16 * config.vocab_size
+    assert eager.decoding_bytes["requests"] == of_states + 4 * 16 * config.vocab_size

@@ -24,7 +24,7 @@ from minirl.errors import InputError, SaveError
 from minirl.model.families import config_from_dict
 from minirl.run.checkpoint import Checkpoints, checkpoints_in
 from minirl.run.progress import Progress
-from minirl.run.run_folder import RunFolder, starting_run
+from minirl.run.run_folder import RunFolder, lock_run_folder
 from support.models import RAW_CONFIG, adamw, make_folder, sharded
 from support.processes import file_limit
 from support.resuming import as_text
@@ -63,7 +63,7 @@ def runs(tmp_path, monkeypatch):
 
 def open_run_folder(name: str) -> RunFolder:
     """The folder of a run whose start has not ended."""
-    return ExitStack().enter_context(starting_run(name))
+    return ExitStack().enter_context(lock_run_folder(name))
 
 
 class Saver:

@@ -97,7 +97,7 @@ def test_requests_between_turns_keep_places_and_give_them_up_where_none_would_ru
     requests = [
         make_request(make_prompt(5), number=i, stop_ids=frozenset(), max_new_tokens=4) for i in range(4)
     ]
-    requests[:2] = [replace(request, holds=True) for request in requests[:2]]
+    requests[:2] = [replace(request, parks_after_turn=True) for request in requests[:2]]
     engine.submit(requests)
     held = {rollout.rollout_id: rollout for rollout in finish(engine, 2)}
     assert held.keys() == engine._table.parked.keys()

@@ -13,7 +13,7 @@ from minirl import errors
 from minirl.episodes.episode import Episode
 from minirl.rewards.functions import EpisodeReward
 from minirl.run.config import RunConfig
-from minirl.run.flags import flag_of
+from minirl.run.flags import flag_name
 from minirl.run.inputs import load_rollout
 from support.collecting import chat_prompts, make_collector
 from support.marks import slow
@@ -85,9 +85,9 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
         if name == "default":
             continue
         flags = dict(re.findall(r"(--[\w-]+)(?: ([^\s`-][^\s`]*))?", rows[name]))
-        assert flags.keys() == {flag_of(field) for field in preset}
+        assert flags.keys() == {flag_name(field) for field in preset}
         for field, value in preset.items():
-            text = flags[flag_of(field)]
+            text = flags[flag_name(field)]
             assert text == ("" if value is True else text)
             assert value is True or type(value)(text) == value
 
@@ -96,7 +96,7 @@ def test_the_table_of_algorithms_has_the_presets_and_what_they_set():
 def test_every_flag_that_a_page_names_exists(page):
     """Of the scripts, of torchrun, of pytest, of ruff or of the commands that show a run."""
     fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
-    known = set(map(flag_of, fields)) | {"--samples", "--top-k", "--top-p"}
+    known = set(map(flag_name, fields)) | {"--samples", "--top-k", "--top-p"}
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
     known |= {*"--rdzv-backend --rdzv-endpoint --output --num --best --worst --help --check".split()}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))

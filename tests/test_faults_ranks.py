@@ -196,7 +196,7 @@ if child := os.fork():
     os.read(has_forked, 1)  # Python drops signals that come while it forks
     os.kill(child, signal.SIGTERM)
     print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    launch.announce_phase(launch.START)
+    launch.announce_phase(launch.STARTUP_PHASE)
 else:
     os.write(pipe, b"x")
 time.sleep(LIMIT_S)
@@ -292,7 +292,7 @@ def test_row_44_a_device_that_is_too_old_is_refused_for_every_model(monkeypatch)
     with pytest.raises(
         InputError, match=r"CUDA device 1 has compute capability \(7, 5\), and at least \(8, 0\)"
     ):
-        process_group.own_device(may_use_cpu=True)
+        process_group.select_device(may_use_cpu=True)
 
 
 def test_row_44_the_embedded_model_needs_no_device_for_each_rank(tmp_path, runs):

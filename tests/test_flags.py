@@ -12,7 +12,7 @@ import train_grpo
 import train_ppo
 from minirl.errors import InputError
 from minirl.run.checks import check_shared
-from minirl.run.flags import flag_of, parse
+from minirl.run.flags import flag_name, parse
 from minirl.run.progress import Progress
 from support.scripts import read_config, write_rows
 
@@ -68,7 +68,7 @@ def test_every_number_flag_must_be_finite(module):
     endless = (float("-inf"), float("nan"), 1e30, 10**400)
     for name, number in itertools.product(numbers, endless):
         value = (number,) if "tuple" in kinds[name] else number
-        with pytest.raises(InputError, match=rf"{flag_of(name)}\b"):
+        with pytest.raises(InputError, match=rf"{flag_name(name)}\b"):
             check_shared(module.Config(**{name: value}))
 
 

@@ -38,7 +38,7 @@ def test_the_reference_is_the_model_that_the_run_began_with(tmp_path):
     run = mock.Mock()
     run.config = train_grpo.Config(kl_coef=0.1)
     run.folder.args = {"reference_weights": 1}
-    run._original_model.return_value = make_folder(tmp_path, RAW_CONFIG)
+    run._initial_model_folder.return_value = make_folder(tmp_path, RAW_CONFIG)
     with pytest.raises(InputError, match="the run began with another model, which its KL terms need"):
         setup.Setup.load_frozen(run, mock.Mock())
     run.folder.args = {"reference_weights": run._reference_weights}
@@ -97,7 +97,7 @@ def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields,
     These come too late for a KL term in the advantages. For one and for two updates a step, without and with a gap.
     """
     found = [
-        setup.source_of_old_logprobs(train_grpo.Config(num_minibatches=number, **fields), is_exact=is_exact)
+        setup.old_logprobs_source(train_grpo.Config(num_minibatches=number, **fields), is_exact=is_exact)
         for is_exact in (True, False)
         for number in (1, 2)
     ]

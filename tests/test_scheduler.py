@@ -60,7 +60,7 @@ def run_episodes(engine: Engine, load: Load, is_due: Callable[[int, int], bool])
     """
     num_turns = Counter()
     waiting = {}
-    requests = {one.rollout_id: replace(one, holds=True) for one in requests_of(load)}
+    requests = {one.rollout_id: replace(one, parks_after_turn=True) for one in requests_of(load)}
     engine.submit(list(requests.values()))
     for step in range(20_000):
         for rollout in engine.step():

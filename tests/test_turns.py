@@ -60,7 +60,7 @@ def random_episodes(rng: random.Random) -> list[Episode]:
                 )
                 for _ in range(rng.randint(0, 3))
             ]
-            episodes.append(Episode(replace(request, holds=bool(replies)), replies))
+            episodes.append(Episode(replace(request, parks_after_turn=bool(replies)), replies))
     return episodes
 
 
@@ -119,7 +119,9 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
             completion = np.concatenate([completion, unsampled_stream(reply)])
             before = (*first.prompt_ids, *completion["id"].tolist())
             num_tokens = TURN_TOKENS if len(completion) else first.max_new_tokens
-            turn = replace(first, prompt_ids=before, holds=False, stop=stop, max_new_tokens=num_tokens)
+            turn = replace(
+                first, prompt_ids=before, parks_after_turn=False, stop=stop, max_new_tokens=num_tokens
+            )
             (rollout,) = engine.generate([turn])
             completion = np.concatenate([completion, rollout.after_prompt])
         ends[first.rollout_id] = completion, rollout.finish_reason
@@ -166,7 +168,10 @@ def test_appended_tokens_of_one_forward_are_at_most_those_of_a_prefill():
     Nothing that the cache holds is computed again.
     """
     engine = make_engine(cached_model("full", torch.float32), max_prefill_tokens=100)
-    requests = [replace(request, holds=True, max_new_tokens=TURN_TOKENS) for request in mixed_requests()[:8]]
+    requests = [
+        replace(request, parks_after_turn=True, max_new_tokens=TURN_TOKENS)
+        for request in mixed_requests()[:8]
+    ]
     ended = zip(requests, engine.generate(requests), strict=True)
     engine.submit([next_turn(request, rollout, [1] * 30, TURN_TOKENS) for request, rollout in ended])
     engine.take_stats()

@@ -146,7 +146,7 @@ class Driver:
         self._request = replace(
             branch.request,
             max_new_tokens=start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
-            holds=True,
+            parks_after_turn=True,
             stop=turn_request.stop,
             turn_start=start,
         )

@@ -10,7 +10,7 @@ from minirl.data.messages import Tool
 from minirl.data.task import RewardFunction
 from minirl.errors import InputError, refuse
 from minirl.model.folders import resolve_folder
-from minirl.ranks.process_group import own_device, print0
+from minirl.ranks.process_group import print0, select_device
 from minirl.run.budget import num_parameters
 from minirl.run.config import RunConfig
 from minirl.run.embedded_model import CONFIG, save_tokenizer
@@ -58,7 +58,7 @@ def print_plan(
         f"model    {num_parameters(policy):,} parameters, {work.dtype} on {work.num_ranks} x {work.device_type}"
     )
     needed = plan(config, work, recorded={})
-    for line in needed.lines():
+    for line in needed.format_plan():
         print0(f"memory   {line}")
     refuse(not needed.fits(), "--dry-run: the run does not fit")
     print0("fits; nothing was loaded or written")
@@ -68,7 +68,7 @@ def print_plan(
 def _machine(config: RunConfig) -> Machine:
     """The machine of --gpus, or this one. Raises InputError."""
     if config.gpus is None:
-        return this_machine(own_device(may_use_cpu=config.is_embedded))
+        return this_machine(select_device(may_use_cpu=config.is_embedded))
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5}(?:\.\d+)?)", config.gpus, re.ASCII)
     if not found:
         raise InputError(f"--gpus {config.gpus}: give the number of ranks and GB of each, as 8x80")

@@ -15,7 +15,7 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write; at the end of the block its content is on the disk. Raises OSError naming the file."""
-    with naming(path), path.open("wb") as file:
+    with add_path_to_oserror(path), path.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -31,7 +31,7 @@ def replace_file(path: Path, content: str) -> None:
 
 def append_whole(path: Path, content: bytes) -> None:
     """Append all of the content to a file or, if that fails, nothing. Raises OSError naming the file."""
-    with naming(path), path.open("ab", buffering=0) as file:
+    with add_path_to_oserror(path), path.open("ab", buffering=0) as file:
         end = file.tell()
         try:
             while content:
@@ -43,7 +43,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_oserror(path: Path) -> Iterator[None]:
     """Give an OSError of the block this path if it has none: a write to a full disk names no file."""
     try:
         yield
@@ -56,9 +56,9 @@ def publish(half_made: Path, folder: Path) -> None:
     """Give a complete folder its final name. Raises OSError if that name is taken by a folder with files."""
     # The files are on the disk already (`new_file`); the lists of files in the folders are not.
     for inner in [*half_made.rglob("*/"), half_made]:
-        sync(inner)
+        fsync_path(inner)
     os.rename(half_made, folder)
-    sync(folder.parent)
+    fsync_path(folder.parent)
 
 
 def remove_folder(folder: Path) -> None:
@@ -68,7 +68,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

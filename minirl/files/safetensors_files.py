@@ -51,7 +51,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     The host takes a copy of those that are on a GPU or not contiguous. Raises OSError naming the file.
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with durable.naming(path):
+    with durable.add_path_to_oserror(path):
         path.touch()
         mode = path.stat().st_mode
         try:
@@ -59,4 +59,4 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
         path.chmod(mode)  # `save_file` lets only the owner read it
-        durable.sync(path)
+        durable.fsync_path(path)

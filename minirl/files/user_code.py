@@ -14,7 +14,7 @@ from typing import Any
 from minirl.errors import InputError, refuse
 
 # This package's folder: tracebacks for users begin after the frames of its files.
-OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # The most characters of a traceback and of a value that the trainer shows.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
@@ -37,7 +37,7 @@ def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[s
 
 
 @contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
+def loading_user_code(what: str) -> Iterator[None]:
     """Raise errors of user code, which the block loads, as InputError that begins with `what`."""
     try:
         yield
@@ -97,7 +97,7 @@ def short_repr(value: Any) -> str:
 def users_traceback(error: BaseException) -> str:
     """Return a traceback without this package's frames at its beginning, and without the middle of a very long one."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     if len(text) <= MAX_TRACEBACK:

@@ -2,7 +2,7 @@
 
     queued --- admit ---> running --- turn ends ---------------------> gone
       ^                    |  ^           |
-      +----- preempt ------+  |     with `holds`
+      +----- preempt ------+  |     with `parks_after_turn`
       |                       |           v
       |                     start       parked --- release, evict ---> gone
       |                       |           |
@@ -303,7 +303,7 @@ class RequestTable:
         self._stop(rows)
         for row in rows.tolist():
             request = self.columns.requests[row]
-            if request.holds:
+            if request.parks_after_turn:
                 self.parked[request.rollout_id] = row
                 # How long its next turn may be is not known; it should not be evicted for a new request.
                 self.columns["max_length"][row] = NO_LIMIT

@@ -192,6 +192,6 @@ def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     prob_before = probs.cumsum(-1) - probs
     # With top_p 1 nothing is left out, though the share before the least likely tokens is rounded to 1.
     is_kept &= (prob_before < top_p[:, None]) | (top_p[:, None] == 1)
-    is_left_out = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
-    is_left_out &= ((top_k > 0) & (temperature > 0))[:, None]
-    logits.masked_fill_(is_left_out, -torch.inf)
+    is_removed = torch.ones_like(logits, dtype=torch.bool).scatter_(1, ids, ~is_kept)
+    is_removed &= ((top_k > 0) & (temperature > 0))[:, None]
+    logits.masked_fill_(is_removed, -torch.inf)

@@ -27,23 +27,23 @@ from minirl.errors import InputError, refuse
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Times in seconds.
-START_S = 300.0  # between the starts of two ranks
-REPEATED_S = 1.0  # a second signal sooner than this is ignored: torchrun may deliver one signal twice
+START_TIMEOUT_S = 300.0  # between the starts of two ranks
+REPEAT_DELAY_S = 1.0  # a second signal sooner than this is ignored: torchrun may deliver one signal twice
 REPORT_S = 3.0  # from an error on one rank to its report, in which the other ranks may meet the same one
 POLL_S = 0.1  # between two looks at the other ranks
 GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
 # The errors of allocators: those of Python, the host, CUDA and its libraries.
 OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
-START = "before the first step"  # the phase of a rank that has nothing to save
+STARTUP_PHASE = "before the first step"  # the phase of a rank that has nothing to save
 
 
 @dataclass
 class _ProcessState:
     """What this process does, and the requests to it."""
 
-    phase: str = START  # the step and its phase
+    phase: str = STARTUP_PHASE  # the step and its phase
     stop_signal: int = 0  # number of the signal that asked for a stop at the end of the step; 0: none did
-    stop_asked_at: float = 0.0  # by time.monotonic()
+    stop_requested_at: float = 0.0  # by time.monotonic()
     pid: int = 0  # of the process that called `run`
     # The bytes that were planned for a phase, and the flags that lower them.
     memory_advice: Callable[[str], str] = lambda phase: "nothing yet"
@@ -65,12 +65,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """
     _prepare_process()
     try:
-        announce_phase(START)
+        announce_phase(STARTUP_PHASE)
         exit_code = main() or 0
         if dist.is_initialized():
             dist.barrier()
     except (Exception, SystemExit) as error:
-        exit_code = _report(error)
+        exit_code = _report_error(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -89,7 +89,8 @@ def announce_phase(phase: str) -> None:
 def rendezvous() -> Any:
     """The key-value store of all ranks: torchrun's, or one that rank 0 hosts; a process that is alone has its own.
 
-    Raises InputError without all of torchrun's variables, and torch's DistError if it cannot be reached in START_S.
+    Raises InputError without all of torchrun's variables, and torch's DistError if it cannot be reached in
+    START_TIMEOUT_S.
     """
     missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if {"RANK", "WORLD_SIZE"} <= missing:
@@ -98,7 +99,7 @@ def rendezvous() -> Any:
         missing,
         f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
     )
-    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
+    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))
     # torchrun may restart all ranks and keep its store: keys of an earlier attempt must not count.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
@@ -121,20 +122,20 @@ def _prepare_process() -> None:
 def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
     """Ask for a stop at the end of the step, or end the process: see `run`."""
     now = time.monotonic()
-    is_repeated = this_process.stop_signal and now - this_process.stop_asked_at > REPEATED_S
+    is_repeated = this_process.stop_signal and now - this_process.stop_requested_at > REPEAT_DELAY_S
     is_forked_child = os.getpid() != this_process.pid
-    if is_repeated or is_forked_child or this_process.phase == START:
+    if is_repeated or is_forked_child or this_process.phase == STARTUP_PHASE:
         os._exit(128 + number)
     if not this_process.stop_signal:
         this_process.stop_signal = number
-        this_process.stop_asked_at = now
+        this_process.stop_requested_at = now
         if _rank() == 0:
             text = f"{signal.Signals(number).name}: stopping after this step; again to leave at once\n"
             with contextlib.suppress(OSError):  # print could meet itself here, in the middle of a line
                 os.write(2, text.encode())
 
 
-def _report(error: BaseException) -> int:
+def _report_error(error: BaseException) -> int:
     """Print the error of `main`, unless another rank was the first to meet one; return the exit code."""
     for number in STOP_SIGNALS:  # torchrun's, if another rank leaves first
         signal.signal(number, signal.SIG_IGN)
@@ -182,12 +183,12 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
         advice = this_process.memory_advice(this_process.phase)
         return InputError.exit_code, f"error: out of memory; planned: {advice} [{where}: {cause}]"
     # gloo's errors have no class of their own, but begin with the place in its source.
-    is_gloos = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
-    if isinstance(error, dist.DistError) or is_gloos:
+    is_gloo_error = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
+    if isinstance(error, dist.DistError) or is_gloo_error:
         lost = ", ".join(missing) or "another rank"
         return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
     # A full disk, a folder that cannot be written to.
-    if isinstance(error, OSError) and this_process.phase == START:
+    if isinstance(error, OSError) and this_process.phase == STARTUP_PHASE:
         exit_code = InputError.exit_code
     if exit_code:
         return exit_code, f"error: {error} [{where}]"

@@ -34,7 +34,7 @@ def start(
     always one: with more, matrix products are not batch-invariant (`minirl.model.batch_invariance`).
 
     hang_timeout: seconds after which a collective fails that some rank has not come to. may_use_cpu: see
-    `own_device`.
+    `select_device`.
 
     CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
     unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
@@ -49,7 +49,7 @@ def start(
     )
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
-    device = own_device(may_use_cpu=may_use_cpu)
+    device = select_device(may_use_cpu=may_use_cpu)
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -72,7 +72,7 @@ def start(
     return device
 
 
-def own_device(*, may_use_cpu: bool) -> torch.device:
+def select_device(*, may_use_cpu: bool) -> torch.device:
     """The CUDA device of this rank, or the CPU where torch sees none: CUDA_VISIBLE_DEVICES= (empty) hides all.
 
     may_use_cpu: if this node has more ranks than devices, hide these and print a line that says so. Not collective.

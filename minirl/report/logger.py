@@ -62,12 +62,12 @@ class Logger:
         self._started_at = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
         # Lines that metrics.jsonl could not take yet.
-        self._unwritten = b""
+        self._pending_lines = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
             if self._metrics_file.exists():
-                _cut_metrics(self._metrics_file, after_step)
+                _truncate_metrics_file(self._metrics_file, after_step)
             self._metrics_file.touch()
             if wandb_mode != "off":
                 self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
@@ -78,7 +78,7 @@ class Logger:
             return
         # JSON has neither NaN nor infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._unwritten += json.dumps({"step": step, **finite}).encode() + b"\n"
+        self._pending_lines += json.dumps({"step": step, **finite}).encode() + b"\n"
         self._write_metrics()
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
@@ -109,8 +109,8 @@ class Logger:
         """Close wandb, if it is on. Raises SaveError if metrics.jsonl still lacks lines."""
         if self._wandb is not None:
             self._try_wandb(lambda: self._wandb.finish())
-        if self._unwritten and not self._write_metrics():
-            num_steps = self._unwritten.count(b"\n")
+        if self._pending_lines and not self._write_metrics():
+            num_steps = self._pending_lines.count(b"\n")
             raise SaveError(
                 f"{self._metrics_file}: the metrics of the last {num_steps} steps were not written"
             )
@@ -118,12 +118,12 @@ class Logger:
     def _write_metrics(self) -> bool:
         """Add the lines that metrics.jsonl lacks; returns whether that succeeded."""
         try:
-            durable.append_whole(self._metrics_file, self._unwritten)
+            durable.append_whole(self._metrics_file, self._pending_lines)
         except OSError as error:
             kept = "its lines are kept and written with a later step"
             print0(f"warning: {self._metrics_file}: {error.strerror or error}; the run goes on, {kept}")
             return False
-        self._unwritten = b""
+        self._pending_lines = b""
         return True
 
     def _try_wandb(self, action: Callable[[], Any]) -> Any:
@@ -144,9 +144,9 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, lef
         if metric in metrics:
             columns.append(f"{title} {format(metrics[metric], spec)}")
     for cause in ("rewards", "replies"):
-        share = metrics.get(f"time/wait_{cause}", 0.0) / metrics.get("time/step", math.inf)
-        if share > 0.1:
-            columns.append(f"wait {cause} {share:.0%}")
+        fraction = metrics.get(f"time/wait_{cause}", 0.0) / metrics.get("time/step", math.inf)
+        if fraction > 0.1:
+            columns.append(f"wait {cause} {fraction:.0%}")
     return " ".join(columns)
 
 
@@ -165,7 +165,7 @@ def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
     )
 
 
-def _cut_metrics(path: Path, last_step: int) -> None:
+def _truncate_metrics_file(path: Path, last_step: int) -> None:
     """Cut metrics.jsonl back to this step, without damaged lines."""
     steps = [line for line in read_json_lines(path) if line.get("step") in range(last_step + 1)]
     durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))

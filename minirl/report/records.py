@@ -71,7 +71,7 @@ def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
         for name, reward in rewards.items():
             if reward is not None:
                 given[name].append(reward)
-    return {f"eval/{name}": fmean(of_samples) for name, of_samples in given.items()}
+    return {f"eval/{name}": fmean(values) for name, values in given.items()}
 
 
 def _json_number(number: float) -> float | None:

@@ -17,15 +17,15 @@ from minirl.model.attention import PAGED_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import make_meta_model
 
-USABLE = 0.9  # of the free memory; the rest is the margin
+USABLE_FRACTION = 0.9  # of the free memory; the rest is the margin
 CPU_FACTOR = 2.0  # of activations, relative to CUDA: measured 0.5 to 1.8, with sequences of 4,096 tokens 3.2
-MOST_REQUESTS = {"cpu": 256, "cuda": 1024}
+MAX_REQUESTS = {"cpu": 256, "cuda": 1024}
 CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
 # How to compute an update, fastest first: the divisor of the usual microbatch, whether layers are recomputed, and
 # whether gradients are sharded. Sums over ranks overlap with backward, and recomputation cannot; but with the optimizer
 # on the host, backward waits for the sums.
-UPDATES = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
-UPDATES_ON_HOST = [(divisor, recompute, shard) for divisor, shard, recompute in UPDATES]
+UPDATE_OPTIONS = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
+OFFLOADED_UPDATE_OPTIONS = [(divisor, recompute, shard) for divisor, shard, recompute in UPDATE_OPTIONS]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Workload:
     trained: Sequence[ModelConfig]
     frozen: Mapping[str, ModelConfig]
     longest_tokens: int
-    enough_tokens: int
+    default_microbatch_tokens: int
     step_tokens: int
     num_requests: int
     trains: bool = True
@@ -68,21 +68,22 @@ class Workload:
 class Budget:
     """Sizes, and the bytes that a rank needs with them, by name: always, to score and train, to decode.
 
-    room_bytes: for the last two, which share it in turns, or side by side if the cache stays while the rank trains.
+    available_bytes: for the last two, which share it in turns, or side by side if the cache stays while the rank
+    trains.
     """
 
     sizes: Sizes
-    room_bytes: float
-    always: Mapping[str, float]
-    training: Mapping[str, float]
-    decoding: Mapping[str, float]
+    available_bytes: float
+    always_bytes: Mapping[str, float]
+    training_bytes: Mapping[str, float]
+    decoding_bytes: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
         """Whether training and decoding fit into the room, with keeps_cache side by side."""
-        phase_bytes = sum(self.training.values()), sum(self.decoding.values())
-        return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.room_bytes
+        phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
+        return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes
 
-    def lines(self) -> list[str]:
+    def format_plan(self) -> list[str]:
         """The sizes, the bytes of each phase and the room as text."""
         sizes = ", ".join(f"{name} {value}" for name, value in vars(self.sizes).items())
         kept = "in turns: the cache is made again each time"
@@ -90,23 +91,21 @@ class Budget:
             kept = "beside each other: the cache stays"
         return [
             sizes,
-            *(self._line(phase) for phase in ("always", "training", "decoding")),
-            f"{self.room_bytes / 1e9:.3g} GB are left for training and decoding, {kept}",
+            *(self._format_phase(phase) for phase in ("always", "training", "decoding")),
+            f"{self.available_bytes / 1e9:.3g} GB are left for training and decoding, {kept}",
         ]
 
     def advice(self, phase: str) -> str:
         """The bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
-        decoding = f"{self._line('decoding')}; lower --cache-tokens"
+        decoding = f"{self._format_phase('decoding')}; lower --cache-tokens"
         if phase.endswith("generate"):
             return decoding
         if phase.endswith(("score", "update")):
-            return (
-                f"{self._line('training')}; lower --max-tokens-per-microbatch, or take --recompute-layers on"
-            )
-        return f"{self._line('always')}; take a smaller --model or more ranks; {decoding}"
+            return f"{self._format_phase('training')}; lower --max-tokens-per-microbatch, or take --recompute-layers on"
+        return f"{self._format_phase('always')}; take a smaller --model or more ranks; {decoding}"
 
-    def _line(self, phase: str) -> str:
-        parts: dict[str, float] = getattr(self, phase)
+    def _format_phase(self, phase: str) -> str:
+        parts: dict[str, float] = getattr(self, f"{phase}_bytes")
         listed = ", ".join(f"{part} {num_bytes / 1e9:.3g}" for part, num_bytes in parts.items())
         return f"{phase} {sum(parts.values()) / 1e9:.3g} GB: {listed}"
 
@@ -134,17 +133,17 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
             always[name] = weight_bytes
         elif weight_bytes > sum(training.values()):  # it takes the place of the update
             training = {"a parked model": weight_bytes}
-    room_bytes = USABLE * work.free_bytes - sum(always.values())
-    return Budget(sizes, room_bytes, always, training, _decoding_bytes(work, sizes))
+    available_bytes = USABLE_FRACTION * work.free_bytes - sum(always.values())
+    return Budget(sizes, available_bytes, always, training, _decoding_bytes(work, sizes))
 
 
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
     """The bytes of a model's weights on a rank: all, or embedding, head and the rank's rows of the layers."""
-    num_held: float = num_parameters(model)
+    num_local: float = num_parameters(model)
     if is_sharded:
         num_embeddings = _num_embeddings(model)
-        num_held = num_embeddings + (num_held - num_embeddings) / work.num_ranks
-    return work.dtype.itemsize * num_held
+        num_local = num_embeddings + (num_local - num_embeddings) / work.num_ranks
+    return work.dtype.itemsize * num_local
 
 
 def _num_embeddings(model: ModelConfig) -> int:
@@ -174,14 +173,14 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
     They are exact for Llama and Qwen2, and up to 14 % off for other families.
     """
     queries = model.num_attention_heads * model.head_dim
-    kept = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
+    num_saved = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
     if model.norm_adds_one:  # its norms keep their inputs in fp32
         factor *= 1.35
     # The rotation, gate and other norms of transformers keep more (docs/families.md).
     if model.hf_backend is not None:
         factor *= 1.5
-    return factor * work.dtype.itemsize * kept
+    return factor * work.dtype.itemsize * num_saved
 
 
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
@@ -227,24 +226,25 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
 
     Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
     """
-    for divisor, recompute, shard in UPDATES_ON_HOST if work.offloads_optimizer else UPDATES:
-        tokens = max(work.longest_tokens, work.enough_tokens // divisor)
+    for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
+        tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)
         smallest = Sizes(1, work.longest_tokens, tokens, recompute, shard)
         needed = budget(work, dataclasses.replace(smallest, **given))
         if needed.fits():
             break
-    requests = int(needed.room_bytes / 2 / needed.decoding["requests"])  # the cache gets the other half
-    requests = max(1, min(requests, work.num_requests, MOST_REQUESTS[work.device_type]))
+    # The cache gets the other half.
+    requests = int(needed.available_bytes / 2 / needed.decoding_bytes["requests"])
+    requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
     needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=requests))
     if "cache_tokens" in given:
         return needed
     most = max(CACHE_TOKENS, work.num_requests * (work.longest_tokens + PAGED_BLOCK))
-    token_bytes = needed.decoding["cache"] / work.longest_tokens
-    left_bytes = needed.room_bytes - sum(needed.decoding.values())
-    alone, beside = (
+    token_bytes = needed.decoding_bytes["cache"] / work.longest_tokens
+    left_bytes = needed.available_bytes - sum(needed.decoding_bytes.values())
+    in_turns, side_by_side = (
         min(most, work.longest_tokens + int(cache_bytes / token_bytes))
-        for cache_bytes in (left_bytes, left_bytes - sum(needed.training.values()))
+        for cache_bytes in (left_bytes, left_bytes - sum(needed.training_bytes.values()))
     )
     # A cache that stays between steps is worth a third of its tokens.
-    tokens = beside if 3 * beside >= 2 * alone else alone
+    tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
     return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest_tokens, tokens)))

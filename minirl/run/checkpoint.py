@@ -88,10 +88,10 @@ class Checkpoints:
         Returns the fields of `Progress`. Raises InputError for a checkpoint of other models or adapters; the base of
         adapters may be at another path.
         """
-        progress = _read(checkpoint / PROGRESS_FILE)
+        progress = _load_file(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
         adapters = progress.pop("adapters", {})
-        files = [_read(checkpoint / _file_of_rank(r, num_saved)) for r in range(num_saved)]
+        files = [_load_file(checkpoint / _rank_file(r, num_saved)) for r in range(num_saved)]
         saved_names = list(files[0]["models"])
         refuse(
             saved_names != list(self._models),
@@ -144,15 +144,15 @@ class Checkpoints:
                 model_folder = folder / name if shards else folder
                 write_folder(model_folder, weights, **self._contents[name])
             shards[name] = model.state_tensors(optimizer)
-        _write(folder / _file_of_rank(rank(), world_size()), {"models": shards})
+        _save_file(folder / _rank_file(rank(), world_size()), {"models": shards})
         if rank() == 0:
-            _write(
+            _save_file(
                 folder / PROGRESS_FILE, {**progress, "world_size": world_size(), "adapters": self._adapters}
             )
         if progress["extra"]:
             if rank() == 0:
                 try:
-                    _read(folder / PROGRESS_FILE)
+                    _load_file(folder / PROGRESS_FILE)
                 except InputError as error:
                     raise InputError(
                         "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
@@ -166,13 +166,13 @@ class Checkpoints:
             )
 
 
-def _file_of_rank(rank: int, world_size: int) -> str:
+def _rank_file(rank: int, world_size: int) -> str:
     """The path of a rank's file within a checkpoint."""
     return f"resume/{rank}-of-{world_size}.pt"
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file for `_read` through to the disk. Raises OSError naming it."""
+def _save_file(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file for `_load_file` through to the disk. Raises OSError naming it."""
     with durable.new_file(path) as file:
         try:
             torch.save(values, file)
@@ -181,7 +181,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
             raise error.__context__ or error from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _load_file(path: Path) -> dict[str, Any]:
     """The values of a file. Tensors are on the host, and are read when they are used. Raises InputError."""
     try:
         values: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -203,7 +203,7 @@ def prune(run_folder: Path, *, keep: int) -> None:
     scores = {}
     for path in checkpoints:
         with contextlib.suppress(Exception):  # a damaged file may hold anything
-            scores[path] = _read(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
+            scores[path] = _load_file(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
     best = max(reversed(scores), key=scores.__getitem__)
     for path in checkpoints[:-keep]:
         if path in scores and path != best:

@@ -9,7 +9,7 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 from minirl.run.config import RunConfig, rollout_flags
-from minirl.run.flags import flag_of
+from minirl.run.flags import flag_name
 
 # The fields that must be greater than 0.
 POSITIVE = (
@@ -22,13 +22,13 @@ MAX_NUMBER = 2**63 - 1  # tensors hold no greater int, and a greater float is a 
 def check_grpo(config: Any) -> None:
     """Refuse flags of train_grpo.py that contradict each other. Raises InputError naming the flag."""
     check_shared(config)
-    in_groups = ("mean", "leave_one_out")
+    group_baselines = ("mean", "leave_one_out")
     if config.group_size < 2:
         refuse(
-            config.dynamic_sampling or (config.is_rewarded and config.baseline in in_groups),
+            config.dynamic_sampling or (config.is_rewarded and config.baseline in group_baselines),
             f"--group-size {config.group_size}: --baseline {config.baseline} or --dynamic-sampling needs at least 2",
         )
-    if config.baseline not in in_groups:
+    if config.baseline not in group_baselines:
         refuse(
             config.is_rewarded and config.advantage_norm in ("group_std", "batch_std"),
             f"--baseline {config.baseline}: needs --advantage-norm none or whiten; equal rewards have no std",
@@ -49,7 +49,7 @@ def check_grpo(config: Any) -> None:
         for name in ("dynamic_sampling", "kl_reward_coef"):
             refuse(
                 getattr(config, name),
-                f"{flag_of(name)}: --teacher alone does not train on rewards; leave it out, or add --teacher-coef",
+                f"{flag_name(name)}: --teacher alone does not train on rewards; leave it out, or add --teacher-coef",
             )
 
 
@@ -59,7 +59,7 @@ def check_shared(config: RunConfig) -> None:
         _check_value(field.name, getattr(config, field.name))
     if len(writers := rollout_flags(config)) > 1:
         raise InputError(
-            f"{' and '.join(flag_of(kind) for kind, _ in writers)}: each of them writes the rollouts; leave out all "
+            f"{' and '.join(flag_name(kind) for kind, _ in writers)}: each of them writes the rollouts; leave out all "
             "but one (an --environment or a --rollout may call the others itself)"
         )
     if config.model and not config.data:
@@ -88,7 +88,7 @@ def _check_value(name: str, value: Any) -> None:
 
     The numbers of a field with several may be negative.
     """
-    flag = flag_of(name)
+    flag = flag_name(name)
     for one in value if isinstance(value, tuple) else (value,):
         if isinstance(one, str):
             refuse(not one.strip(), f"{flag}: is empty; leave it out")

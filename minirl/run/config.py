@@ -16,7 +16,7 @@ import tyro
 from minirl.errors import InputError
 from minirl.model.config import Adapters
 from minirl.model.folders import resolve_folder
-from minirl.run.flags import flag_of
+from minirl.run.flags import flag_name
 from minirl.run.progress import Progress
 
 # "auto": chosen by the free memory, see docs/memory.md.
@@ -201,19 +201,19 @@ class RunConfig:
         """
         per_step = self.updates_per_step
         num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
-        num_warm = max(num_done, progress.update - first_step * per_step)
-        if num_warm < self.warmup_updates:
-            return peak * (num_warm + 1) / self.warmup_updates
+        num_warmup_updates = max(num_done, progress.update - first_step * per_step)
+        if num_warmup_updates < self.warmup_updates:
+            return peak * (num_warmup_updates + 1) / self.warmup_updates
         if self.lr_schedule == "constant":
             return peak
         num_updates = (self.num_steps - first_step) * per_step
-        num_sinking = max(1, num_updates - self.warmup_updates)
-        return peak * min(max(0, num_updates - num_done), num_sinking) / num_sinking
+        num_decay_updates = max(1, num_updates - self.warmup_updates)
+        return peak * min(max(0, num_updates - num_done), num_decay_updates) / num_decay_updates
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """Return the dtype of --dtype."""
-        is_half = device_type == "cuda" if self.dtype == "auto" else self.dtype == "bfloat16"
-        return torch.bfloat16 if is_half else torch.float32
+        is_bf16 = device_type == "cuda" if self.dtype == "auto" else self.dtype == "bfloat16"
+        return torch.bfloat16 if is_bf16 else torch.float32
 
     @property
     def adapters(self) -> Adapters | None:
@@ -230,7 +230,7 @@ class RunConfig:
         return "token_truncate" if self.correction == "auto" else self.correction
 
 
-def named_folder(config: RunConfig, name: str) -> Path | None:
+def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
     """Return the folder of the model in this field, which only some scripts have; None without a model.
 
     Raises InputError.
@@ -238,7 +238,7 @@ def named_folder(config: RunConfig, name: str) -> Path | None:
     model = getattr(config, name, None)
     if not model:
         return None
-    return resolve_folder(model, flag=flag_of(name), with_weights=not config.dry_run)
+    return resolve_folder(model, flag=flag_name(name), with_weights=not config.dry_run)
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:

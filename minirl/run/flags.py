@@ -51,9 +51,9 @@ def parse(
         algorithm = peek_flag("algorithm", arguments) or next(iter(presets))
         refuse(algorithm not in presets, f"--algorithm {algorithm}: one of {', '.join(presets)}")
         defaults = presets[algorithm]
-        lacking = sorted(defaults.keys() - {field.name for field in fields(config_class)})  # type: ignore[arg-type]
+        missing = sorted(defaults.keys() - {field.name for field in fields(config_class)})  # type: ignore[arg-type]
         refuse(
-            lacking, f"--algorithm {algorithm}: sets {', '.join(lacking)}, which the script's Config lacks"
+            missing, f"--algorithm {algorithm}: sets {', '.join(missing)}, which the script's Config lacks"
         )
     # tyro shows titles over nested structures, so the flags are nested for tyro; the config is flat.
     groups: dict[str, list[Any]] = defaultdict(list)
@@ -94,6 +94,6 @@ def peek_flag(name: str, arguments: Sequence[str] | None) -> str | None:
     return value
 
 
-def flag_of(name: str) -> str:
+def flag_name(name: str) -> str:
     """Return the flag of a field."""
     return f"--{name.replace('_', '-')}"

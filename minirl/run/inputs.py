@@ -16,7 +16,7 @@ from minirl.data.task import RewardFunction, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.driver import UserRollout, check_rollout_function
 from minirl.errors import InputError, refuse
-from minirl.files.user_code import find_functions, loading, source_and_name
+from minirl.files.user_code import find_functions, loading_user_code, source_and_name
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.weights import check_weights
@@ -30,9 +30,9 @@ from minirl.rewards.functions import (
     check_columns,
 )
 from minirl.rewards.reward_workers import WorkerReward
-from minirl.run.config import ROLLOUT_CODE, RunConfig, named_folder, rollout_flags
+from minirl.run.config import ROLLOUT_CODE, RunConfig, model_folder_of_field, rollout_flags
 from minirl.run.embedded_model import EMBEDDED_TASKS
-from minirl.run.planning import enough_tokens
+from minirl.run.planning import default_microbatch_tokens
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
 RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
@@ -48,7 +48,7 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
         return None
     ((kind, spec),) = flags
     source, name = source_and_name(f"--{kind}", spec, ROLLOUT_CODE[kind])
-    with loading(f"--{kind} {spec}"):
+    with loading_user_code(f"--{kind} {spec}"):
         functions = find_functions(source, *(name.split(",") if kind == "tools" else [name]))
         if kind == "rollout":
             check_rollout_function(functions[0], "a rollout")
@@ -97,19 +97,19 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
 
 
 def load_rewards(
-    config: RunConfig, task: Task, own: Mapping[str, RewardFunction] | None = None
+    config: RunConfig, task: Task, script_rewards: Mapping[str, RewardFunction] | None = None
 ) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
     """The rewards to train on, and those that are only logged, by name. Not collective.
 
-    own: the script's, which replace the task's and those of --reward. With --reward or --reward-model (which the
-    caller adds) the task's own rewards are only logged, not trained on.
+    script_rewards: the script's, which replace the task's and those of --reward. With --reward or --reward-model (which
+    the caller adds) the task's own rewards are only logged, not trained on.
 
     It starts the processes of --reward, whose functions say which arguments they take: call it once flags and data have
     been checked and the run's folder is locked. Raises InputError naming flag and function, and the file, line and
     field of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
-        return task.rewards if own is None else own, task.extra_scores
+        return task.rewards if script_rewards is None else script_rewards, task.extra_scores
     logged = {**task.rewards, **task.extra_scores}
     specs: dict[str, str] = {}
     for spec in config.reward:
@@ -122,7 +122,7 @@ def load_rewards(
     loaded = {name: _load_reward(config, spec) for name, spec in specs.items()}
     rows = itertools.chain(task.train_rows, *task.eval_sets.values())
     check_columns(loaded, rows, has_environment=bool(config.environment))
-    return loaded if own is None else own, logged
+    return loaded if script_rewards is None else script_rewards, logged
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:
@@ -137,7 +137,7 @@ def _load_reward(config: RunConfig, spec: str) -> Reward:
         return reward
     # Its calls cannot leave this process, which only the loaded function could tell.
     reward.stop()
-    with loading(f"--reward {spec}"):
+    with loading_user_code(f"--reward {spec}"):
         (function,) = find_functions(source, name)
     return FunctionReward(function, config.call_timeout)
 
@@ -163,12 +163,12 @@ def load_prompts(
     tokenizer = load_tokenizer(config, model_folder, tools, user_rollout, model_config.vocab_size)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     sizes = (config.cache_tokens, config.max_tokens_per_microbatch)
-    limits = [enough_tokens(max_new_tokens) if size == "auto" else size for size in sizes]
+    limits = [default_microbatch_tokens(max_new_tokens) if size == "auto" else size for size in sizes]
     limits.append(model_config.max_position_embeddings)
-    if teacher_folder := named_folder(config, "teacher"):
+    if teacher_folder := model_folder_of_field(config, "teacher"):
         limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
     held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
-    left_out = [
+    notes_on_rows = [
         f"{path}: only the first {config.eval_rows:,} of {len(rows):,} rows"
         for path, rows in task.eval_sets.items()
         if len(rows) > config.eval_rows
@@ -181,7 +181,7 @@ def load_prompts(
         max_new_tokens=max_new_tokens,
     )
     train = stream(task.train_rows, purpose="train")
-    return model_config, train, stream(held_out, purpose="eval", notes=left_out)
+    return model_config, train, stream(held_out, purpose="eval", notes=notes_on_rows)
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
@@ -214,8 +214,8 @@ def load_tokenizer(
     Raises InputError if it cannot read the calls of the latter or write their results, and for template arguments that
     change no prompt.
     """
-    called = [] if user_rollout is None else user_rollout.tools
-    if tools and called:
+    user_tools = [] if user_rollout is None else user_rollout.tools
+    if tools and user_tools:
         raise InputError(
             "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout"
         )
@@ -223,12 +223,12 @@ def load_tokenizer(
         folder,
         chat=config.chat,
         template_arguments=config.template_arguments,
-        tools=tools or called,
+        tools=tools or user_tools,
         vocab_size=vocab_size,
     )
     tokenizer.check_arguments("--chat-template-kwargs")
-    if called:
+    if user_tools:
         check_calls_parsable(tokenizer)
-        result = {"role": "tool", "name": called[0]["function"]["name"], "content": "a"}
+        result = {"role": "tool", "name": user_tools[0]["function"]["name"], "content": "a"}
         tokenizer.encode_following_messages([result], "the result of a tool", end_id=None)
     return tokenizer

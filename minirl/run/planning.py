@@ -16,18 +16,18 @@ from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
 from minirl.model.folders import resolve_folder
 from minirl.ranks.process_group import gather_objects, local_world_size, world_size
-from minirl.run.budget import MOST_REQUESTS, Budget, Workload, choose_sizes
-from minirl.run.config import RunConfig, named_folder
+from minirl.run.budget import MAX_REQUESTS, Budget, Workload, choose_sizes
+from minirl.run.config import RunConfig, model_folder_of_field
 
 # The flags that may be "auto", besides --shard-weights.
-OPEN_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
+AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
 # Sums of gradients round depending on these, so a resumed run keeps them.
-KEPT_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
+PINNED_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
 # The files of a control group, versions 1 and 2: its limit and usage, in bytes, and what is in it.
-GROUP_FILES_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-GROUP_FILES_2 = ("memory.max", "memory.current", "memory.stat")
+CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 class Machine(NamedTuple):
@@ -54,11 +54,11 @@ def free_memory(root: Path = Path("/")) -> int:
     # path although its own group is mounted at the root, so every parent is read, too.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        names = GROUP_FILES_1 if controllers else GROUP_FILES_2
-        group = root / f"sys/fs/cgroup/{controllers}{path}"
-        for folder in (group, *group.parents):
+        file_names = CGROUP_V1_FILES if controllers else CGROUP_V2_FILES
+        cgroup = root / f"sys/fs/cgroup/{controllers}{path}"
+        for folder in (cgroup, *cgroup.parents):
             with contextlib.suppress(OSError, ValueError):  # no group of memory, or its limit is "max"
-                limit, usage, stat = ((folder / name).read_text() for name in names)
+                limit, usage, stat = ((folder / name).read_text() for name in file_names)
                 # The last one counts the groups within, too. This cache is given up before memory runs out.
                 *_, cached = re.findall(r"inactive_file (\d+)", stat)
                 free = min(free, int(limit) - int(usage) + int(cached))
@@ -71,24 +71,28 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
     recorded: args.json of a resumed run, {} for a new one. A microbatch can hold the longest sequence, which may have
     become longer since. Raises InputError for a run that does not fit, unless all sizes are given.
     """
-    given = {name: recorded[name] for name in KEPT_SIZES if name in recorded}
-    for name in (*OPEN_SIZES, "shard_weights"):
+    given = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
+    for name in (*AUTO_SIZES, "shard_weights"):
         value = getattr(config, name)
         if value != "auto":
             given[name] = {"on": True, "off": False}.get(value, value)
     if "max_tokens_per_microbatch" in given:
         given["max_tokens_per_microbatch"] = max(work.longest_tokens, given["max_tokens_per_microbatch"])
-    forms = [FULL_WEIGHTS]
+    weight_layouts = [FULL_WEIGHTS]
     if work.num_ranks > 1 and work.trains:
-        asked = given.get("shard_weights")
-        forms = [form for form in (FULL_WEIGHTS, SHARDED_WEIGHTS) if asked in (None, form["shard_weights"])]
-    for form in forms:
-        needed = choose_sizes(work, given | form)
+        requested = given.get("shard_weights")
+        weight_layouts = [
+            weight_layout
+            for weight_layout in (FULL_WEIGHTS, SHARDED_WEIGHTS)
+            if requested in (None, weight_layout["shard_weights"])
+        ]
+    for weight_layout in weight_layouts:
+        needed = choose_sizes(work, given | weight_layout)
         if needed.fits():
             return needed
     refuse(
-        "auto" in (getattr(config, name) for name in OPEN_SIZES),
-        f"a rank with {work.free_bytes / 1e9:.3g} GB is too small ({'; '.join(needed.lines())}): take a "
+        "auto" in (getattr(config, name) for name in AUTO_SIZES),
+        f"a rank with {work.free_bytes / 1e9:.3g} GB is too small ({'; '.join(needed.format_plan())}): take a "
         "smaller --model, or lower --max-new-tokens or --cache-tokens; to train, more ranks (--nproc-per-node), "
         "--offload-optimizer on GPUs, --shard-weights on, a lower --max-tokens-per-microbatch; with all sizes given it "
         "starts anyway",
@@ -96,7 +100,7 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
     return needed
 
 
-def enough_tokens(max_new_tokens: int) -> int:
+def default_microbatch_tokens(max_new_tokens: int) -> int:
     """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
     return max(8192, 2 * max_new_tokens)
 
@@ -119,7 +123,7 @@ def workload(
     trained = [policy]
     shares_base = False
     if config.num_value_models:
-        value_folder = saved / "value" if saved else named_folder(config, "value_model")
+        value_folder = saved / "value" if saved else model_folder_of_field(config, "value_model")
         shares_base = config.adapters is not None and value_folder is None
         value_model = read_config(value_folder) if value_folder else policy
         value_model = dataclasses.replace(value_model, scalar_head=True, adapters=config.adapters)
@@ -127,7 +131,7 @@ def workload(
     frozen = {}
     if config.has_reference and not config.adapters:  # with adapters it is the policy without them
         frozen["reference"] = policy
-    if teacher := named_folder(config, "teacher"):
+    if teacher := model_folder_of_field(config, "teacher"):
         frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
     for name, model in config.reward_models.items():
         folder = resolve_folder(model, flag="--reward-model", with_weights=not config.dry_run)
@@ -150,9 +154,9 @@ def workload(
         trained=trained,
         frozen=frozen,
         longest_tokens=longest,
-        enough_tokens=enough_tokens(prompts.max_new_tokens),
+        default_microbatch_tokens=default_microbatch_tokens(prompts.max_new_tokens),
         step_tokens=num_prompts * config.group_size * longest,
-        num_requests=max(requests, min(num_evaluated, MOST_REQUESTS[machine.device_type])),
+        num_requests=max(requests, min(num_evaluated, MAX_REQUESTS[machine.device_type])),
         trains=config.trains,
         shares_base=shares_base,
         offloads_optimizer=config.offload_optimizer and machine.device_type == "cuda",

@@ -140,8 +140,8 @@ class Run:
         sequences = groups.sequences
         skipped: list[SequenceInfo] = []
         if is_skipped is not None:
-            is_left_out = is_skipped.flatten().tolist()
-            skipped = [sequence for sequence in sequences if is_left_out[sequence.rollout]]
+            is_skipped_rollout = is_skipped.flatten().tolist()
+            skipped = [sequence for sequence in sequences if is_skipped_rollout[sequence.rollout]]
             if skipped:
                 skipped.remove(random.Random(self.progress.step).choice(skipped))
             add_skipped(metrics, sequences, skipped)
@@ -173,7 +173,7 @@ class Run:
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
         elif self._setup.old_logprobs == "scored":
-            frozen = [self._setup.frozen(policy, score_batch, ["old_logprobs"]), *frozen]
+            frozen = [self._setup.make_frozen_model(policy, score_batch, ["old_logprobs"]), *frozen]
         if not frozen:
             return batch
         batch = batch.to(self.device)

@@ -35,7 +35,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def starting_run(name: str) -> Iterator[RunFolder]:
+def lock_run_folder(name: str) -> Iterator[RunFolder]:
     """Lock the folder of the run `name`, made if it does not exist; the block sets the run up (collective).
 
     The lock outlives the block. If the block raises InputError and nothing else is in the folder yet, it is removed. A
@@ -52,7 +52,7 @@ def starting_run(name: str) -> Iterator[RunFolder]:
     lock = found = None
     if rank() == 0:
         lock = _take_lock(folder)
-        found = _last_start(folder)
+        found = _previous_start(folder)
     args, checkpoint = broadcast_object(found)
     try:
         path = folder / "lock"
@@ -67,7 +67,7 @@ def starting_run(name: str) -> Iterator[RunFolder]:
         raise
 
 
-def _last_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
+def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
     """Return args.json and the newest checkpoint, {} and None in a new folder; remove half-made checkpoints."""
     if os.listdir(folder) == ["lock"]:
         return {}, None

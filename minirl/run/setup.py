@@ -39,12 +39,12 @@ from minirl.report.records import rollout_records
 from minirl.rewards.functions import RewardLike, overlong_penalty, rewards_and_weights
 from minirl.rewards.reward_model import load_reward_model
 from minirl.rollouts import NO_TRUNCATION, Truncation
-from minirl.run.config import RunConfig, named_folder
+from minirl.run.config import RunConfig, model_folder_of_field
 from minirl.run.embedded_model import embedded_model_folder
-from minirl.run.flags import flag_of
+from minirl.run.flags import flag_name
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
 from minirl.run.planning import plan, this_machine, workload
-from minirl.run.run_folder import runs_root, starting_run
+from minirl.run.run_folder import lock_run_folder, runs_root
 from minirl.training.frozen_models import FrozenModel, Outputs, without_adapters
 from minirl.training.scoring import score_batch, score_teacher
 from minirl.training.sharded_model import ShardedModel
@@ -86,7 +86,7 @@ class Setup:
         )
         self.dtype = config.compute_dtype(self.device.type)
         new_name = time.strftime(f"{name}-%Y%m%d-%H%M%S-") + secrets.token_hex(2)
-        with starting_run(config.run_name or broadcast_object(new_name)) as self.folder:
+        with lock_run_folder(config.run_name or broadcast_object(new_name)) as self.folder:
             was_evaluation = "eval_samples" in self.folder.args
             refuse(
                 self.folder.args and was_evaluation == config.trains,
@@ -97,8 +97,8 @@ class Setup:
             self.task = load_task(config, has_rewards=rewards is not None)
             trained, logged = load_rewards(config, self.task, rewards)
             # A checkpoint of adapters has no models: they belong to those that the run began with.
-            self._saved = None if config.adapters else self.folder.checkpoint
-            self.model_folder = self._saved or self._original_model()
+            self._model_checkpoint = None if config.adapters else self.folder.checkpoint
+            self.model_folder = self._model_checkpoint or self._initial_model_folder()
             self.model_config, self.prompts, self.held_out = load_prompts(
                 config,
                 self.task,
@@ -120,7 +120,7 @@ class Setup:
             this_machine(self.device),
             prompts=self.prompts,
             held_out=self.held_out,
-            saved=self._saved,
+            saved=self._model_checkpoint,
         )
         self._budget = plan(self.config, work, recorded=self.folder.args)
         launch.this_process.memory_advice = self._budget.advice
@@ -129,7 +129,7 @@ class Setup:
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
         # All ranks must score or none.
         self._is_exact = all(gather_objects(is_invariant))
-        self.old_logprobs = source_of_old_logprobs(self.config, is_exact=self._is_exact)
+        self.old_logprobs = old_logprobs_source(self.config, is_exact=self._is_exact)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
         """Load the reward models next to the sizes chosen, and put all rewards in order with their weights."""
@@ -154,9 +154,9 @@ class Setup:
         if config.overlong_buffer:
             self.eval_reward_weights[len(rewards) - 1] = 0.0
 
-    def saved_folder(self, name: str) -> Path | None:
+    def checkpoint_folder(self, name: str) -> Path | None:
         """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
-        return self._saved and self._saved / name
+        return self._model_checkpoint and self._model_checkpoint / name
 
     def load_model(
         self,
@@ -191,21 +191,21 @@ class Setup:
         models = []
         if self.config.has_reference:
             if self.config.adapters:
-                models.append(self.frozen(policy, without_adapters(score_batch), ["ref_logprobs"]))
+                models.append(self.make_frozen_model(policy, without_adapters(score_batch), ["ref_logprobs"]))
             else:
-                source = self._original_model()
+                source = self._initial_model_folder()
                 self._reference_weights = weights_fingerprint(source)
                 refuse(
                     self.folder.args.get("reference_weights") not in (None, self._reference_weights),
                     f"--model {source}: the run began with another model, which its KL terms need; give that one, "
                     "or another --run-name",
                 )
-                models.append(self.frozen(source, score_batch, ["ref_logprobs"]))
-        if teacher := named_folder(self.config, "teacher"):
-            models.append(self.frozen(teacher, score_teacher, ["teacher_logprobs"]))
+                models.append(self.make_frozen_model(source, score_batch, ["ref_logprobs"]))
+        if teacher := model_folder_of_field(self.config, "teacher"):
+            models.append(self.make_frozen_model(teacher, score_teacher, ["teacher_logprobs"]))
         return models
 
-    def frozen(
+    def make_frozen_model(
         self,
         source: ShardedModel | Path,
         outputs: Outputs,
@@ -326,7 +326,7 @@ class Setup:
             f"correction: {self.config.importance_correction}{effect}\n"
             f"task {self.task.name}: {self.prompts.num_prompts} prompts, {self.held_out.num_prompts} held out"
         )
-        for line in self._budget.lines():
+        for line in self._budget.format_plan():
             print0(f"memory {line}")
         notes = self.held_out.notes()
         if self.config.trains:
@@ -342,13 +342,13 @@ class Setup:
         # Through JSON, like the old ones: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
         changed = [
-            f"{flag_of(name)} {new[name]} (was {old[name]})"
+            f"{flag_name(name)} {new[name]} (was {old[name]})"
             for name in new
             if name in old and old[name] != new[name]
         ]
         return [f"this run last started with other flags: {', '.join(changed)}"] if changed else []
 
-    def _original_model(self) -> Path:
+    def _initial_model_folder(self) -> Path:
         """The folder of --model, or of the embedded model (collective)."""
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
@@ -357,7 +357,7 @@ class Setup:
         return resolve_folder(broadcast_object(self.config.model))
 
 
-def source_of_old_logprobs(config: RunConfig, *, is_exact: bool) -> str:
+def old_logprobs_source(config: RunConfig, *, is_exact: bool) -> str:
     """The source of old logprobs: "sampled", "scored", or "auto" if the step needs none.
 
     is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the

@@ -83,7 +83,7 @@ class FrozenModel:
 def without_adapters(outputs: Outputs) -> Outputs:
     """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
 
-    def outputs_of(model: Transformer, batch: Batch) -> Sequence[Tensor]:
+    def run_outputs(model: Transformer, batch: Batch) -> Sequence[Tensor]:
         scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}
         for layer in scales:
             layer.lora_scale = 0.0
@@ -93,4 +93,4 @@ def without_adapters(outputs: Outputs) -> Outputs:
             for layer, scale in scales.items():
                 layer.lora_scale = scale
 
-    return outputs_of
+    return run_outputs

@@ -55,7 +55,7 @@ def make_workload(policy: ModelConfig, num_ranks: int = 1, **changes: Any) -> Wo
         "trained": [policy],
         "frozen": {},
         "longest_tokens": 812,
-        "enough_tokens": 8192,
+        "default_microbatch_tokens": 8192,
         "step_tokens": num_prompts * 8 * 812,
         "num_requests": num_prompts * 9,
     }

@@ -156,7 +156,7 @@ def all_held_out() -> Any:
 
 def scored_before_the_update() -> Any:
     """A scoring pass gives the old logprobs, whatever the sampled ones are."""
-    return mock.patch.object(setup, "source_of_old_logprobs", return_value="scored")
+    return mock.patch.object(setup, "old_logprobs_source", return_value="scored")
 
 
 def reward_of(folder: Path, text: str) -> str:
