@@ -116,7 +116,7 @@ def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
 def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
     """Return the advantages fp64 [T] of tokens on the host, 0 outside the loss mask (collective).
 
-    batch.rollout [N] indexes flat tensors [P * G]: the branches of a rollout share its advantage.
+    batch.rollout_index [N] indexes flat tensors [P * G]: the branches of a rollout share its advantage.
     """
     scores = groups.weighted_rewards
     mask = batch.loss_mask

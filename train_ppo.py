@@ -117,7 +117,7 @@ def advantages_and_returns(
     Estimates go from each sampled token to the next of its sequence and skip appended tokens, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
-    own_scores = scores.flatten()[batch.rollout]
+    own_scores = scores.flatten()[batch.rollout_index]
     rewards = token_rewards(
         own_scores.nan_to_num(0.0),
         kl[batch.loss_mask].double(),
@@ -180,10 +180,7 @@ def main(config: Config) -> int:
     value_config, value_folder = value_model_source(config, setup)
     value = setup.load_model(value_config, value_folder, base=policy)
     value_optimizer = value.make_optimizer()
-    frozen = [
-        setup.make_frozen_model(value, value_batch, ["values", "end_values"]),
-        *setup.load_frozen(policy),
-    ]
+    frozen = [setup.frozen_model(value, value_batch, ["values", "end_values"]), *setup.load_frozen(policy)]
     collector = setup.make_collector(policy, rollout)
     models = {"policy": (policy, optimizer), "value": (value, value_optimizer)}
     run = Run(setup, models, collector)

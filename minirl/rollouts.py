@@ -94,7 +94,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
-    key: int  # for the sampling noise: `sampling.request_key`
+    rng_key: int  # for the sampling noise: `sampling.request_key`
     max_new_tokens: int
     temperature: float  # 0: always the likeliest token
     stop_ids: frozenset[int]

@@ -81,7 +81,7 @@ def test_branches_are_sequences_that_share_a_rollout_and_its_rewards(two_ranks, 
         sequences = [sequence for info in infos for sequence in info.sequences]
         assert [sequence.id for sequence in sequences] == ids
         own = [i for i, receiver in enumerate(rank_of) if receiver == rank]
-        assert batch.rollout.tolist() == [ROLLOUT_OF[i] for i in own]
+        assert batch.rollout_index.tolist() == [ROLLOUT_OF[i] for i in own]
         expected = pack([branches[i] for i in own])
         assert [one[:6] for one in batch.sequences] == [one[:6] for one in expected.sequences]
         for name, stream in expected._streams().items():

@@ -84,7 +84,7 @@ def test_keys_of_seeds_purposes_epochs_and_samples_are_distinct():
     Pitfalls 25 and 50.
     """
     several = [letter_prompts("aaa", seed=seed, purpose=p) for seed in (0, 1) for p in ("train", "eval")]
-    keys = [request.key for prompts in several for request in prompts.requests(range(9), group_size=4)]
+    keys = [request.rng_key for prompts in several for request in prompts.requests(range(9), group_size=4)]
     assert len(set(keys)) == len(keys) == 4 * 9 * 4
 
 

@@ -61,7 +61,7 @@ def shared_out(rank, max_tokens, config, can_skip=None):
     is_skipped = torch.zeros(21, dtype=torch.bool)
     if can_skip is not None:
         is_skipped = can_skip(config, groups, train_grpo.rollout_weights(config, groups, 64)).flatten()
-    trained = [sequence for sequence in groups.sequences if not is_skipped[sequence.rollout]]
+    trained = [sequence for sequence in groups.sequences if not is_skipped[sequence.rollout_index]]
     plan = plan_microbatches(trained, num_ranks=world_size(), max_tokens=max_tokens)
     return groups, exchange(mine, [plan]), plan[rank]
 

@@ -18,7 +18,7 @@ def num_computed(sequences):
     """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
     own = sum(one.num_tokens - one.num_prompt_tokens for one in sequences)
     return own + sum(
-        num_tokens for _, num_tokens in {(one.prompt, one.num_prompt_tokens) for one in sequences}
+        num_tokens for _, num_tokens in {(one.prompt_id, one.num_prompt_tokens) for one in sequences}
     )
 
 

@@ -81,7 +81,7 @@ def main(config: Config) -> int:
             max_tokens=setup.sizes.max_tokens_per_microbatch,
         )[rank()]
         for i, members in enumerate(microbatches):
-            micro = pack([answers[sequence.rollout] for sequence in members]).to(run.device)
+            micro = pack([answers[sequence.rollout_index] for sequence in members]).to(run.device)
             logprobs, _ = score_batch(policy.module, micro)
             loss = -logprobs.sum() / num_tokens  # logprobs are 0 in the prompts
             policy.backward(loss, is_last=i == len(microbatches) - 1)

@@ -145,7 +145,7 @@ class PromptStream:
         return Request(
             prompt_ids=prompt_ids,
             rollout_id=rollout_id,
-            key=self.rng_key(rollout_id),
+            rng_key=self.rng_key(rollout_id),
             max_new_tokens=min(self.max_new_tokens, self.max_tokens - len(prompt_ids)),
             temperature=temperature,
             stop_ids=self.tokenizer.stop_ids_of(prompt),

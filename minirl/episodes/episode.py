@@ -247,7 +247,7 @@ class Episode:
         is_chat: bool = False,
     ):
         self.row = row
-        self.seed = request.key
+        self.seed = request.rng_key
         self.tools = copy.deepcopy(tools or [])
         self.is_chat = is_chat
         self.temperature = request.temperature

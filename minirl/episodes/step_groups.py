@@ -47,9 +47,9 @@ class Groups:
 
     @property
     def sequences(self) -> list[SequenceInfo]:
-        """The sequences of all rollouts, one rollout after the other; `rollout` is p * G + g."""
+        """The sequences of all rollouts, one rollout after the other; `rollout_index` is p * G + g."""
         return [
-            sequence._replace(rollout=number)
+            sequence._replace(rollout_index=number)
             for number, info in enumerate(self.infos)
             for sequence in info.sequences
         ]

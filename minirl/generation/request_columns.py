@@ -67,7 +67,7 @@ class RequestColumns:
         self._tokens[row, num_prompt_tokens:length] = request.sampled
         self.requests[row] = request
         # In the order of COLUMNS.
-        self._columns[row] = (length, max_length, request.key, request.temperature, *request.truncation)
+        self._columns[row] = (length, max_length, request.rng_key, request.temperature, *request.truncation)
         self._stop_ids |= request.stop_ids
         self._has_stop_strings |= bool(request.stop)
 

@@ -141,7 +141,7 @@ class Run:
         skipped: list[SequenceInfo] = []
         if is_skipped is not None:
             is_skipped_rollout = is_skipped.flatten().tolist()
-            skipped = [sequence for sequence in sequences if is_skipped_rollout[sequence.rollout]]
+            skipped = [sequence for sequence in sequences if is_skipped_rollout[sequence.rollout_index]]
             if skipped:
                 skipped.remove(random.Random(self.progress.step).choice(skipped))
             add_skipped(metrics, sequences, skipped)
@@ -150,7 +150,7 @@ class Run:
         minibatch = minibatch_index(len(groups.infos), num_minibatches).tolist()
         plan = [
             plan_microbatches(
-                [sequence for sequence in trained if minibatch[sequence.rollout] == number],
+                [sequence for sequence in trained if minibatch[sequence.rollout_index] == number],
                 num_ranks=world_size(),
                 max_tokens=self._setup.sizes.max_tokens_per_microbatch,
             )
@@ -173,7 +173,7 @@ class Run:
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
         elif self._setup.old_logprobs == "scored":
-            frozen = [self._setup.make_frozen_model(policy, score_batch, ["old_logprobs"]), *frozen]
+            frozen = [self._setup.frozen_model(policy, score_batch, ["old_logprobs"]), *frozen]
         if not frozen:
             return batch
         batch = batch.to(self.device)

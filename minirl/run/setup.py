@@ -191,7 +191,7 @@ class Setup:
         models = []
         if self.config.has_reference:
             if self.config.adapters:
-                models.append(self.make_frozen_model(policy, without_adapters(score_batch), ["ref_logprobs"]))
+                models.append(self.frozen_model(policy, without_adapters(score_batch), ["ref_logprobs"]))
             else:
                 source = self._initial_model_folder()
                 self._reference_weights = weights_fingerprint(source)
@@ -200,12 +200,12 @@ class Setup:
                     f"--model {source}: the run began with another model, which its KL terms need; give that one, "
                     "or another --run-name",
                 )
-                models.append(self.make_frozen_model(source, score_batch, ["ref_logprobs"]))
+                models.append(self.frozen_model(source, score_batch, ["ref_logprobs"]))
         if teacher := model_folder_of_field(self.config, "teacher"):
-            models.append(self.make_frozen_model(teacher, score_teacher, ["teacher_logprobs"]))
+            models.append(self.frozen_model(teacher, score_teacher, ["teacher_logprobs"]))
         return models
 
-    def make_frozen_model(
+    def frozen_model(
         self,
         source: ShardedModel | Path,
         outputs: Outputs,

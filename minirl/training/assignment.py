@@ -52,7 +52,7 @@ def plan_microbatches(
     """
     by_prompt: dict[RolloutId, list[SequenceInfo]] = defaultdict(list)
     for sequence in sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence)):
-        by_prompt[sequence.prompt].append(sequence)
+        by_prompt[sequence.prompt_id].append(sequence)
     pieces = list(map(_make_piece, by_prompt.values()))
     equal_share = -sum(piece.minus_size for piece in pieces) / num_ranks
     heapq.heapify(pieces)
@@ -75,7 +75,7 @@ def plan_microbatches(
             fitting = [_Load()]
             rank.microbatches += fitting
         rank.add(piece)
-        min(fitting, key=lambda micro: piece.prompt not in micro.prompts).add(piece)
+        min(fitting, key=lambda micro: piece.prompt_id not in micro.prompts).add(piece)
     microbatches_per_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
     num_microbatches = max(map(len, microbatches_per_rank))
     return [own + [[]] * (num_microbatches - len(own)) for own in microbatches_per_rank]
@@ -87,7 +87,7 @@ class _Piece(NamedTuple):
     # Negated number of tokens to compute for these sequences: the prompt once and every completion.
     minus_size: int
     members: list[SequenceInfo]  # longest first
-    prompt: RolloutId
+    prompt_id: RolloutId
     num_prompt_tokens: int
 
 
@@ -95,7 +95,7 @@ def _make_piece(members: list[SequenceInfo]) -> _Piece:
     first = members[0]
     num_completion_tokens = sum(sequence.num_tokens - first.num_prompt_tokens for sequence in members)
     return _Piece(
-        -first.num_prompt_tokens - num_completion_tokens, members, first.prompt, first.num_prompt_tokens
+        -first.num_prompt_tokens - num_completion_tokens, members, first.prompt_id, first.num_prompt_tokens
     )
 
 
@@ -109,14 +109,14 @@ class _Load:
 
     def load_with(self, piece: _Piece) -> int:
         """The number of tokens after adding the piece, whose prompt is free if it is already here."""
-        shared = piece.num_prompt_tokens if piece.prompt in self.prompts else 0
+        shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
         return self.num_tokens - piece.minus_size - shared
 
     def add(self, piece: _Piece) -> None:
         """Compute the piece here."""
         self.num_tokens = self.load_with(piece)
         self.members += piece.members
-        self.prompts.add(piece.prompt)
+        self.prompts.add(piece.prompt_id)
 
 
 @dataclass

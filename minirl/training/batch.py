@@ -30,7 +30,7 @@ class SequenceInfo(NamedTuple):
     """What is known of a sequence without its tokens: a branch of a rollout, usually the only one. Infos sort by id.
 
     num_tokens: those of the prompt included. is_truncated: a limit cut off this branch. owner_rank: the rank that has
-    the rollout. rollout: the rollout's number in the step, p * G + g in groups [P, G].
+    the rollout. rollout_index: the rollout's number in the step, p * G + g in groups [P, G].
     """
 
     id: RolloutId
@@ -40,10 +40,10 @@ class SequenceInfo(NamedTuple):
     temperature: float = 1.0  # that its tokens were sampled at
     is_truncated: bool = False
     owner_rank: int = 0
-    rollout: int = 0
+    rollout_index: int = 0
 
     @property
-    def prompt(self) -> RolloutId:
+    def prompt_id(self) -> RolloutId:
         """Identifies the prompt, which the first branches of its rollouts share; other branches have their own."""
         return self.id if self.id.branch else RolloutId(self.id.prompt_ordinal, 0)
 
@@ -71,7 +71,7 @@ class RolloutInfo(NamedTuple):
 
 def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
     """Sequences of different rollouts and prompts, with these lengths."""
-    return tuple(SequenceInfo(RolloutId(i, 0), n, rollout=i) for i, n in enumerate(lengths))
+    return tuple(SequenceInfo(RolloutId(i, 0), n, rollout_index=i) for i, n in enumerate(lengths))
 
 
 NOT_COMPUTED: Any = None  # a stream that does not exist yet
@@ -113,9 +113,9 @@ class Batch:
         return tuple(sequence.num_tokens for sequence in self.sequences)
 
     @property
-    def rollout(self) -> Tensor:
+    def rollout_index(self) -> Tensor:
         """The number of each sequence's rollout in the step, int64 [N] on the host."""
-        return torch.tensor([sequence.rollout for sequence in self.sequences], dtype=torch.int64)
+        return torch.tensor([sequence.rollout_index for sequence in self.sequences], dtype=torch.int64)
 
     @property
     def is_truncated(self) -> Tensor:
@@ -149,7 +149,7 @@ class Batch:
         sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[RolloutId, int] = {}
         for i, sequence in enumerate(self.sequences):
-            parent = parent_of.setdefault(sequence.prompt, i)
+            parent = parent_of.setdefault(sequence.prompt_id, i)
             if parent != i:
                 sequences[i] = attention.Sequence(sequence.num_tokens, parent, sequence.num_prompt_tokens)
         return PackedLayout(tuple(sequences), self.tokens.device)
@@ -196,7 +196,7 @@ class Batch:
 
     def spread_rollouts(self, values: Tensor) -> Tensor:
         """A stream [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
-        return self.spread(values.flatten()[self.rollout])
+        return self.spread(values.flatten()[self.rollout_index])
 
     def _streams(self) -> dict[str, Tensor]:
         """All streams that exist, by name."""
@@ -220,7 +220,7 @@ def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tenso
     Returns fp64 [R] on the host, the same on every rank, with 0 for a rollout that is in no batch.
     """
     sums = torch.zeros(num_rollouts, dtype=torch.float64)
-    return all_reduce_sum(sums.index_add(0, batch.rollout, values.double().cpu()))
+    return all_reduce_sum(sums.index_add(0, batch.rollout_index, values.double().cpu()))
 
 
 def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -> Batch:
@@ -268,7 +268,7 @@ def exchange(
     batch = unsorted.select(sorted(unsorted.sequences))
     # The model computes the tokens of a shared prompt once.
     parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
-    prompts = {(info.prompt, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
+    prompts = {(info.prompt_id, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
     assert len(prompts) == len(dict(prompts)), "one prompt's rollouts begin differently"
     return batch
 

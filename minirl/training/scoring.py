@@ -131,7 +131,7 @@ def refuse_skipped_gradient(
     """
     if is_skipped is None:
         return
-    is_skipped_sequence = is_skipped.flatten()[micro.rollout]
+    is_skipped_sequence = is_skipped.flatten()[micro.rollout_index]
     if not is_skipped_sequence.any():
         return
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
