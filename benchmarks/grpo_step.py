@@ -98,13 +98,13 @@ class GrpoLoop:
         rewarded = RewardedRollouts(rollouts, [""] * len(rollouts), column)
         weight = torch.ones(1, dtype=torch.float64)
         groups = select_step(rewarded, args.prompts, args.samples, reward_weights=weight).groups
-        by_rank = plan_microbatches(
+        per_rank = plan_microbatches(
             groups.sequences,
             num_ranks=world_size(),
             max_tokens=args.max_tokens_per_microbatch,
         )
-        microbatches = by_rank[rank()]
-        batch = exchange(groups.rewarded.rollouts, [by_rank])
+        microbatches = per_rank[rank()]
+        batch = exchange(groups.rewarded.rollouts, [per_rank])
         weights = train_grpo.rollout_weights(self.config, groups, args.max_new)
         batch = batch.replace(
             advantages=train_grpo.token_advantages(self.config, groups, batch).float(),

@@ -206,9 +206,9 @@ def test_prompts_in_flight_are_due_and_begin_as_by_hand():
     with pytest.raises(InputError, match="a step of 2 prompts takes some of those in flight too late"):
         prompts.expiring(2)
     assert prompts.num_to_begin(4, num_wanted=4, num_ready=2) == 3
-    assert prompts.begin(3) == [17, 18, 19]
+    assert prompts.begin_prompts(3) == [17, 18, 19]
     assert prompts.num_to_begin(4, num_wanted=4, num_ready=4) == 2
     prompts.end_step(range(10, 18))
     prompts.restore(20, [7])
-    assert prompts.begin(2) == [7, 20]
+    assert prompts.begin_prompts(2) == [7, 20]
     assert prompts.ordinals == [7, 18, 19, 20]

@@ -62,8 +62,8 @@ def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
 def share_of(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
     """This rank's pairs in microbatches; every rank has equally many of these, some perhaps empty."""
     sequences = independent_sequences(len(chosen) + len(rejected) for chosen, rejected in pairs)
-    by_rank = plan_microbatches(sequences, num_ranks=world_size(), max_tokens=max_tokens)
-    return [[pairs[sequence.rollout_index] for sequence in micro] for micro in by_rank[rank()]]
+    per_rank = plan_microbatches(sequences, num_ranks=world_size(), max_tokens=max_tokens)
+    return [[pairs[sequence.rollout_index] for sequence in micro] for micro in per_rank[rank()]]
 
 
 def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def main(config: Config) -> int:
     for step in run.steps():
         metrics = StepMetrics(step)
         metrics.begin("update")
-        ordinals = collector.in_flight.begin(config.prompts_per_step)
+        ordinals = collector.in_flight.begin_prompts(config.prompts_per_step)
         answers = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
         num_tokens = sum(answer.num_sampled for answer in answers)
         microbatches = plan_microbatches(

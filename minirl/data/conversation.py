@@ -82,10 +82,10 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
         # The text shows what could not be read.
         return message if message.pop("parse_error", None) is None else message | {"content": text}
 
-    return conversation(cast(str | Messages, begun), turns, answer)
+    return branch_messages(cast(str | Messages, begun), turns, answer)
 
 
-def conversation(
+def branch_messages(
     prompt: str | Messages,
     turns: Sequence[Turn],
     answer: Callable[[Turn, int], str | dict[str, Any]],

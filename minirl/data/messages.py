@@ -61,8 +61,8 @@ def _read_call(call: Any) -> dict[str, Any]:
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         read = json.loads(arguments)
         arguments = read if isinstance(read, dict) else arguments
-    kept = {key: call[key] for key in ("id", "type") if key in call}
-    return {**kept, "function": {"name": name, "arguments": arguments}}
+    call_fields = {key: call[key] for key in ("id", "type") if key in call}
+    return {**call_fields, "function": {"name": name, "arguments": arguments}}
 
 
 def read_prompt(prompt: Any, origin: str) -> str | Messages:

@@ -176,8 +176,8 @@ class StopStrings:
         """Return the first of the strings that ends with the last of these ids (as in `__call__`), or None."""
         tail = ids[-self.max_tokens :]
         # No string has an id that is no token, and after one the text starts over (`Tokenizer.decode`).
-        known = self._tokenizer.known_ids
-        first = max((i for i, token in enumerate(tail, 1) if token not in known), default=0)
+        known_ids = self._tokenizer.known_ids
+        first = max((i for i, token in enumerate(tail, 1) if token not in known_ids), default=0)
         # A run of byte tokens decodes to U+FFFD if a part is not a character, as in a tail that begins within one.
         # A string in the run begins at one of its tokens.
         byte_starts = (i for i in range(first + 1, len(tail)) if tail[i] in self._byte_ids)

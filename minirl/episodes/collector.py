@@ -119,7 +119,7 @@ class Collector:
                     break
                 num_wanted = num_groups + selection.num_zero_variance
         self._rewarded = selection.remaining
-        self.in_flight.end_step(selection.ended)
+        self.in_flight.end_step(selection.ended_prompts)
         return selection.groups
 
     def take_count(self, counted: str) -> int:
@@ -165,9 +165,9 @@ class Collector:
     def _begin_prompts(self, num_prompts: int) -> None:
         """Begin this rank's share of this number of prompts."""
         requests = self._prompts.requests(
-            self.in_flight.begin(num_prompts),
+            self.in_flight.begin_prompts(num_prompts),
             group_size=self._group_size,
             num_greedy=self._num_greedy,
             temperature=self.temperature,
         )
-        self._runner.begin(requests)
+        self._runner.begin_episodes(requests)

@@ -75,7 +75,7 @@ class Driver:
 
     budget: how many tokens the episode may still sample in this round. branch: the last that was asked for a turn.
     turn: the last that began; `has_begun` says whether one did. tokens: all after the prompt of the turn's branch, with
-    those appended before the turn. rejected: why its last request was rejected, if one was.
+    those appended before the turn. last_rejection: why its last request was rejected, if one was.
     """
 
     budget: int
@@ -83,7 +83,7 @@ class Driver:
     turn: Turn
     tokens: Stream
     has_begun = False
-    rejected: InputError | None = None
+    last_rejection: InputError | None = None
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Driver:
 
     def fail(self, error: InputError) -> None:
         """Raise the error in the function, where it asked for a turn."""
-        self.rejected = error
+        self.last_rejection = error
         if not self._awaited.done():
             self._awaited.set_exception(error)
 
@@ -197,8 +197,10 @@ class Driver:
         branches = [branch for branch in episode.branches if branch.turns]
         turns = [turn for branch in branches for turn in branch.turns]
         if not turns:
-            rejected = f"; its last request was rejected: {self.rejected}" if self.rejected else ""
-            raise InputError(f"ended without a turn; it must await one{rejected}")
+            rejection = (
+                f"; its last request was rejected: {self.last_rejection}" if self.last_rejection else ""
+            )
+            raise InputError(f"ended without a turn; it must await one{rejection}")
         if finish_reason is None:
             last_turn = max(turns, key=lambda turn: turn.number)
             finish_reason = episode.branches[last_turn.branch].finish_reason

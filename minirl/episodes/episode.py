@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from minirl.data import answers
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.conversation import conversation
+from minirl.data.conversation import branch_messages
 from minirl.data.messages import After, Messages, is_messages, is_token_ids, read_message, read_prompt
 from minirl.data.task import Row
 from minirl.data.tokenizer import is_stop_string
@@ -182,7 +182,7 @@ class Branch:
             is_token_ids(self.prompt),
             f"branch {self.number}: it begins with token ids, so it has no messages",
         )
-        return conversation(cast(str | Messages, self.prompt), self.turns, Turn.text_from)
+        return branch_messages(cast(str | Messages, self.prompt), self.turns, Turn.text_from)
 
     @property
     def finish_reason(self) -> str:

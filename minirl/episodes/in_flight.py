@@ -34,7 +34,7 @@ class PromptsInFlight:
         self.num_served = num_served
         self.interrupted = sorted(ordinals)
 
-    def begin(self, num_prompts: int) -> list[int]:
+    def begin_prompts(self, num_prompts: int) -> list[int]:
         """Begin this number of prompts; returns their ordinals: interrupted ones, then new ones."""
         again, self.interrupted = self.interrupted[:num_prompts], self.interrupted[num_prompts:]
         first_new = self.num_served

@@ -98,11 +98,11 @@ class EpisodeRunner:
     def run(self, requests: Sequence[Request], *, weight_version: int = 0) -> RewardedRollouts:
         """Run the requests, which cover whole prompts, to their ends; return their rollouts with rewards."""
         with self.in_step():
-            self.begin(requests)
+            self.begin_episodes(requests)
             self.run_round(weight_version=weight_version)
         return self.queue.finish(sorted(self.queue.groups))
 
-    def begin(self, requests: Sequence[Request]) -> None:
+    def begin_episodes(self, requests: Sequence[Request]) -> None:
         """Call the function for new episodes, which the next round runs. Raises InputError if that cannot work."""
         for request in requests:
             driver = Driver(request, self._prompts, self._rollout, self._replies)

@@ -67,7 +67,7 @@ class Selection:
     # How many groups have equal first rewards, if such groups are replaced.
     num_zero_variance: int
     # The prompts whose groups were selected or dropped.
-    ended: frozenset[int]
+    ended_prompts: frozenset[int]
 
 
 def select_step(
@@ -98,12 +98,12 @@ def select_step(
         is_zero_variance = have_zero_variance(rewards[:, :group_size, 0])
     selected = select_groups(is_zero_variance, num_groups)
     taken = frozenset(ordinals[selected].tolist())
-    ended = taken.union(ordinals[is_zero_variance].tolist())
+    ended_prompts = taken.union(ordinals[is_zero_variance].tolist())
 
     # This rank's part, also in order of the ids.
     own = sorted((rollout.rollout_id, i) for i, rollout in enumerate(rewarded.rollouts))
     own_taken = [i for ids, i in own if ids.prompt_ordinal in taken and ids.sample < group_size]
-    own_remaining = [i for ids, i in own if ids.prompt_ordinal not in ended]
+    own_remaining = [i for ids, i in own if ids.prompt_ordinal not in ended_prompts]
     groups = Groups(
         rewarded=rewarded.select(own_taken),
         infos=[info for info in infos if info.id.prompt_ordinal in taken and info.id.sample < group_size],
@@ -116,5 +116,5 @@ def select_step(
         remaining=rewarded.select(own_remaining),
         num_missing=num_groups - int((~is_zero_variance).sum()),
         num_zero_variance=int(is_zero_variance.sum()),
-        ended=ended,
+        ended_prompts=ended_prompts,
     )

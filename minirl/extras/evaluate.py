@@ -94,7 +94,7 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
     return str(checkpoints[-1]), read_json_object(run / "args.json")
 
 
-def parsed(arguments: Sequence[str] | None = None) -> Config:
+def parse_config(arguments: Sequence[str] | None = None) -> Config:
     """The config of the command line (or of `arguments`), with the defaults of the run that --model names."""
     model = peek_flag("model", arguments)
     folder, args = find_model(model) if model else (None, {})
@@ -126,32 +126,38 @@ def values_by_prompt(
     """For each metric its values, one for each prompt that has one. Not collective.
 
     records: all ranks' completions. weights: those of the rewards in `reward`; the positive ones are of the judges for
-    `sample_numbers`, if these are all 0 or 1.
+    `prompt_metrics`, if these are all 0 or 1.
     """
     values = defaultdict(list)
     in_order = sorted(records, key=lambda record: record["id"])
-    judges = [name for name, weight in weights.items() if weight > 0]
-    if any(record["rewards"][name] not in (0, 1, None) for record in in_order for name in judges):
-        judges = []
+    correctness_rewards = [name for name, weight in weights.items() if weight > 0]
+    if any(
+        record["rewards"][name] not in (0, 1, None) for record in in_order for name in correctness_rewards
+    ):
+        correctness_rewards = []
     for _, group in itertools.groupby(in_order, key=lambda record: record["id"][0]):
         samples = list(group)
-        numbers = mean_rewards(samples, task) | sample_numbers(samples, task, judges)
+        numbers = mean_rewards(samples, task) | prompt_metrics(samples, task, correctness_rewards)
         for name, value in numbers.items():
             values[name].append(value)
     return values
 
 
-def sample_numbers(samples: Sequence[Record], task: Task, judges: Sequence[str]) -> dict[str, float]:
+def prompt_metrics(
+    samples: Sequence[Record], task: Task, correctness_rewards: Sequence[str]
+) -> dict[str, float]:
     """The mean length and share cut off of a prompt's samples; with judges also pass@k and the majority vote.
 
-    judges: rewards of 0 and 1. A completion is correct if all that apply are 1.
+    correctness_rewards: rewards of 0 and 1. A completion is correct if all that apply are 1.
     """
     numbers = {
         "eval/len_mean": fmean([sample["num_tokens"] for sample in samples]),
         "eval/truncated": fmean([sample["finish_reason"] in TRUNCATED_REASONS for sample in samples]),
     }
-    scored = [sample for sample in samples if judges and sample["reward"] is not None]
-    is_correct = [all(sample["rewards"][name] in (1, None) for name in judges) for sample in scored]
+    scored = [sample for sample in samples if correctness_rewards and sample["reward"] is not None]
+    is_correct = [
+        all(sample["rewards"][name] in (1, None) for name in correctness_rewards) for sample in scored
+    ]
     for k in range(1, len(scored) + 1):
         numbers[f"eval/pass@{k}"] = pass_at_k(len(scored), sum(is_correct), k)
     if task.answer_of is not None and len(scored) > 1:
@@ -168,14 +174,14 @@ def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, fl
     return low, high
 
 
-def result_of(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
+def evaluation_result(setup: Setup, records: Iterable[Record], truncation: Truncation) -> dict[str, Any]:
     """The JSON of an evaluation. records: those of all prompts. truncation: that they were sampled with."""
     config = setup.config
     weights = dict(zip(setup.reward_functions, setup.eval_reward_weights.tolist(), strict=True))
     scores: dict[str, Any] = {}
-    for name, of_prompts in values_by_prompt(records, setup.task, weights).items():
-        low, high = bootstrap_interval(of_prompts, seed=config.seed)
-        scores[name] = {"mean": fmean(of_prompts), "low": low, "high": high, "prompts": len(of_prompts)}
+    for name, prompt_values in values_by_prompt(records, setup.task, weights).items():
+        low, high = bootstrap_interval(prompt_values, seed=config.seed)
+        scores[name] = {"mean": fmean(prompt_values), "low": low, "high": high, "prompts": len(prompt_values)}
     return {
         "model": str(setup.model_folder),
         "data": list(setup.task.eval_sets),
@@ -201,7 +207,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     records = itertools.chain(*gather_objects(own))
     if rank() != 0:
         return {}
-    result = result_of(setup, records, truncation)
+    result = evaluation_result(setup, records, truncation)
     durable.replace_file(folder / "evaluation.json", json.dumps(result, indent=2) + "\n")
     return result
 
@@ -227,4 +233,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    launch.run(lambda: main(parsed()))
+    launch.run(lambda: main(parse_config()))

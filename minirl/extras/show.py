@@ -31,13 +31,13 @@ def step_file(run: str, step: int | None) -> Path:
     return files[number]
 
 
-def lines_of(rollout: Mapping[str, Any]) -> Iterator[str]:
+def format_rollout(rollout: Mapping[str, Any]) -> Iterator[str]:
     """A rollout as text."""
     ordinal, sample = rollout["id"]
-    numbers = [f"{key} {shown(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
+    numbers = [f"{key} {format_number(rollout[key])}" for key in ("reward", "advantage") if key in rollout]
     facts = [*numbers, f"{rollout['num_tokens']} tokens sampled", rollout["finish_reason"]]
     yield f"{ordinal}.{sample}  {rollout['row']}  {', '.join(facts)}"
-    rewards = [f"{name} {shown(value)}" for name, value in rollout["rewards"].items()]
+    rewards = [f"{name} {format_number(value)}" for name, value in rollout["rewards"].items()]
     yield f"rewards: {', '.join(rewards)}"
     yield "prompt:"
     # As it is in the data: text, or messages in JSON.
@@ -50,7 +50,7 @@ def lines_of(rollout: Mapping[str, Any]) -> Iterator[str]:
         yield segment["text"]
 
 
-def shown(number: Any) -> str:
+def format_number(number: Any) -> str:
     """A number in short, or "none" without a reward."""
     return "none" if number is None else f"{number:.4g}"
 
@@ -65,7 +65,7 @@ def main(run: Positional[str], step: Positional[int | None] = None, num: int = 4
     """
     path = step_file(run, step)
     # The rollouts' own control characters must not reach the terminal.
-    texts = [escaped("\n".join(lines_of(rollout))) for rollout in read_json_lines(path)]
+    texts = [escaped("\n".join(format_rollout(rollout))) for rollout in read_json_lines(path)]
     print0("\n\n".join([*texts[:num], f"{len(texts)} rollouts in {path}"]))
 
 

@@ -301,16 +301,16 @@ class Engine:
         """
         table = self._table
         cache = self._cache
-        parts = table.next_appended_chunks()
-        if not parts:
+        chunks = table.next_appended_chunks()
+        if not chunks:
             return
-        rows = np.array(list(parts))
-        counts = np.array(list(map(len, parts.values())))
+        rows = np.array(list(chunks))
+        counts = np.array(list(map(len, chunks.values())))
         ends = cache.blocks.lengths[rows]
         positions = concatenated_ranges(ends - counts, counts)
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
-        tokens, *uploaded = self._upload(np.concatenate(list(parts.values())), *inputs)
+        tokens, *uploaded = self._upload(np.concatenate(list(chunks.values())), *inputs)
         layout = cache.decode_layout(*uploaded, repeats=tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)

@@ -54,7 +54,7 @@ class KVCache:
         self.device = device
         is_paged = decode_kernel_for(device) == "paged"
         self.block_size = PAGED_BLOCK if is_paged else BLOCK
-        self._portable = None if is_paged else PortableMetadataBuilder(config, dtype)
+        self._metadata_builder = None if is_paged else PortableMetadataBuilder(config, dtype)
         self.blocks = BlockPool(ceil_div(num_tokens, self.block_size), self.block_size)
         self.has_states = config.delta_net is not None
 
@@ -137,10 +137,10 @@ class KVCache:
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
         metadata: PagedMetadata | PortableMetadata
-        if self._portable is None:
+        if self._metadata_builder is None:
             metadata = PagedMetadata(tables, (positions + 1).int())
         else:
-            metadata = self._portable.build(tables, positions)
+            metadata = self._metadata_builder.build(tables, positions)
         return DecodeLayout(positions, slot_mapping, metadata, repeats)
 
 

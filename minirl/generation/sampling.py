@@ -38,7 +38,7 @@ _MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
-def _mix(x: Number) -> Number:
+def _splitmix64(x: Number) -> Number:
     """Hash the lowest 64 bits of x with the splitmix64 finaliser; only these bits of the result are defined.
 
     The sums and products of an int64 tensor wrap around at 64 bits, those of a Python number grow longer.
@@ -64,18 +64,18 @@ def request_key(seed: int, *, purpose: str, prompt_ordinal: int, sample: int, br
     """
     # Each part is mixed into the result of the parts before it. Mixing the parts alone and adding or xoring
     # the results would let different requests collide.
-    key = _mix(seed) & _MASK
+    key = _splitmix64(seed) & _MASK
     parts = [PURPOSES[purpose], prompt_ordinal, sample]
     if branch:
         parts.append(branch)
     for part in parts:
-        key = _mix(key ^ part) & _MASK
+        key = _splitmix64(key ^ part) & _MASK
     return _signed(key)
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """fp64 uniforms [B] in [0, 1), from int64 `keys` [B] and token `positions` [B]."""
-    bits = _mix(_mix(keys) + positions)
+    bits = _splitmix64(_splitmix64(keys) + positions)
     # A double holds 53 bits exactly, so the upper 53 of the 64 become multiples of 2^-53.
     upper_bits = _shift_right(bits, 11)
     return upper_bits.double() * 2.0**-53

@@ -151,23 +151,23 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: MatmulForm) -> Tensor:
         """See the class."""
         ctx.save_for_backward(x, weight)
-        wide = matmul_dtype(x.dtype)
+        upcast_dtype = matmul_dtype(x.dtype)
         # Added by the product, as in one that is not padded: alone it would be rounded twice.
-        wide_bias = None if bias is None else pad_rows(bias.to(wide), MIN_COLUMNS)
-        product = functools.partial(F.linear, bias=wide_bias)
-        return _matmul_in_form(product, x.to(wide), weight.to(wide), form).to(x.dtype)
+        upcast_bias = None if bias is None else pad_rows(bias.to(upcast_dtype), MIN_COLUMNS)
+        product = functools.partial(F.linear, bias=upcast_bias)
+        return _matmul_in_form(product, x.to(upcast_dtype), weight.to(upcast_dtype), form).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """See the class."""
         x, weight = ctx.saved_tensors
-        wide = matmul_dtype(grad.dtype)
-        wide_grad = grad.to(wide)
+        upcast_dtype = matmul_dtype(grad.dtype)
+        upcast_grad = grad.to(upcast_dtype)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = (wide_grad @ weight.to(wide)).to(grad.dtype)
+            grad_x = (upcast_grad @ weight.to(upcast_dtype)).to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (wide_grad.t() @ x.to(wide)).to(grad.dtype)
+            grad_weight = (upcast_grad.t() @ x.to(upcast_dtype)).to(grad.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None
@@ -204,18 +204,18 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 def mm_fp32_out(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a and b, rounded to `dtype`; sums and result are in fp32 (fp64 for fp64)."""
-    wide = at_least_fp32(dtype)
-    if a.device.type != "cpu" and dtype != wide:
-        return torch.mm(a.to(dtype), b.to(dtype), out_dtype=wide)
+    upcast_dtype = at_least_fp32(dtype)
+    if a.device.type != "cpu" and dtype != upcast_dtype:
+        return torch.mm(a.to(dtype), b.to(dtype), out_dtype=upcast_dtype)
     if matmul_dtype(dtype) != torch.bfloat16 or b.numel() <= MAX_PLAIN_BF16:
-        return torch.mm(a.to(wide), b.to(wide))
+        return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
     # mm has no out_dtype on the CPU. An fp32 product that may round its factors to bf16 has the same result,
     # at the speed of bf16.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     precision_before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
-        return torch.mm(a.to(wide), b.to(wide))
+        return torch.mm(a.to(upcast_dtype), b.to(upcast_dtype))
     finally:
         matmul.fp32_precision = precision_before
 

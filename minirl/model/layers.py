@@ -33,9 +33,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.adds_one:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = batch_invariance.at_least_fp32(x.dtype)
-        weight = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+        upcast_dtype = batch_invariance.at_least_fp32(x.dtype)
+        weight = 1 + self.weight.to(upcast_dtype)
+        return F.rms_norm(x.to(upcast_dtype), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class GatedActivation(torch.autograd.Function):

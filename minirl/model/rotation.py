@@ -33,14 +33,14 @@ def rotate(x: Tensor, rotation: Rotation, scale: float = 1.0) -> Tensor:
     rotation: of these tokens, see `rope_table`. A pair (a, b) of channels, as in Hugging Face, becomes
     (a cos - b sin, b cos + a sin). The minus is part of the signed sin.
     """
-    wide = x.to(at_least_fp32(x.dtype))
+    upcast = x.to(at_least_fp32(x.dtype))
     if scale != 1:
-        wide = wide * scale
+        upcast = upcast * scale
     cos, signed_sin = rotation
     width = cos.shape[-1]
     if width == x.shape[-1]:
-        rotated = wide * cos + wide.roll(width // 2, -1) * signed_sin
+        rotated = upcast * cos + upcast.roll(width // 2, -1) * signed_sin
     else:
-        part, rest = wide[..., :width], wide[..., width:]
+        part, rest = upcast[..., :width], upcast[..., width:]
         rotated = torch.cat([rotate(part, rotation), rest], -1)
     return rotated.to(x.dtype)

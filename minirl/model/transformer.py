@@ -260,7 +260,7 @@ def is_batch_invariant(
         and portable_attention.min_queries(config.head_dim, dtype) is not None
     )
     if is_invariant and config.delta_net is not None:
-        from minirl.extras.delta_net.rule import least_rows
+        from minirl.extras.delta_net.rule import min_batch_rows
 
-        return least_rows(config.delta_net) is not None
+        return min_batch_rows(config.delta_net) is not None
     return is_invariant

@@ -248,11 +248,11 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
     for name in metrics:
         if name.startswith("finish/"):
             all_metrics[name] /= metrics["count/rollouts"]
-    found = defaultdict(float, metrics)  # names that no rank has counted are missing
-    num_trained = found["count/tokens"] * (1 - found["perf/skipped_tokens"])
-    generation_s = sum(found[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
+    counts = defaultdict(float, metrics)  # names that no rank has counted are missing
+    num_trained = counts["count/tokens"] * (1 - counts["perf/skipped_tokens"])
+    generation_s = sum(counts[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
     if generation_s > 0:
-        all_metrics["perf/tok_s_gen"] = found["count/sampled_tokens"] / generation_s
-    if found["time/update"] > 0:
-        all_metrics["perf/tok_s_train"] = num_trained / found["time/update"]
+        all_metrics["perf/tok_s_gen"] = counts["count/sampled_tokens"] / generation_s
+    if counts["time/update"] > 0:
+        all_metrics["perf/tok_s_train"] = num_trained / counts["time/update"]
     return all_metrics

@@ -71,9 +71,9 @@ def _die_with_trainer() -> None:
     Stdin tells: only the trainer holds the other end of the pipe. A thread could not tell while user code holds the
     interpreter's lock. It is not a child of this process, since user code may wait for all of its children.
     """
-    child = os.fork()
-    if child != 0:
-        os.waitpid(child, 0)
+    child_pid = os.fork()
+    if child_pid != 0:
+        os.waitpid(child_pid, 0)
         return
     if os.fork() == 0:
         os.closerange(1, 3)  # the trainer must see the end of the answers when this process ends

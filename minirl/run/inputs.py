@@ -57,7 +57,11 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
             from minirl.extras.agents import tool_loop
 
             is_tools = kind == "tools"
-            loaded = tool_loop.of_tools(functions) if is_tools else tool_loop.of_environment(functions[0])
+            loaded = (
+                tool_loop.tools_rollout(functions)
+                if is_tools
+                else tool_loop.environment_rollout(functions[0])
+            )
     for reward in config.reward:
         is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
         refuse(

@@ -157,7 +157,7 @@ class Run:
             for number in range(num_minibatches)
         ]
         batch = exchange(groups.rewarded.rollouts, plan, streams, batch_type)
-        return batch, [by_rank[rank()] for by_rank in plan]
+        return batch, [per_rank[rank()] for per_rank in plan]
 
     def score(
         self,

@@ -102,7 +102,7 @@ def runs_root() -> Path:
     return Path(os.environ.get("MINIRL_RUNS", "runs"))
 
 
-def find_run(name: str, part: str) -> Path:
+def find_run(name: str, required_file: str) -> Path:
     """A run's folder by its path or its name among the runs, whichever has this file or folder.
 
     Raises InputError if neither does.
@@ -110,6 +110,8 @@ def find_run(name: str, part: str) -> Path:
     folders = [Path(name), runs_root() / name]
     for folder in folders:
         # Unlike Path.exists, it does not raise for a name that no file can have.
-        if os.path.exists(folder / part):
+        if os.path.exists(folder / required_file):
             return folder
-    raise InputError(f"{name}: no {part} in {folders[0]} or {folders[1]}; give a run's folder or name")
+    raise InputError(
+        f"{name}: no {required_file} in {folders[0]} or {folders[1]}; give a run's folder or name"
+    )

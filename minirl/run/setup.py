@@ -45,7 +45,7 @@ from minirl.run.flags import flag_name
 from minirl.run.inputs import load_prompts, load_rewards, load_rollout, load_task
 from minirl.run.planning import plan, this_machine, workload
 from minirl.run.run_folder import lock_run_folder, runs_root
-from minirl.training.frozen_models import FrozenModel, Outputs, without_adapters
+from minirl.training.frozen_models import FrozenModel, OutputFunction, without_adapters
 from minirl.training.scoring import score_batch, score_teacher
 from minirl.training.sharded_model import ShardedModel
 
@@ -208,7 +208,7 @@ class Setup:
     def frozen_model(
         self,
         source: ShardedModel | Path,
-        outputs: Outputs,
+        outputs: OutputFunction,
         names: Sequence[str],
     ) -> FrozenModel:
         """A model that scores the rollouts of each step (collective if weights are sharded).

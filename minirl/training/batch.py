@@ -252,7 +252,7 @@ def exchange(
     own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())
     # Each rank's sequences of all minibatches.
-    planned = [[sequence for by_rank in plan for micro in by_rank[r] for sequence in micro] for r in ranks]
+    planned = [[sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks]
     sent = [[sequence for sequence in planned[r] if sequence.owner_rank == rank()] for r in ranks]
     received = [[sequence for sequence in planned[rank()] if sequence.owner_rank == r] for r in ranks]
     num_sent, num_received = (

@@ -12,7 +12,7 @@ from minirl.training.batch import Batch, Microbatch
 from minirl.training.sharded_model import ShardedModel
 
 # Streams [T, ...] of a batch, computed without gradient.
-Outputs = Callable[[Transformer, Batch], Sequence[Tensor]]
+OutputFunction = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
 @contextmanager
@@ -47,7 +47,7 @@ class FrozenModel:
     def __init__(
         self,
         model: Transformer | ShardedModel,
-        outputs: Outputs,
+        outputs: OutputFunction,
         *,
         names: Sequence[str],
         device: torch.device,
@@ -80,7 +80,7 @@ class FrozenModel:
         return batch.replace(**streams)
 
 
-def without_adapters(outputs: Outputs) -> Outputs:
+def without_adapters(outputs: OutputFunction) -> OutputFunction:
     """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
 
     def run_outputs(model: Transformer, batch: Batch) -> Sequence[Tensor]:

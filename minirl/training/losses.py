@@ -157,15 +157,15 @@ def loss_weights(
     kept = keep.double()
     minibatch = minibatch_index(lengths.numel(), num_minibatches)
 
-    def total(values: Tensor) -> Tensor:
+    def minibatch_total(values: Tensor) -> Tensor:
         """The sum over each rollout's minibatch [P, G], at least 1."""
         sums = minibatch.bincount(values.flatten(), minlength=num_minibatches)
         return sums.clamp(min=1)[minibatch].view_as(values)
 
     if norm == "token_mean":
-        return kept / total(kept * lengths)
+        return kept / minibatch_total(kept * lengths)
     if norm == "sequence_mean":
-        return kept / (total(kept) * lengths.clamp(min=1))
+        return kept / (minibatch_total(kept) * lengths.clamp(min=1))
     if norm == "constant":
-        return kept / (total(kept) * constant)
+        return kept / (minibatch_total(kept) * constant)
     raise ValueError(f"loss norm {norm!r}: choose token_mean, sequence_mean or constant")

@@ -68,9 +68,9 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     before, last = _previous_tokens(batch), batch.last_index
     states = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
     # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
-    wide = at_least_fp32(states.dtype)
-    weight = model.score.weight.to(wide)
-    outputs = (states.to(wide) * weight).sum(-1)
+    upcast_dtype = at_least_fp32(states.dtype)
+    weight = model.score.weight.to(upcast_dtype)
+    outputs = (states.to(upcast_dtype) * weight).sum(-1)
     values, scores = outputs.split([len(before), len(last)])
     end_values = values.new_zeros(len(batch.tokens))
     end_values[last] = scores

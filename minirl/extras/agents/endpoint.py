@@ -26,10 +26,10 @@ from minirl.episodes.event_loop import run_in_thread
 from minirl.errors import refuse
 from minirl.extras.agents.openai_format import (
     ChatRequest,
-    completion_of,
+    chat_completion,
+    read_client_message,
     read_request,
-    said_message,
-    streamed,
+    stream_response,
 )
 from minirl.extras.agents.server import Server
 
@@ -88,9 +88,9 @@ class Endpoint:
     """The requests of an episode's agent. `async with` gives the URL, and answers each with a turn until it ends."""
 
     def __init__(self, episode: Episode):
-        prompt = [said_message(message, "prompt") for message in as_messages(episode.row.prompt)]
+        prompt = [read_client_message(message, "prompt") for message in as_messages(episode.row.prompt)]
         self._episode = episode
-        # The messages so far of each branch, as the agent knows them: `said_message` returned them.
+        # The messages so far of each branch, as the agent knows them: `read_client_message` returned them.
         self._said: dict[Branch, Messages] = {episode.branches[0]: prompt}
         # Requests wait for each other, in order of arrival. A turn goes on without its client.
         self._is_free = asyncio.Lock()
@@ -123,7 +123,9 @@ class Endpoint:
         # As JSON: a name may be anything.
         headers = {"x-minirl-ignored": json.dumps(request.ignored)}
         if request.fields.get("stream"):
-            return web.Response(text=streamed(completion), content_type="text/event-stream", headers=headers)
+            return web.Response(
+                text=stream_response(completion), content_type="text/event-stream", headers=headers
+            )
         return web.json_response(completion, headers=headers)
 
     async def _answer(self, request: ChatRequest, answered: "asyncio.Future[Completion]") -> None:
@@ -150,8 +152,8 @@ class Endpoint:
             branch.drop_last_turn()
             del self._said[branch]
             return
-        completion = completion_of(turn, branch, request)
-        answer = said_message(completion["choices"][0]["message"], "answer")
+        completion = chat_completion(turn, branch, request)
+        answer = read_client_message(completion["choices"][0]["message"], "answer")
         self._said[branch] = [*request.messages, answer]
         answered.set_result(completion)
 

@@ -54,7 +54,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
         )
     messages: Any = fields.get("messages")
     refuse(not isinstance(messages, list) or not messages, "messages: expected a list of one or more")
-    read = [said_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    read = [read_client_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     refuse(
         read[-1]["role"] == "assistant",
         "messages: the last one is the assistant's, whose turn the model samples",
@@ -74,7 +74,7 @@ def read_request(given: Any, episode: Episode) -> ChatRequest:
     return ChatRequest(read, tools, stop, max_tokens, fields, ignored)
 
 
-def said_message(message: Any, origin: str) -> dict[str, Any]:
+def read_client_message(message: Any, origin: str) -> dict[str, Any]:
     """Return a message as `read_message` does, without the fields of answers that agents may not send back."""
     read = read_message(message, origin)
     return {
@@ -112,7 +112,7 @@ def _message(turn: Turn, request: ChatRequest) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def completion_of(turn: Turn, branch: Branch, request: ChatRequest) -> dict[str, Any]:
+def chat_completion(turn: Turn, branch: Branch, request: ChatRequest) -> dict[str, Any]:
     """Return the answer to a request, without `stream`."""
     message = _message(turn, request)
     is_call = "tool_calls" in message and turn.finish_reason == "stop"
@@ -137,7 +137,7 @@ def completion_of(turn: Turn, branch: Branch, request: ChatRequest) -> dict[str,
     return completion
 
 
-def streamed(completion: dict[str, Any]) -> str:
+def stream_response(completion: dict[str, Any]) -> str:
     """Return a completion as a stream of events: one event with all of it, and the end of the stream."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])

@@ -29,12 +29,12 @@ from minirl.errors import refuse
 OWN_METHODS = ("reset", "get_reward", "close")
 
 
-def of_tools(tools: Sequence[Callable[..., Any]]) -> UserRollout:
+def tools_rollout(tools: Sequence[Callable[..., Any]]) -> UserRollout:
     """Return the rollout of the functions of --tools. Raises InputError for one without a schema."""
-    return UserRollout(rollout_of(tools), tool_schemas(tools))
+    return UserRollout(make_rollout(tools), tool_schemas(tools))
 
 
-def of_environment(factory: Callable[[], Any]) -> UserRollout:
+def environment_rollout(factory: Callable[[], Any]) -> UserRollout:
     """Return the rollout of the class of --environment, of which it makes an object to see the methods.
 
     Raises InputError. Exceptions of the class pass through.
@@ -42,13 +42,13 @@ def of_environment(factory: Callable[[], Any]) -> UserRollout:
     environment = factory()
     refuse(not hasattr(environment, "reset"), f"{factory.__name__} has no method reset(**row)")
     return UserRollout(
-        rollout_of((), factory),
-        tool_schemas(methods_of(environment)),
+        make_rollout((), factory),
+        tool_schemas(public_methods(environment)),
         gives_reward=hasattr(environment, "get_reward"),
     )
 
 
-def rollout_of(
+def make_rollout(
     functions: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None = None
 ) -> RolloutFunction:
     """The rollout function of tools: functions, or methods of the object that a factory makes for each episode."""
@@ -72,7 +72,7 @@ def rollout_of(
     return rollout
 
 
-def methods_of(environment: Any) -> list[Callable[..., Any]]:
+def public_methods(environment: Any) -> list[Callable[..., Any]]:
     """Return the methods of an environment that the model can call."""
     # From the class: looking up a property on the object would run it.
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
@@ -103,7 +103,7 @@ class EpisodeTools:
         if self._factory is None:
             return episode.branches[0]
         self._environment = episode.environment = await self.value(self._factory)
-        self.by_name = {method.__name__: method for method in methods_of(self._environment)}
+        self.by_name = {method.__name__: method for method in public_methods(self._environment)}
         messages = as_messages(episode.row.prompt)
         row = copy.deepcopy({**episode.row.columns, "prompt": messages})
         observation = await self.value(self._environment.reset, **row)

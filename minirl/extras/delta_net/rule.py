@@ -9,7 +9,7 @@ chunk's rows, and c the running sum of g in it:
 `run_chunks` computes packed sequences, one chunk of all sequences at a time. `run_row` computes the next row of each
 cached sequence from `DeltaStates`; where a chunk begins, `StateCache` computes S' of the one before it. On the CPU both
 forms have the same bits: a row of U is one product of one row in both. The other products of `run_row` are padded to
-`least_rows`, and have inner lengths that do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
+`min_batch_rows`, and have inner lengths that do not depend on the number of rows. Everything is fp32 (fp64 in an fp64
 model).
 
 In shapes: T rows, H value heads, N chunks (or sequences), C rows of a chunk.
@@ -271,11 +271,11 @@ class _Solve(torch.autograd.Function):
 
 def padded_rows(shape: DeltaNet, device: torch.device) -> int:
     """Return how many rows `run_row` pads its products to."""
-    return least_rows(shape) or 2 if device.type == "cpu" else 2
+    return min_batch_rows(shape) or 2 if device.type == "cpu" else 2
 
 
 @measured
-def least_rows(shape: DeltaNet) -> int | None:
+def min_batch_rows(shape: DeltaNet) -> int | None:
     """Measure to how few rows `run_row` may pad its products and have the bits of `run_chunks` on this CPU.
 
     None: it never has them.

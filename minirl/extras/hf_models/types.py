@@ -28,7 +28,7 @@ class HFModel:
 
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
         """See `HFBackend`."""
-        hf = _built(self.text)
+        hf = _build_cached(self.text)
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
@@ -92,9 +92,9 @@ def _pass_gate(text: str, read: Callable[[Mapping[str, Any]], ModelConfig] | Non
         ) from None
 
 
-def _built(text: str) -> Any:
+def _build_cached(text: str) -> Any:
     """transformers' model of a config.json, on the meta device."""
     return build_on_meta(transformers_config(json.loads(text)))
 
 
-_for_names = functools.cache(_built)  # for transformers' conversion of names
+_for_names = functools.cache(_build_cached)  # for transformers' conversion of names
