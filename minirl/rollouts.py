@@ -84,8 +84,8 @@ class StopTest(Protocol):
 class Request:
     """One rollout to generate. `sampled` has the tokens of an earlier phase.
 
-    holds: when its turn ends, its keys and values stay in the cache, until it is released or, for another turn,
-    submitted with more tokens in `sampled`.
+    parks_after_turn: when its turn ends, its keys and values stay in the cache, until it is released or, for another
+    turn, submitted with more tokens in `sampled`.
     max_new_tokens: counts the tokens after the prompt in all turns so far, appended ones included.
     stop: strings that end the turn too, besides stop_ids.
     turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens

@@ -39,7 +39,7 @@ def grow_array(array: NDArray[Any], *sizes: int) -> NDArray[Any]:
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
-    references int64 [num_blocks]: how many sequences have each block. free: a stack of those that none has.
+    ref_counts int64 [num_blocks]: how many sequences have each block. free: a stack of those that none has.
     lengths int64 [rows]: how many tokens each sequence has space for, at least one; 0 where there is no sequence.
     tables int32 [rows, columns]: the blocks of each sequence, in its first columns; unused columns hold garbage.
     """

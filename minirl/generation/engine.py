@@ -311,7 +311,7 @@ class Engine:
         repeated = rows.repeat(counts)
         inputs = cache.begin_step(repeated, positions)
         tokens, *uploaded = self._upload(np.concatenate(list(chunks.values())), *inputs)
-        layout = cache.decode_layout(*uploaded, repeats=tuple(counts.tolist()))
+        layout = cache.decode_layout(*uploaded, tokens_per_sequence=tuple(counts.tolist()))
         hidden = self._forward(tokens, layout)
         self.stats.prefill_tokens += len(repeated)
         is_ready = ends == table.columns["length"][rows]

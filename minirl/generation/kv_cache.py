@@ -127,13 +127,13 @@ class KVCache:
         rows: Tensor,
         tables: Tensor,
         *,
-        repeats: tuple[int, ...] | None = None,
+        tokens_per_sequence: tuple[int, ...] | None = None,
     ) -> DecodeLayout:
         """Layout of the B tokens of a step that has begun.
 
         On the device: positions int64 [B]; blocks int64 [B], in which the tokens are stored; rows int64 [B], of their
         sequences; tables int32 [B, n], the blocks of their sequences, with garbage behind the token's own.
-        repeats: if sequences have several tokens, how many each has.
+        tokens_per_sequence: if sequences have several tokens, how many each has.
         """
         slot_mapping = SlotMapping(self.pool, rows, blocks, positions % self.block_size)
         metadata: PagedMetadata | PortableMetadata
@@ -141,7 +141,7 @@ class KVCache:
             metadata = PagedMetadata(tables, (positions + 1).int())
         else:
             metadata = self._metadata_builder.build(tables, positions)
-        return DecodeLayout(positions, slot_mapping, metadata, repeats)
+        return DecodeLayout(positions, slot_mapping, metadata, tokens_per_sequence)
 
 
 class PortableMetadataBuilder:

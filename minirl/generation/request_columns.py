@@ -113,13 +113,13 @@ class RequestColumns:
 
     def _rows_stopped_by_string(self, rows: Sequence[int]) -> set[int]:
         """The rows whose stop strings end their turn. Asks the test of the same strings once."""
-        rows_of: dict[tuple[str, ...], list[int]] = {}
+        rows_with_strings: dict[tuple[str, ...], list[int]] = {}
         for row in rows:
             strings = self.requests[row].stop
             if strings:
-                rows_of.setdefault(strings, []).append(row)
+                rows_with_strings.setdefault(strings, []).append(row)
         stopped: set[int] = set()
-        for strings, tested in rows_of.items():
+        for strings, tested in rows_with_strings.items():
             assert self._make_stop_test is not None, "stop strings need Engine(make_stop_test=...)"
             test = self._make_stop_test(strings)
             turns = []

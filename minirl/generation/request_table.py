@@ -210,8 +210,8 @@ class RequestTable:
         new_lengths = np.minimum(new_lengths, self.columns["max_length"][rows])
         lengths = self._blocks.lengths[rows]
         # The cache need not hold the newest of these tokens.
-        num_more = new_lengths - 1 - lengths
-        return int(self._blocks.num_new_blocks(lengths, num_more.clip(min=0)).sum())
+        num_new_tokens = new_lengths - 1 - lengths
+        return int(self._blocks.num_new_blocks(lengths, num_new_tokens.clip(min=0)).sum())
 
     def assign_rows(self, group: PrefixGroup, requests: Sequence[Request]) -> list[int]:
         """Give admitted requests of a group, whose prefix was prefilled, their rows; returns these."""
@@ -300,7 +300,7 @@ class RequestTable:
 
     def _end_turns(self, rows: IntArray) -> None:
         """Take requests [n] out of the batch; those that hold their rows are parked, the others are gone."""
-        self._stop(rows)
+        self._remove_running(rows)
         for row in rows.tolist():
             request = self.columns.requests[row]
             if request.parks_after_turn:
@@ -310,7 +310,7 @@ class RequestTable:
             else:
                 self._remove(row)
 
-    def _stop(self, rows: IntArray) -> None:
+    def _remove_running(self, rows: IntArray) -> None:
         """Take requests [n] out of the batch, and discard their unread tokens."""
         self.running = self.running[~np.isin(self.running, rows)]
         for readback in self._readbacks:
@@ -337,7 +337,7 @@ class RequestTable:
     def _preempt(self, row: int) -> None:
         """Return a request, all of whose tokens were read, to the front of the queue."""
         self.queue.appendleft(PrefixGroup(self.columns.requeued_request(row)))
-        self._stop(np.array([row]))
+        self._remove_running(np.array([row]))
         self._remove(row)
         self.stats.preemptions += 1
 

@@ -239,13 +239,13 @@ class PackedLayout(_Memo):
 class DecodeLayout(_Memo):
     """The next tokens of cached sequences, and their positions int64 [B].
 
-    repeats: None if each token is of another sequence; else how many consecutive tokens each sequence has.
+    tokens_per_sequence: None if each token is of another sequence; else how many consecutive tokens each sequence has.
     """
 
     positions: Tensor
     slot_mapping: SlotMapping
     metadata: PagedMetadata | PortableMetadata
-    repeats: tuple[int, ...] | None = None
+    tokens_per_sequence: tuple[int, ...] | None = None
 
 
 Layout = PackedLayout | DecodeLayout

@@ -260,7 +260,7 @@ class DecodeIndex(NamedTuple):
 
     A request reads up to n blocks, its entries: those of its block table from the first one that its token sees.
     keys int64 [B, n x BLOCK]: the position of each key in them, in the request's sequence.
-    unused bool [B, 1, n, 1]: entries beyond the last block of a request. Their results are set to 0.
+    unused_entries bool [B, 1, n, 1]: entries beyond the last block of a request. Their results are set to 0.
 
     The portable kernel multiplies each block once, with the queries of all requests that read it, its users. Each user
     has a slot at each key head, for the g query heads that share this key head: g rows of the products. All blocks of
@@ -296,7 +296,7 @@ class DecodeIndex(NamedTuple):
 
     block_sets: Sequence[_BlockSet]
     keys: Tensor
-    unused: Tensor
+    unused_entries: Tensor
     query: Tensor
     score: Tensor
     prob: Tensor
@@ -348,7 +348,7 @@ def index_decode(
     return DecodeIndex(
         block_sets=block_sets,
         keys=torch.from_numpy(keys),
-        unused=torch.from_numpy(~is_used)[:, None, :, None],
+        unused_entries=torch.from_numpy(~is_used)[:, None, :, None],
         query=torch.from_numpy(prob // len(column)),
         score=torch.from_numpy(score.ravel()),
         prob=torch.from_numpy(prob),
@@ -423,7 +423,7 @@ def decode(
     out = slot_out.index_select(0, index.score).view(num_requests, num_heads, -1, dim)
     if out.shape[2] > 1:
         # Entries without a block have the result of the last block, which must not count twice.
-        out = out.masked_fill_(index.unused, 0)
+        out = out.masked_fill_(index.unused_entries, 0)
     return _sum_in_order(out.unbind(2)).to(q.dtype)
 
 

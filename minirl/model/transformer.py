@@ -150,7 +150,8 @@ class Transformer(nn.Module):
     """A causal language model with `lm_head`. If `config.scalar_head`, a value or reward model with `score`.
 
     recompute_layers: run each layer's forward again in backward, instead of keeping its activations.
-    shards: the ranks that hold the rows of its linear layers together (`shards.share_layers`). Then each forward is
+    shard_group: the ranks that hold the rows of its linear layers together (`shards.share_layers`). Then each forward
+    is
         collective, within a pass that `ShardGroup.begin_pass` has begun.
     min_rows: the layers compute at least this number of rows, the last ones perhaps padding: [0, heads x C] has no
         unique view as [0, heads, C].
@@ -195,7 +196,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Return the hidden states [T, D] after the final norm, of tokens and positions int64 [T].
 
-        Collective among `shards`, if there are any.
+        Collective among `shard_group`, if there are any.
         """
         positions = padding.pad_rows(positions, self.min_rows)
         rotations = {}
@@ -234,8 +235,8 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) ->
 def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
     """A model whose parameters have no values and take no memory."""
     if config.hf_backend is not None:
-        other: Transformer = config.hf_backend.make(config, recompute_layers=recompute_layers)
-        return other
+        hf_model: Transformer = config.hf_backend.make(config, recompute_layers=recompute_layers)
+        return hf_model
     with torch.device("meta"):
         return Transformer(config, recompute_layers=recompute_layers)
 

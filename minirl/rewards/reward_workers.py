@@ -135,8 +135,8 @@ class _Process:
 
     async def answer(self, number: int, timeout_s: float) -> Any:
         """Return the answer to a request; kill the process if it takes too long. Raises _WorkerError."""
-        ends = (self.pending_calls[number], self._listen_task)
-        await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        waiters = (self.pending_calls[number], self._listen_task)
+        await asyncio.wait(waiters, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         call = self.pending_calls.pop(number)
         if call.done():
             return call.result()

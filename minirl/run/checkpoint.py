@@ -123,7 +123,7 @@ class Checkpoints:
             barrier()
             if rank() == 0:
                 durable.publish(half_made, folder)
-                prune(self._run_folder, keep=self._keep)
+                prune_checkpoints(self._run_folder, keep=self._keep)
             barrier()
         except OSError as error:
             raise SaveError(
@@ -192,7 +192,7 @@ def _load_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def prune(run_folder: Path, *, keep: int) -> None:
+def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
     """Delete a run's checkpoints, except the newest `keep` (0: delete none) and the best by held-out score.
 
     Of equal scores the newest is the best. A checkpoint that cannot be read stays.

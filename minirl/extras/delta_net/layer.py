@@ -177,9 +177,9 @@ def index_windows(layout: PackedLayout, size: int) -> Tensor:
 
 def split_rounds(layout: DecodeLayout) -> Sequence[Tensor | slice]:
     """Split the tokens of a decode step into rounds, which have at most one token of each sequence, in their order."""
-    if layout.repeats is None:
+    if layout.tokens_per_sequence is None:
         return [slice(None)]
     device = layout.positions.device
-    tokens = torch.arange(len(layout.positions)).split(layout.repeats)
+    tokens = torch.arange(len(layout.positions)).split(layout.tokens_per_sequence)
     rounds = pack_sequence(tokens, enforce_sorted=False)
     return upload(rounds.data, device).split(rounds.batch_sizes.tolist())
