@@ -14,7 +14,7 @@ from minirl.extras.evaluate import (
     Config,
     bootstrap_interval,
     majority,
-    parsed,
+    parse_config,
     pass_at_k,
     values_by_prompt,
 )
@@ -120,10 +120,10 @@ def test_an_evaluation_of_a_run_repeats_its_flags_for_data_rollouts_and_rewards(
         (tmp_path / "checkpoints" / step / "resume").mkdir(parents=True)
     how = {"model": str(tmp_path / "checkpoints" / step), "max_new_tokens": 9}
     repeated = Config(eval_data=("a.jsonl",), reward=("mine.py:f",), **how)
-    assert parsed(["--model", str(tmp_path)]) == parsed(["--model", how["model"]]) == repeated
+    assert parse_config(["--model", str(tmp_path)]) == parse_config(["--model", how["model"]]) == repeated
     copied = shutil.copytree(how["model"], tmp_path / "copied" / step)
-    assert parsed(["--model", str(copied)]) == Config(model=str(copied))
-    config = parsed(["--model", str(tmp_path), *"--data c.jsonl --reward episode".split()])
+    assert parse_config(["--model", str(copied)]) == Config(model=str(copied))
+    config = parse_config(["--model", str(tmp_path), *"--data c.jsonl --reward episode".split()])
     assert config == Config(data="c.jsonl", eval_data=(), reward=("episode",), **how)
 
 

@@ -165,7 +165,7 @@ def test_products_are_measured_as_torch_computes_them_whatever_replaces_them_mea
 
     batch_invariance._measurements.clear()
     with RaisesAtEveryCall():
-        assert batch_invariance.product_form(12, 70, torch.float32) != INEXACT
+        assert batch_invariance.matmul_form(12, 70, torch.float32) != INEXACT
 
 
 def test_the_probe_notices_sums_in_another_order_that_rounding_hides(library, monkeypatch):

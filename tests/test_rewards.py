@@ -307,7 +307,7 @@ def test_a_slow_function_of_the_script_holds_nothing_up_and_is_called_for_one_pr
     queue = add_all({"length": length}, prompts, groups)
     wait_for(lambda: calls, "no call began")
     queue.poll()
-    assert (len(calls), queue.is_busy, queue.ready()) == (1, True, set())
+    assert (len(calls), queue.is_busy, queue.ready_prompts()) == (1, True, set())
     is_open.set()
     assert queue.finish(range(2)).rewards.tolist() == [[1], [2], [3], [4]]
     assert calls == [["a", "bb"], ["ccc", "dddd"]]

@@ -89,7 +89,7 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
     gate = asyncio.Event()
     options = {"rollout": waiting_for(gate), "max_turns": 1, "call_timeout": 60.0}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
-    collector._begin(2)
+    collector._begin_prompts(2)
     collector._runner.run_round(4, weight_version=0)
     gate.set()
     clock.monotonic = lambda: 61.0
@@ -100,12 +100,12 @@ def test_a_reply_that_comes_between_two_rounds_ends_its_episode_and_is_not_late(
 def test_the_time_between_two_steps_is_not_the_functions(clock):
     options = {"rollout": waiting_for(asyncio.Event()), "call_timeout": 60.0}
     collector = make_collector(make_prompts(), **options, **OPTIONS)
-    collector._begin(2)
+    collector._begin_prompts(2)
     for seconds in (0.0, 61.0):
         clock.monotonic = lambda seconds=seconds: seconds
         with collector._runner.in_step():
             collector._runner.run_round(4, weight_version=0)
-    assert collector._runner._working
+    assert collector._runner._working_since
 
 
 @pytest.mark.slow
