@@ -136,7 +136,7 @@ def _evaluate(rank: int, runs: str, flags: tuple[str, ...], variables: dict[str,
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         from minirl.extras import evaluate
 
-        assert evaluate.main(evaluate.parsed(words(flags))) == 0
+        assert evaluate.main(evaluate.parse_config(words(flags))) == 0
     return printed.getvalue()
 
 
