@@ -131,7 +131,9 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
             "reward/std": 0.5,
             "reward/frac_equal_groups": 0.5,
             "reward/correct": 0.75,
+            "reward/correct/std": 0.5,
             "reward/short": -3.0,
+            "reward/short/std": 2.0,
             "perf/skipped_tokens": 0.8,
             "count/sampled_tokens": 50.0,
             "perf/decode_waste": 3 / 50,
@@ -243,7 +245,7 @@ def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_t
     ]
 
 
-@pytest.mark.parametrize("method", ["import", "log"])
+@pytest.mark.parametrize("method", ["import", "log", "table"])
 def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
     make_logger, monkeypatch, capsys, tmp_path, method
 ):
@@ -255,9 +257,11 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
         raise SystemExit("no network")
 
     run = types.SimpleNamespace(log=broken, finish=broken)
-    wandb = types.SimpleNamespace(init=lambda **kwargs: run)
+    wandb = types.SimpleNamespace(init=lambda **kwargs: run, Table=broken)
     monkeypatch.setitem(sys.modules, "wandb", None if method == "import" else wandb)
     logger = make_logger(wandb_mode="online")
+    record = {"id": [0, 0], "rewards": {}}
+    logger.log_rollouts(0, [record], to_wandb=method == "table")
     for step in range(3):
         logger.log(step, {"a": 1.0}, num_steps=3)
     logger.finish()
@@ -267,22 +271,15 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
     assert "wandb failed and is off" in printed
 
 
-def test_row_40_a_resumed_run_goes_on_in_its_files_and_its_wandb_run(make_logger, monkeypatch, tmp_path):
+def test_row_40_a_resumed_run_goes_on_in_its_files(make_logger, tmp_path):
     """The numbers of later steps are gone. A damaged line costs no other line."""
-    started, logged = [], {}
-    run = types.SimpleNamespace(log=lambda metrics, step: logged.update({step: metrics}))
-    init = lambda **kwargs: started.append(kwargs) or run  # noqa: E731
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    logger = make_logger(wandb_mode="offline")
+    logger = make_logger()
     for step in (1, 2, 3):
         logger.log(step, {"a": step}, num_steps=3)
-    assert logged[2] == {"a": 2}
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'\x00\x00\nnull\n{}\n{"step": null}\n' + path.read_bytes())
     make_logger(after_step=2)
     assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
-    expected = {"id": "4a", "mode": "offline", "resume": "allow", "config": {"wandb_id": "4a", "lr": 0.1}}
-    assert started[0] | expected == started[0]
 
 
 def test_row_40_a_full_disk_costs_neither_the_run_nor_a_step_s_metrics(make_logger, capsys, tmp_path):

@@ -27,7 +27,7 @@ def test_default_run_learns(two_ranks, runs):
     flags = f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30"
     output = run_in_pool(two_ranks, "train_grpo.py", flags, runs=runs, under=all_held_out)
     metrics = read_metrics(runs / "a")
-    rewards = [line["reward/mean"] for line in metrics]
+    rewards = [line["reward/exact"] for line in metrics]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.3
     before, after = metrics[0]["eval/before"], metrics[-1]["eval/reward"]
     assert 0.4 < before < 0.5

@@ -198,7 +198,7 @@ def evaluate(config: Config) -> dict[str, Any]:
     setup = Setup(config, name="eval")
     setup.print_start()
     folder = setup.folder.path
-    logger = Logger(folder, setup.args(), wandb_mode="off")
+    logger = Logger(folder, setup.args())
     policy = load_replica(setup.model_folder, dtype=setup.dtype).to(setup.device)
     evaluator = setup.make_collector(policy, one_turn).evaluator(setup.held_out)
     truncation = Truncation(config.top_k, config.top_p)

@@ -45,9 +45,9 @@ class Logger:
     def __init__(
         self,
         folder: Path,
-        args: Mapping[str, Any],
+        args: dict[str, Any],
         *,
-        wandb_mode: str,
+        wandb_mode: str = "off",
         after_step: int = 0,
     ):
         """Open the logs in `folder`, which must exist.
@@ -58,6 +58,7 @@ class Logger:
         """
         self.folder = folder
         self._wandb: Any = None
+        self._uses_wandb = rank() == 0 and wandb_mode != "off"
         self._after_step = after_step
         self._started_at = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
@@ -67,10 +68,13 @@ class Logger:
             (folder / "rollouts").mkdir(exist_ok=True)
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
             if self._metrics_file.exists():
-                _truncate_metrics_file(self._metrics_file, after_step)
+                lines = read_json_lines(self._metrics_file)  # without damaged lines
+                kept = [
+                    json.dumps(line) + "\n" for line in lines if line.get("step") in range(after_step + 1)
+                ]
+                durable.replace_file(self._metrics_file, "".join(kept))
             self._metrics_file.touch()
-            if wandb_mode != "off":
-                self._wandb = self._try_wandb(lambda: _start_wandb(folder, args, wandb_mode))
+            self._try_wandb(lambda: self._start_wandb(args, wandb_mode))
 
     def log(self, step: int, metrics: Mapping[str, float], *, num_steps: int) -> None:
         """Write a step's metrics to the console, metrics.jsonl and wandb."""
@@ -80,14 +84,18 @@ class Logger:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._pending_lines += json.dumps({"step": step, **finite}).encode() + b"\n"
         self._write_metrics()
-        if self._wandb is not None:
-            self._try_wandb(lambda: self._wandb.log(dict(metrics), step=step))
+        self._try_wandb(lambda: self._wandb.log(step, metrics))
         seconds_per_step = (time.monotonic() - self._started_at) / max(1, step - self._after_step)
         left_s = seconds_per_step * (num_steps - step)
         print0(console_line(step, num_steps, metrics, left_s=left_s))
 
-    def log_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective)."""
+    def log_rollouts(
+        self, step: int, records: Iterable[Mapping[str, Any]], *, to_wandb: bool = False
+    ) -> None:
+        """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
+
+        to_wandb: whether wandb, if it is on, gets a table of the first ones, which must have an `advantage`.
+        """
         # Each rank encodes its own: rank 0 only puts the lines in order.
         lines = [(record["id"], json_text(record) + "\n") for record in records]
         # They may have megabytes: no other rank gets them.
@@ -95,20 +103,22 @@ class Logger:
         with spent_on("wait_ranks"):
             dist.gather_object(lines, gathered if rank() == 0 else None)
         if rank() == 0:
-            text = "".join(line for _, line in sorted(itertools.chain(*gathered)))
+            in_order = [line for _, line in sorted(itertools.chain(*gathered))]
             path = self.folder / "rollouts" / f"{step:06d}.jsonl"
             try:
-                path.write_text(text)
+                path.write_text("".join(in_order))
             except OSError as error:
                 with contextlib.suppress(OSError):  # a partly written file does not stay
                     path.unlink()
-                reason = error.strerror or error
-                print0(f"warning: {path}: {reason}; the run goes on without the rollouts of this step")
+                print0(
+                    f"warning: {path}: {error.strerror or error}; the run goes on without this step's rollouts"
+                )
+            if to_wandb:
+                self._try_wandb(lambda: self._wandb.log_completions(step, in_order))
 
     def finish(self) -> None:
         """Close wandb, if it is on. Raises SaveError if metrics.jsonl still lacks lines."""
-        if self._wandb is not None:
-            self._try_wandb(lambda: self._wandb.finish())
+        self._try_wandb(lambda: self._wandb.run.finish())
         if self._pending_lines and not self._write_metrics():
             num_steps = self._pending_lines.count(b"\n")
             raise SaveError(
@@ -116,7 +126,7 @@ class Logger:
             )
 
     def _write_metrics(self) -> bool:
-        """Add the lines that metrics.jsonl lacks; returns whether that succeeded."""
+        """Append the lines that metrics.jsonl lacks; return whether that succeeded."""
         try:
             durable.append_whole(self._metrics_file, self._pending_lines)
         except OSError as error:
@@ -126,15 +136,23 @@ class Logger:
         self._pending_lines = b""
         return True
 
-    def _try_wandb(self, action: Callable[[], Any]) -> Any:
-        """Call wandb; returns what it returns. If that fails, print the error and turn wandb off."""
+    def _start_wandb(self, args: dict[str, Any], mode: str) -> None:
+        """Start or resume the run in wandb."""
+        from minirl.extras.wandb_run import WandbRun
+
+        self._wandb = WandbRun(self.folder, args, mode)
+
+    def _try_wandb(self, action: Callable[[], Any]) -> None:
+        """Call wandb, if it is on. If that fails, print the error and turn wandb off."""
+        if not self._uses_wandb:
+            return
         try:
-            return action()
+            action()
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # not installed, no network, SystemExit: training goes on
             print0(f"wandb failed and is off from here on: {error!r}")
-            self._wandb = None
+            self._uses_wandb = False
 
 
 def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, left_s: float) -> str:
@@ -148,24 +166,3 @@ def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, lef
         if fraction > 0.1:
             columns.append(f"wait {cause} {fraction:.0%}")
     return " ".join(columns)
-
-
-def _start_wandb(folder: Path, args: Mapping[str, Any], mode: Any) -> Any:
-    """Start or resume the run in wandb."""
-    import wandb
-
-    return wandb.init(
-        project="minirl",
-        name=folder.name,
-        id=args["wandb_id"],
-        resume="allow",
-        dir=str(folder),
-        config=dict(args),
-        mode=mode,
-    )
-
-
-def _truncate_metrics_file(path: Path, last_step: int) -> None:
-    """Cut metrics.jsonl back to this step, without damaged lines."""
-    steps = [line for line in read_json_lines(path) if line.get("step") in range(last_step + 1)]
-    durable.replace_file(path, "".join(json.dumps(step) + "\n" for step in steps))

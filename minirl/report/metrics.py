@@ -40,9 +40,12 @@ class StepMetrics:
         self._step = step
         self._entries: list[Entry] = []
 
-    def add(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Add `weight` values that sum to `total` to a mean."""
-        self._keep("mean", name, total, weight)
+    def add(
+        self, name: str, total: float | Tensor, weight: float | Tensor = 1.0, *, kind: str = "mean"
+    ) -> None:
+        """Add `weight` values that sum to `total` to a mean, or to another of KINDS."""
+        kept = total.detach() if isinstance(total, Tensor) else total
+        self._entries.append(((kind, name), kept, weight))
 
     def add_values(self, name: str, values: Tensor) -> None:
         """Add every element of `values` to a mean."""
@@ -51,11 +54,11 @@ class StepMetrics:
     def add_max(self, name: str, values: Tensor, weight: float | Tensor = 1.0) -> None:
         """Raise a maximum to the greatest element of `values`, if any. weight: 0 if that element does not count."""
         if values.numel():
-            self._keep("maximum", name, values.max(), weight)
+            self.add(name, values.max(), weight, kind="maximum")
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
         """Add to a total, which is summed over ranks too."""
-        self._keep("total", name, amount)
+        self.add(name, amount, kind="total")
 
     def begin(self, phase: str) -> None:
         """Begin a phase; the one before ends when the device has finished it.
@@ -91,11 +94,6 @@ class StepMetrics:
             if weight
         }
 
-    def _keep(self, kind: str, name: str, number: float | Tensor, weight: float | Tensor = 1.0) -> None:
-        """Keep a number and its weight, which may be tensors of one element."""
-        kept = number.detach() if isinstance(number, Tensor) else number
-        self._entries.append(((kind, name), kept, weight))
-
 
 def _merge(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float]]:
     """Merge the numbers of each metric, in their order. The first tensor of a device waits for it."""
@@ -130,15 +128,11 @@ def add_rollouts(
         for turn in turns:
             if turn.parse_error is not None:
                 metrics.add_total("count/parse_errors", 1)
-    scored = without_nan(grouped_rewards)
-    if scored.numel() < grouped_rewards.numel():
-        metrics.add("reward/not_applicable", 1 - scored.numel() / grouped_rewards.numel())
-    if scored.numel() > 0:
-        metrics.add("reward/mean", scored.mean())
-    if scored.numel() > 1:
-        metrics.add("reward/std", scored.std())
+    if grouped_rewards.isnan().any():
+        metrics.add_values("reward/not_applicable", grouped_rewards.isnan())
+    _add_statistics(metrics, grouped_rewards, "reward/mean", "reward/std")
     if grouped_rewards.shape[1] > 1:
-        metrics.add("reward/frac_equal_groups", have_zero_variance(grouped_rewards).double().mean())
+        metrics.add_values("reward/frac_equal_groups", have_zero_variance(grouped_rewards))
 
 
 def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
@@ -162,24 +156,22 @@ def add_skipped(
     metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), total)
 
 
-def without_nan(values: Tensor) -> Tensor:
-    """The values that are not NaN: the tensor itself if all are not, so that sums keep their order."""
-    is_missing = values.isnan()
-    return values[~is_missing] if is_missing.any() else values
-
-
 def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
-    """Add the mean reward of each of K > 1 named functions, as reward/name.
+    """Add the mean and the standard deviation of each of K functions' rewards, as reward/name and reward/name/std.
 
-    rewards fp64 [P, G, K]: those of all groups, equal on every rank, so that no mean depends on which rank holds which
-    rollout. Rewards that are NaN do not apply to their completion and are left out.
+    rewards fp64 [P, G, K]: those of all groups, equal on every rank, so that no number depends on which rank holds
+    which rollout. Rewards that are NaN do not apply to their completion and are left out.
     """
-    if len(functions) == 1:
-        return
     for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
-        scored = without_nan(values)
-        if scored.numel() > 0:
-            metrics.add(f"reward/{name}", scored.mean())
+        _add_statistics(metrics, values, f"reward/{name}", f"reward/{name}/std")
+
+
+def _add_statistics(metrics: StepMetrics, rewards: Tensor, mean: str, std: str) -> None:
+    """Add the mean and the standard deviation of the rewards that are not NaN, if there are enough of them."""
+    scored = rewards[~rewards.isnan()]
+    metrics.add_values(mean, scored)
+    if len(scored) > 1:
+        metrics.add(std, scored.std())
 
 
 @torch.no_grad()

@@ -35,7 +35,11 @@ from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.planning import default_microbatch_tokens
 
 # Names of metrics under reward/ and eval/ that a reward function must not have.
-RESERVED = {"", *"reward before mean std frac_equal_groups kl_coef reward_model overlong".split()}
+RESERVED = {
+    "",
+    *"reward reward_model overlong before mean std frac_equal_groups not_applicable"
+    " len_mean truncated majority".split(),
+}
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:

@@ -208,7 +208,9 @@ class Run:
             weights=groups.reward_weights,
             advantage=means[is_own].tolist(),
         )
-        self._logger.log_rollouts(step, records)
+        self._logger.log_rollouts(
+            step, records, to_wandb=step == 1 or self._is_due(step, self._config.eval_every)
+        )
 
     def finish_step(
         self,
@@ -221,7 +223,6 @@ class Run:
         groups: None for a step that collected none.
         """
         metrics.begin("report")
-        is_last = step == self._config.num_steps
         progress, collector = self.progress, self._collector
         if collector:
             progress.num_served = collector.in_flight.num_served
@@ -236,17 +237,21 @@ class Run:
                     metrics.add_total(f"count/{name}", collector.take_count(name))
             metrics.add("count/epoch", progress.num_served / self._setup.prompts.num_prompts)
         progress.evaluated = {}
-        if is_last or _is_due(step, self._config.eval_every):
+        if self._is_due(step, self._config.eval_every):
             progress.evaluated = self.evaluate()
         metrics.end()
         numbers = derived(metrics.reduce()) | progress.evaluated
         if step == 1 and "eval/reward" in progress.before:
             numbers["eval/before"] = progress.before["eval/reward"]
         self._logger.log(step, numbers, num_steps=self._config.num_steps)
-        self._stop_signal = 0 if is_last else stop_requested()
+        self._stop_signal = 0 if step == self._config.num_steps else stop_requested()
         progress.step = step
-        if is_last or self._stop_signal or _is_due(step, self._config.save_every):
+        if self._stop_signal or self._is_due(step, self._config.save_every):
             self._checkpoints.save(vars(progress))
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether a step is the last one or a multiple of `every` (0: the last one only)."""
+        return step == self._config.num_steps or (every > 0 and step % every == 0)
 
     def close(self) -> int:
         """Print scores and paths; returns the exit code (collective)."""
@@ -263,7 +268,3 @@ class Run:
             "(for `from_pretrained`, of adapters PEFT's)"
         )
         return 128 + self._stop_signal if self._stop_signal else 0
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

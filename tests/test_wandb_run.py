@@ -1,0 +1,48 @@
+"""The files of wandb itself, offline."""
+
+import json
+
+import wandb
+from wandb.proto.wandb_internal_pb2 import Record
+
+from minirl.extras.wandb_run import TABLE_CHARS, TABLE_ROWS
+from minirl.report import logger
+
+
+def read_records(path):
+    """The protocol buffers in a .wandb file of up to 32 KiB: each behind 7 bytes, as the file's header is."""
+    data, place = path.read_bytes(), 7
+    while place < len(data):
+        start = place + 7
+        place = start + int.from_bytes(data[place + 4 : place + 6], "little")
+        yield Record.FromString(data[start:place])
+
+
+def test_wandb_has_the_variables_completions_and_best_score_also_of_a_resumed_run(monkeypatch, tmp_path):
+    """Row 40: it is the same run of the user's project. A table has the first rollouts by id, and long texts cut."""
+    monkeypatch.setattr(logger.dist, "gather_object", lambda mine, gathered: gathered.__setitem__(0, mine))
+    variables = {"PROJECT": "sums", "ENTITY": "us", "RUN_GROUP": "seeds", "TAGS": "a"}
+    for name, value in (variables | {"DATA_DIR": str(tmp_path)}).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    record = {"prompt": [{"content": "hi"}], "completion": "y" * 9_999}
+    record |= {"rewards": {"short": None, "exact": 1.0}, "advantage": -0.5}
+    records = [record | {"id": [i, 0], "row": f"x.jsonl:{i}"} for i in range(40, 0, -1)]
+    for after_step, scores, best in ((0, [0.25, 0.75, 0.9], [0.9, 3]), (2, [0.5], [0.75, 2])):
+        log = logger.Logger(tmp_path, {"wandb_id": "4a"}, wandb_mode="offline", after_step=after_step)
+        for step, score in enumerate(scores, after_step + 1):
+            log.log_rollouts(step, records, to_wandb=step == 1)
+            log.log(step, {"eval/reward": score}, num_steps=3)
+        log.finish()
+        wandb.teardown()  # it writes until then
+        found = list(read_records(tmp_path / "wandb" / "latest-run" / "run-4a.wandb"))
+        (run,) = (record.run for record in found if record.HasField("run"))
+        assert [run.run_id, run.project, run.entity, run.run_group, *run.tags] == ["4a", *variables.values()]
+        summary = {
+            item.key: json.loads(item.value_json) for record in found for item in record.summary.update
+        }
+        assert [summary["best/eval_reward"], summary["best/step"]] == best
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == ["step", "row", "prompt", "completion", "short", "exact", "advantage"]
+    assert len(content["data"]) == TABLE_ROWS
+    assert content["data"][0] == [1, "x.jsonl:1", "[{'content': 'hi'}]", "y" * TABLE_CHARS, None, 1.0, -0.5]
