@@ -39,7 +39,7 @@ class WandbRun:
             # The file also has the steps before a resume.
             lines = read_json_lines(self._metrics_file)
             self.run.summary["best/eval_reward"], self.run.summary["best/step"] = max(
-                (line["eval/reward"], line["step"]) for line in lines if "eval/reward" in line
+                (line["eval/reward"], line["step"]) for line in lines if line.get("eval/reward") is not None
             )
 
     def log_completions(self, step: int, lines: Sequence[str]) -> None:
