@@ -1,12 +1,18 @@
 """Every example of docs/examples trains two steps and resumes to the same bits."""
 
+import itertools
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from minirl.data.sorting import load_sorting
-from support.collecting import CHAT
+from minirl.files.user_code import find_functions
+from support.collecting import CHAT, collected, make_collector, unhurried
 from support.models import RAW_CONFIG, make_folder
 from support.resuming import resume
 from support.scripts import ROOT, patched_fork, read_metrics, reward_of, trained, write_rows
@@ -92,6 +98,11 @@ def make(env_class, env_config, extras):
     "reasoning_gym_rows.py": (
         "reasoning_gym/__init__.py",
         """
+import sys, types
+
+utils = sys.modules["reasoning_gym.utils"] = types.ModuleType("reasoning_gym.utils")
+utils.extract_answer = lambda text: text
+
 def get_score_answer_fn(name):
     assert name == "sums"
     return lambda answer, entry: float(answer == entry["answer"])
@@ -163,9 +174,12 @@ FLAGS = {
     "ema_reference.patch": f"{SMALL} --kl-coef 0.1 --ema-decay 0.75",
     "vocabulary_kl.patch": f"{SMALL} --teacher {{teacher}} --temperature 0.7",
     "replay_buffer.patch": f"{SMALL} --replayed-prompts 3",
+    "success_replay.patch": f"{CHATTING} --prompts-per-step 8 --success 4",
     "curriculum.patch": f"{SMALL} --first-share 0.05 --master 0",
     "turn_rewards_ppo.patch": f"{PLAYING} --rollout {EXAMPLES}/self_play.py:play",
     "self_play.py": f"{PLAYING} --rollout {{example}}:play",
+    "opponent.py": f"{PLAYING} --rollout {{example}}:play",
+    "process_rewards.py": f"{CHATTING} --rollout {{example}}:solve",
     "tree_search.py": f"{SMALL} --rollout {{example}}:search --reward episode episode:right --reward-weights 1 0",
     "calculator.py": f"{SMALL} --task calculator --rollout {{example}}:calculator --reward {{mine}}",
     "openai_agent.py": f"{CHATTING} episode --rollout {{example}}:agent",
@@ -185,6 +199,7 @@ SHOWN = {
     ),
     "ema_reference.patch": lambda _, second: second["policy/kl_ref_k3"] > 0,
     "vocabulary_kl.patch": lambda first, second: first["policy/loss"] == pytest.approx(first["teacher/kl"]),
+    "success_replay.patch": lambda first, second: first["reward/replayed"] == 0 < second["reward/replayed"],
     "curriculum.patch": lambda first, second: (
         first["reward/share_of_rows"] == 0.05 < second["reward/share_of_rows"]
     ),
@@ -216,15 +231,13 @@ def script_of(example, folder):
     if example.suffix == ".patch":
         return patched_fork(folder, example, name=example.stem), example
     text = example.read_text()
-    if "launch.run(" in text or ("__main__" in text and "class Config" in text):
+    if "class Config" in text:
         return str(example), example
     if example.name in STAND_INS:
         name, module = STAND_INS[example.name]
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(module)
-        if example.stem == "reasoning_gym_rows":
-            path.with_name("utils.py").write_text("def extract_answer(text):\n    return text\n")
         example = folder / example.name
         example.write_text(text)
     needs_turns = 'turn.extra["reward"]' in text
@@ -244,6 +257,8 @@ def test_an_example_trains_and_resumes(two_ranks, runs, tmp_path, files, name):
         files["teacher"] = (
             trained(two_ranks, runs / "teacher", "train_grpo.py", COMMON) / "checkpoints" / "000002"
         )
+    # A token classifier without a head gets a random one, the same in a resume: a file is loaded once per process.
+    two_ranks.run(set_variables, {"OPPONENT": f"{runs}/toy-*", "PRM": str(files["chat"]), "STEP_END": "e"})
     flags = f"{COMMON} {flags.format(**files, example=example)}"
     folder = trained(two_ranks, runs / Path(name).stem, script, flags)
     resume(two_ranks, script, folder, flags)
@@ -251,6 +266,52 @@ def test_an_example_trains_and_resumes(two_ranks, runs, tmp_path, files, name):
     assert first["optim/grad_norm"] > 0
     assert SHOWN.get(name, lambda *_: True)(first, second)
     assert first.get("policy/logp_gap_max", 0.0) == 0
+
+
+def set_variables(rank, variables):
+    os.environ.update(variables)
+
+
+def test_an_opponents_answers_have_no_loss_and_depend_on_its_newest_folder_alone(
+    tmp_path, files, monkeypatch
+):
+    monkeypatch.setenv("OPPONENT", f"{files['chat']} {tmp_path}/later*")
+    (make_opponent,) = find_functions(f"{EXAMPLES}/opponent.py", "Opponent")
+    opponents = [make_opponent(os.environ["OPPONENT"], max_running_requests=n) for n in (64, 1)]
+
+    def sampled(opponent):
+        async def talk(episode):
+            turn = await episode.generate(max_tokens=2 + episode.seed % 5)
+            said = await opponent.answer(turn.text or "a", key=f"{episode.seed}", max_tokens=9)
+            await episode.generate(after=f"a{said}", max_tokens=2)
+
+        (step,) = collected(make_collector(rollout=unhurried(talk)), 1)
+        return step
+
+    together, alone = map(sampled, opponents)
+    assert together == alone
+    for _, _, ((_, _, tokens),), _ in together:
+        parts = itertools.groupby(is_sampled for _, is_sampled, _ in tokens)
+        assert [is_sampled for is_sampled, _ in parts] == [False, True, False, True]
+    weights = load_file(files["chat"] / "model.safetensors")
+    later = shutil.copytree(files["chat"], tmp_path / "later1")
+    save_file({name: -weight for name, weight in weights.items()}, later / "model.safetensors")
+    assert sampled(opponents[0]) != together
+    followed, frozen = (opponent.model.embed_tokens.weight for opponent in opponents)
+    assert torch.equal(followed, -frozen)
+
+
+def test_a_process_reward_scores_each_step_at_its_end(data_folder, monkeypatch):
+    monkeypatch.setenv("PRM", str(data_folder / "stories260K"))
+    score_steps, prm, tokenizer = find_functions(
+        f"{EXAMPLES}/process_rewards.py", "score_steps", "MODEL", "TOKENIZER"
+    )
+    ids = tokenizer("How?")["input_ids"]
+    expected = []
+    for step in ("So.", "Then this."):
+        ids += tokenizer(step, add_special_tokens=False)["input_ids"]
+        expected.append(prm(torch.tensor([ids])).logits[0, -1].softmax(-1)[-1].item())
+    assert score_steps("How?", ["So.", "Then this."]) == pytest.approx(expected)
 
 
 def test_the_page_lists_every_example_and_every_patch_applies(tmp_path):
