@@ -10,8 +10,6 @@ import train_ppo
 from minirl.errors import InputError
 from minirl.rewards.functions import EpisodeReward
 from minirl.rollouts import all_branches
-from minirl.run.config import RunConfig
-from minirl.run.inputs import load_rewards, load_task
 from minirl.training.batch import exchange, pack
 from minirl.training.losses import sequence_sums
 from support.collecting import (
@@ -175,10 +173,3 @@ def test_functions_that_name_them_get_messages_and_what_was_given_and_chats_have
     functions = {"mine": mine, "early": EpisodeReward("early")}
     make_collector(prompts, functions=functions, rollout=chatting).collect(6)
     assert seen == conversations
-
-
-def test_the_flag_names_episode_rewards():
-    config = RunConfig(reward=("episode", "episode:format"))
-    rewards, _ = load_rewards(config, load_task(config))
-    names = {name: reward.episode_reward for name, reward in rewards.items()}
-    assert names == {"episode": "reward", "format": "format"}

@@ -200,6 +200,7 @@ SHOWN = {
     "ema_reference.patch": lambda _, second: second["policy/kl_ref_k3"] > 0,
     "vocabulary_kl.patch": lambda first, second: first["policy/loss"] == pytest.approx(first["teacher/kl"]),
     "success_replay.patch": lambda first, second: first["reward/replayed"] == 0 < second["reward/replayed"],
+    "tree_search.py": lambda first, _: first["reward/episode"] == 0 < first["reward/right"],
     "curriculum.patch": lambda first, second: (
         first["reward/share_of_rows"] == 0.05 < second["reward/share_of_rows"]
     ),
@@ -275,30 +276,33 @@ def set_variables(rank, variables):
 def test_an_opponents_answers_have_no_loss_and_depend_on_its_newest_folder_alone(
     tmp_path, files, monkeypatch
 ):
-    monkeypatch.setenv("OPPONENT", f"{files['chat']} {tmp_path}/later*")
+    """Whatever other episodes do meanwhile."""
+    patterns = f"{files['chat']} {tmp_path}/later*"
+    monkeypatch.setenv("OPPONENT", patterns)
     (make_opponent,) = find_functions(f"{EXAMPLES}/opponent.py", "Opponent")
-    opponents = [make_opponent(os.environ["OPPONENT"], max_running_requests=n) for n in (64, 1)]
+    opponent = make_opponent(patterns)
 
-    def sampled(opponent):
-        async def talk(episode):
-            turn = await episode.generate(max_tokens=2 + episode.seed % 5)
-            said = await opponent.answer(turn.text or "a", key=f"{episode.seed}", max_tokens=9)
-            await episode.generate(after=f"a{said}", max_tokens=2)
+    async def talk(episode):
+        turn = await episode.generate(max_tokens=2 + episode.seed % 5)
+        said = await opponent.answer(turn.text or "a", key=f"{episode.seed}", max_tokens=9)
+        await episode.generate(after=f"a{said}", max_tokens=2)
 
+    def sampled():
         (step,) = collected(make_collector(rollout=unhurried(talk)), 1)
         return step
 
-    together, alone = map(sampled, opponents)
-    assert together == alone
-    for _, _, ((_, _, tokens),), _ in together:
+    before = sampled()
+    assert sampled() == before
+    for _, _, ((_, _, tokens),), _ in before:
         parts = itertools.groupby(is_sampled for _, is_sampled, _ in tokens)
         assert [is_sampled for is_sampled, _ in parts] == [False, True, False, True]
     weights = load_file(files["chat"] / "model.safetensors")
     later = shutil.copytree(files["chat"], tmp_path / "later1")
     save_file({name: -weight for name, weight in weights.items()}, later / "model.safetensors")
-    assert sampled(opponents[0]) != together
-    followed, frozen = (opponent.model.embed_tokens.weight for opponent in opponents)
-    assert torch.equal(followed, -frozen)
+    embedding, name = opponent.model.embed_tokens.weight, "model.embed_tokens.weight"
+    assert torch.equal(embedding, weights[name].float())
+    assert sampled() != before
+    assert torch.equal(embedding, -weights[name].float())
 
 
 def test_a_process_reward_scores_each_step_at_its_end(data_folder, monkeypatch):
