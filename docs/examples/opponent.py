@@ -24,7 +24,7 @@ from minirl.data.task import Row
 from minirl.errors import refuse
 from minirl.generation.engine import Engine
 from minirl.model.weights import load_replica, load_weights
-from minirl.ranks.process_group import own_device
+from minirl.ranks.process_group import select_device
 from minirl.rollouts import Request, RolloutId, SampledSequence
 
 
@@ -38,7 +38,7 @@ class Opponent:
         """Load the last folder that matches. The run plans its memory after this has taken weights and cache."""
         self._patterns = patterns.split()
         self.folder = self._newest()
-        device = own_device(may_use_cpu=True)
+        device = select_device(may_use_cpu=True)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = load_replica(self.folder, dtype=dtype).to(device)
         self.tokenizer = ChatTokenizer(self.folder)
