@@ -66,7 +66,7 @@ def let_time_pass():
     runner.time.monotonic = lambda: math.inf
 
 async def mine(episode):
-    if episode.row.place != "f:3":
+    if episode.row.origin != "f:3":
         await episode.generate(max_tokens=9)
         return RETURNED
 """

@@ -35,7 +35,7 @@ def score_steps(prompt, steps):
 async def solve(episode):
     """Sample one completion, a turn for each step. The same tokens as in one turn: nothing is appended."""
     turn = await episode.generate(stop=STEP_END)
-    while STEP_END in turn.text and episode.room:
+    while STEP_END in turn.text and episode.remaining_tokens:
         turn = await episode.generate(stop=STEP_END)
     prompt = episode.row.prompt
     question = prompt if isinstance(prompt, str) else prompt[-1]["content"]

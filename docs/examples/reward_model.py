@@ -52,9 +52,9 @@ def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
     sequences = []
     for field in ("chosen", "rejected"):
         text = row.columns.get(field)
-        refuse(not isinstance(text, str), f"{row.place}: no text in the field {field!r}")
+        refuse(not isinstance(text, str), f"{row.origin}: no text in the field {field!r}")
         ids = prompts.tokenizer.encode_with_completion(row.prompt, text)
-        refuse(len(ids) > prompts.max_tokens, f"{row.place}: {len(ids)} tokens, {prompts.max_tokens} fit")
+        refuse(len(ids) > prompts.max_tokens, f"{row.origin}: {len(ids)} tokens, {prompts.max_tokens} fit")
         sequences.append(ids)
     return sequences[0], sequences[1]
 

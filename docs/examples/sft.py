@@ -39,12 +39,12 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence
     """A row's prompt with its answer and the end-of-sequence token, as if they were sampled. Raises InputError."""
     row = prompts.row(ordinal)
     answer = row.columns.get(field)
-    refuse(not isinstance(answer, str), f"{row.place}: no text in the field {field!r}; see --answer-field")
+    refuse(not isinstance(answer, str), f"{row.origin}: no text in the field {field!r}; see --answer-field")
     prompt_ids = prompts.prompt_ids(ordinal)
     ids = [*prompts.tokenizer.encode_appended(answer, row.origin), prompts.tokenizer.backend.eos_token_id]
     length = len(prompt_ids) + len(ids)
     refuse(
-        length > prompts.max_tokens, f"{row.place}: {length} tokens with the answer, {prompts.max_tokens} fit"
+        length > prompts.max_tokens, f"{row.origin}: {length} tokens with the answer, {prompts.max_tokens} fit"
     )
     completion = unsampled_stream(ids)
     completion["is_sampled"] = True
