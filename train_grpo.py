@@ -1,8 +1,7 @@
 r"""GRPO and its family: group-relative policy optimization of a language model, arXiv:2402.03300.
 
     torchrun --standalone --nproc-per-node 2 train_grpo.py    # embedded model and task
-    torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
-        --task gsm8k --data train.jsonl --eval-data test.jsonl
+    torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
     python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score --algorithm dapo
 
 Each step: generate group_size completions of each prompt, reward them, score them under the reference (if

@@ -1,8 +1,7 @@
 r"""PPO with a value model, arXiv:1707.06347, for language models, arXiv:2203.02155.
 
     torchrun --standalone --nproc-per-node 2 train_ppo.py     # embedded model and task
-    torchrun --nproc-per-node 8 train_ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat \
-        --task gsm8k --data train.jsonl --eval-data test.jsonl
+    torchrun --nproc-per-node 8 train_ppo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
     python train_ppo.py --model DIR --data my.jsonl --reward-model RM_DIR --value-model RM_DIR \
         --kl-reward-coef 0.05
 

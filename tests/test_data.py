@@ -318,12 +318,12 @@ def write(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"prompt": "a", }', "not JSON: .* at column 17"),
-        (b'{"prompt": "a", "x": {"b": 1, "b": 2}}', r"cannot be read: a field is repeated: \['b'\]"),
-        (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read: .*digits"),
+        (b'{"prompt": "a", }', "cannot be read as JSON: .*: column 17"),
+        (b'{"prompt": "a", "x": {"b": 1, "b": 2}}', r"cannot be read as JSON: a field is repeated: \['b'\]"),
+        (b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "cannot be read as JSON: .*digits"),
         (b'["a"]', r"expected an object, got \['a'\]"),
-        (b'{"question": "a", "n": 1}', r"no field 'prompt', only \['n', 'question'\]; rename"),
-        (b'{"prompt": null, "q": 1}', "field 'prompt' is 'None'; expected text"),
+        (b'{"question": "a", "n": 1}', r"no field 'prompt' .* among \['n', 'question'\]; rename"),
+        (b'{"prompt": null, "q": 1}', "no field 'prompt' with text or messages among"),
         (b'{"prompt": " \\n\\u00a0"}', "field 'prompt' is ' "),
         (b'{"prompt": []}', "field 'prompt'"),
         (b'{"prompt": [{"content": "a"}]}', "field 'prompt', message 1: .*expected a message"),
@@ -333,7 +333,7 @@ def write(tmp_path):
         ),
         (b'{"prompts": "b", "prompt": "a"}', "field 'prompts' has the name of an argument"),
         (b'{"rollouts": "b", "prompt": "a"}', "field 'rollouts' has the name of an argument"),
-        (b'{"prompt": "caf\xe9"}', "cannot be read: 'utf-8' codec"),
+        (b'{"prompt": "caf\xe9"}', "cannot be read as JSON: 'utf-8' codec"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -343,7 +343,20 @@ def test_a_bad_line_is_named(write, line, said):
         load_jsonl_task(write(GOOD, b"", line, b"{}"), ())
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf"])
+def test_a_json_array_is_read_over_several_lines(write):
+    """Behind a BOM too. Errors name the line of the file, or the number of the row."""
+    path = write(b'\xef\xbb\xbf[{"prompt": "a"},', b' {"prompt":', b'  "b"}]')
+    expected = [Row(text, {}, f"{path} row {number}") for number, text in enumerate("ab", 1)]
+    assert load_jsonl_task(path, ()).train_rows == expected
+    for line, said in (
+        (b"{]", r": cannot be read as JSON: .* line 2 column 2"),
+        (b"3]", " row 2: expected an object"),
+    ):
+        with pytest.raises(InputError, match=rf"rows\.jsonl{said}"):
+            load_jsonl_task(write(b'[{"prompt": "a"},', line), ())
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\r\n", b"\xef\xbb\xbf", b"[]"])
 def test_row_18_an_empty_file_is_refused(write, content):
     """Not a run of 0 steps."""
     with pytest.raises(InputError, match=r"rows\.jsonl: no rows"):
@@ -423,7 +436,7 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
     assert prompts.num_prompts == 2
     (said,) = prompts.notes()
-    assert said.startswith("train: 4 of 6 prompts have more than 6 tokens (f:2, f:4, f:5, ...): left out")
+    assert said.startswith("train: 4 of 6 prompts have more than 6 tokens, such as f:2, f:4, f:5: left out")
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):

@@ -1,5 +1,6 @@
 """Tasks: files read whole and refused by line and field, answers extracted, held-out rows held out."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from minirl.data.gsm8k import (
     strict_score,
 )
 from minirl.data.sorting import load_sorting, score
-from minirl.data.task import Row
+from minirl.data.task import Row, Task
 from minirl.run.config import RunConfig
-from minirl.run.inputs import load_rewards, load_task
+from minirl.run.embedded_model import CONFIG, save_tokenizer
+from minirl.run.inputs import load_prompts, load_rewards, load_task
 from support.rollouts import rewards_of_call
 from support.scripts import ROOT, read_metrics, read_rows, trained, write_rows
 from support.texts import user
@@ -85,9 +87,9 @@ def test_scores_are_of_the_completion_alone(is_chat):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"answer": "#### 3"}, "field 'question' is None"),
-        ({"question": "q", "answer": 3}, "field 'answer' is 3"),
-        ({"question": "q", "answer": "three"}, "field 'answer' has no number after '####'"),
+        ({"answer": "#### 3"}, r"no field 'question' with text among \['answer'\]"),
+        ({"question": None, "answer": "#### 3"}, "no field 'question' with text"),
+        ({"question": "q", "answer": "three"}, "no field 'answer' with a number after '####'"),
     ],
 )
 def test_a_bad_gsm8k_row_is_refused_with_file_line_and_field(tmp_path, row, said):
@@ -108,6 +110,25 @@ def test_the_real_gsm8k_files_load_and_their_answers_are_right(data_folder):
         answers = [row.columns["answer"] for row in rows]
         assert strict_score(solutions, answers) == flexible_score(solutions, answers) == [1.0] * count
         assert sum(strict_score(solutions[1:] + solutions[:1], answers)) < 0.1 * count
+
+
+def test_a_run_evaluates_a_fixed_sample_of_a_long_file(tmp_path):
+    """From all over it, the same with another seed, and a note says so; all rows of a short one. Pitfall 56."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def held_out(num_rows, seed):
+        rows = [Row(f"{i}=", {"i": i}, f"f:{i}") for i in range(num_rows)]
+        task = Task("numbers", rows[:1], {"f": rows}, {}, 4)
+        prompts = load_prompts(RunConfig(seed=seed), task, tmp_path, tools=(), user_rollout=None)[2]
+        return {prompts.row(i).columns["i"] for i in range(prompts.num_prompts)}, prompts.notes()
+
+    sample, notes = held_out(1319, 0)
+    assert len(sample) == 256
+    assert 600 < sum(sample) / 256 < 720
+    assert notes == ["eval: f: a fixed sample, 256 of 1,319 rows"]
+    assert held_out(1319, 7) == (sample, notes)
+    assert held_out(256, 0) == ({*range(256)}, [])
 
 
 @pytest.mark.parametrize("load", [load_sorting, load_calculator])

@@ -1,4 +1,4 @@
-"""GSM8K, grade-school maths (arXiv:2110.14168), from its JSONL files with the fields `question` and `answer`.
+"""GSM8K, grade-school maths (arXiv:2110.14168), from rows with the fields `question` and `answer`.
 
 The reward is the strict score: the number after the last "####" must equal that of the reference. The data set's own
 pattern finds it, `#### (-?[0-9.,]+)`, with an optional $. Text behind the number is ignored ("40%" is 40); a number
@@ -17,6 +17,9 @@ from minirl.data.jsonl import read_rows
 from minirl.data.task import Row, Task, exact_score
 from minirl.errors import refuse
 
+# The sources of rows without --data: NAME:CONFIG:SPLIT on the hub.
+TRAIN_DATA = "openai/gsm8k:main:train"
+TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
 # The characters that a number may have from its first digit on.
 _DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
@@ -50,7 +53,7 @@ flexible_score = exact_score(flexible_answer)
 
 
 def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
-    """Load the task from `train.jsonl` and, for evaluation, `test.jsonl`."""
+    """Load the task from the rows to train on and, for evaluation, held-out ones."""
     return Task(
         name="gsm8k",
         train_rows=read_rows(data, _to_row),
@@ -67,12 +70,8 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
 
     Raises InputError naming the origin and the field.
     """
-    for name in ("question", "answer"):
-        value = fields.get(name)
-        refuse(
-            not isinstance(value, str) or not value.strip(),
-            f"{origin}: field {name!r} is {value!r}; expected text",
-        )
-    answer = strict_answer(fields["answer"])
-    refuse(answer is None, f"{origin}: field 'answer' has no number after '####'")
-    return Row(fields["question"] + INSTRUCTION, {"answer": answer}, origin)
+    question = str(fields.get("question") or "")
+    refuse(not question.strip(), f"{origin}: no field 'question' with text among {sorted(fields)}")
+    answer = strict_answer(str(fields.get("answer")))
+    refuse(answer is None, f"{origin}: no field 'answer' with a number after '####' among {sorted(fields)}")
+    return Row(question + INSTRUCTION, {"answer": answer}, origin)

@@ -1,8 +1,7 @@
-"""Tasks from JSONL files: one object with a prompt per line. The whole file is checked before the run starts."""
+"""Tasks from files of rows with a prompt, such as JSONL. All rows are checked before the run starts."""
 
-import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ from minirl.data.messages import read_prompt
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError, refuse
 
-# Whitespace, and the byte order mark with which a file may begin.
-BLANK = b" \t\r\n" + codecs.BOM_UTF8
+# Whitespace, and the byte order mark of UTF-8 with which a file may begin.
+BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
@@ -31,35 +30,52 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
     Raises InputError naming the origin, also for a column named like an argument of reward functions.
     """
     refuse(
-        "prompt" not in fields,
-        f"{origin}: no field 'prompt', only {sorted(fields)}; rename the prompt's field",
+        not isinstance(fields.get("prompt"), str | list),
+        f"{origin}: no field 'prompt' with text or messages among {sorted(fields)}; rename the prompt's field",
     )
     prompt = read_prompt(fields.pop("prompt"), f"{origin}: field 'prompt'")
-    tools = fields.pop("tools", None)
+    tools = fields.pop("tools", None) or None
     for name in (*STANDARD_ARGUMENTS, *EPISODE_ARGUMENTS):
         refuse(
             name in fields,
             f"{origin}: field {name!r} has the name of an argument of reward functions; rename the field",
         )
-    return Row(prompt, fields, origin, None if tools == [] else tools)
+    return Row(prompt, fields, origin, tools)
 
 
-def read_rows(path: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
-    """Read a JSONL file, one object per line; blank lines are skipped.
+def read_rows(source: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
+    """Read the rows of a JSONL, JSON or Parquet file, a dataset folder or a dataset of the hub.
 
-    to_row: makes a row of an object and its origin, "file:line", or raises InputError. Raises InputError naming file
-    and line if the file is missing or empty, or a line is not an object.
+    to_row: makes a row from an object and its origin, "file:line" or "source row N", or raises InputError. Raises
+    InputError naming source and origin if the source is missing or has no rows, or a row is not an object.
     """
-    refuse(not Path(path).is_file(), f"there is no file {path}")
+    path = Path(source)
+    if path.is_file() and path.suffix != ".parquet":
+        objects = _json_objects(path)
+    else:
+        from minirl.extras.hub_data import dataset_objects
+
+        objects = dataset_objects(source)
     rows = []
-    # The file is read as bytes, where only "\n" ends a line: text may contain other line separators.
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip(BLANK):
-                origin = f"{path}:{number}"
-                rows.append(to_row(_parse_object(line, origin), origin))
-    refuse(not rows, f"{path}: no rows")
+    for origin, fields in objects:
+        refuse(not isinstance(fields, dict), f"{origin}: expected an object, got {str(fields)[:60]}")
+        rows.append(to_row(fields, origin))
+    refuse(not rows, f"{source}: no rows")
     return rows
+
+
+def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the origin and value of each item of a JSON array, or of each line that is not blank."""
+    content = path.read_bytes()
+    if content.lstrip(BLANK).startswith(b"["):
+        for number, item in enumerate(_parse_json(content, str(path)), 1):
+            yield f"{path} row {number}", item
+        return
+    # Only "\n" ends a line: text may contain other line separators.
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip(BLANK):
+            origin = f"{path}:{number}"
+            yield origin, _parse_json(line, origin)
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,14 +85,11 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _parse_object(line: bytes, origin: str) -> dict[str, Any]:
-    """Return the object of a line. Raises InputError naming the origin."""
+def _parse_json(text: bytes, origin: str) -> Any:
+    """Return the value of a file or line. Raises InputError naming the origin."""
     try:
-        fields = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_reject_duplicate_keys)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{origin}: not JSON: {error.msg} at column {error.colno}") from None
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        # For example another encoding, a number with thousands of digits, or lists nested thousands deep.
-        raise InputError(f"{origin}: cannot be read: {error}") from None
-    refuse(not isinstance(fields, dict), f"{origin}: expected an object, got {str(fields)[:60]}")
-    return fields
+        # Also for another encoding, a number with thousands of digits, or lists nested thousands deep. The line within
+        # a line would mislead.
+        raise InputError(f"{origin}: cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None

@@ -25,7 +25,8 @@ class PromptStream:
     function of (seed, prompt_ordinal). Prompts are tokenized when they are drawn.
 
     longest_prompt: the number of tokens of the longest prompt. row_index: maps a prompt_ordinal to the number of its
-    row in an epoch, see `draw_by`.
+    row in an epoch. A curriculum sets another function, which must return the same number as long as a prompt is in
+    use: throughout a step, and after a resume.
     """
 
     def __init__(
@@ -57,11 +58,10 @@ class PromptStream:
         limit = max_tokens - max_new_tokens
         self._rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         self.longest_prompt = max((length for length in lengths if length <= limit), default=0)
-        self._notes = list(notes)
+        self._notes = tokenizer.notes(rows[0].prompt) if rows else []
         if len(self._rows) < len(rows):
-            self._notes.insert(0, self._note_on_long_prompts(rows, lengths))
-        if rows:
-            self._notes = tokenizer.notes(self._rows[0].prompt) + self._notes
+            self._notes.append(self._note_on_long_prompts(rows, lengths))
+        self._notes += notes
         self.row_index: Callable[[int], int] = self._shuffled_index
 
     @property
@@ -164,13 +164,6 @@ class PromptStream:
         """Return the row of a prompt: a copy, which its caller may change."""
         return copy.deepcopy(self._rows[self.row_index(prompt_ordinal)])
 
-    def draw_by(self, row_index: Callable[[int], int]) -> None:
-        """Replace `row_index`, for a curriculum instead of shuffled epochs.
-
-        It must return the same number as long as a prompt is in use: throughout a step, and after a resume.
-        """
-        self.row_index = row_index
-
     def _shuffled_index(self, prompt_ordinal: int) -> int:
         epoch, position = divmod(prompt_ordinal, self.num_prompts)
         return _shuffled_order(self.num_prompts, self.seed, epoch)[position]
@@ -185,8 +178,10 @@ class PromptStream:
             "--max-tokens-per-microbatch allow",
         )
         origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]
-        listed = ", ".join(origins[:3]) + (", ..." if len(origins) > 3 else "")
-        return f"{len(origins)} of {len(rows)} prompts have more than {limit} tokens ({listed}): left out"
+        return (
+            f"{len(origins)} of {len(rows)} prompts have more than {limit} tokens, such as "
+            f"{', '.join(origins[:3])}: left out"
+        )
 
 
 @functools.lru_cache(4)  # those of two streams: a step may begin in one epoch and end in the next

@@ -1,7 +1,7 @@
 """A task: prompts and the functions that reward completions. Tasks hold text, never tensors.
 
 Each task is a module with a `load...` function that returns a `Task`. A new task is a new module, or, without
-changing the package, a JSONL file and a reward function (`jsonl`).
+changing the package, rows of data and a reward function (`jsonl`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Row:
     prompt: str | Messages
     # Further fields, which reward functions may take as arguments.
     columns: Mapping[str, Any]
-    # The origin, "file:line", for error messages and logs.
+    # The origin, "file:line" or "source row N", for error messages and logs.
     origin: str
     # JSON schemas of the tools that a prompt of messages shows; None: the run's.
     tools: list[dict[str, Any]] | None = None

@@ -63,7 +63,7 @@ class Config(RunConfig):
     model: str | None = None
     """[Model and data] Hugging Face folder or hub id, or a run, for its newest checkpoint (default: a tiny embedded
     model)"""
-    data: str | None = None  # JSONL file of prompts, unless there is --eval-data
+    data: str | None = None  # prompts, unless there is --eval-data: a file or dataset, as a script's --data
     eval_rows: int = 10**9  # [Evaluation] maximum number of rows per file
     eval_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 0
     """completions per row, sampled at --temperature (0: one, greedy)"""
@@ -83,7 +83,7 @@ def find_model(model: str) -> tuple[str, dict[str, Any]]:
     # A checkpoint that was copied elsewhere is a model of no run.
     if args.is_file() and folder in checkpoints_in(args.parent):
         return model, read_json_object(args)
-    if os.path.exists(os.path.join(model, "config.json")):
+    if os.path.isfile(folder / "config.json"):
         return model, {}
     try:
         run = find_run(model, "args.json")

@@ -1,6 +1,7 @@
 """The records of rollouts: the lines of rollouts/*.jsonl, and the metrics of an evaluation, which are means of them."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
         if len(sample["rewards"]) > 1:
             rewards |= sample["rewards"]
         if len(task.eval_sets) > 1:
-            file = Path(sample["row"].rpartition(":")[0])
+            file = Path(re.sub(r"(:| row )\d+$", "", sample["row"]))
             rewards[f"{file.stem}/reward"] = sample["reward"]
         for name, reward in rewards.items():
             if reward is not None:

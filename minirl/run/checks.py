@@ -62,11 +62,10 @@ def check_shared(config: RunConfig) -> None:
             f"{' and '.join(flag_name(kind) for kind, _ in writers)}: each of them writes the rollouts; leave out all "
             "but one (an --environment or a --rollout may call the others itself)"
         )
-    if config.model and not config.data:
-        refuse(
-            config.trains or config.task == "auto",
-            "--model needs --data FILE.jsonl, with --reward, --reward-model or --task gsm8k",
-        )
+    refuse(
+        config.model and not config.data and config.task == "auto",
+        "--model needs --data, with --reward or --reward-model, or --task gsm8k",
+    )
     if config.max_staleness and config.correction == "none":
         refuse(
             config.needs_policy_logprobs,

@@ -38,9 +38,11 @@ class RunConfig:
     """[Model and data] Hugging Face folder or hub id (default: a tiny embedded model)"""
     task: Literal["auto", "sorting", "calculator", "gsm8k", "jsonl"] = "auto"
     """source of prompts and rewards (auto: jsonl with --data, else sorting)"""
-    data: str | None = None  # JSONL file of training prompts (default: prompts that the task generates)
+    data: str | None = None
+    """training prompts: .jsonl, .json or .parquet file, or NAME[:CONFIG[:SPLIT]], a dataset folder or hub id (default:
+    the task's)"""
     eval_data: tuple[str, ...] = ()
-    """JSONL files of held-out prompts, each with its own metric (default: none, or prompts that the task generates)"""
+    """held-out prompts, files or datasets such as --data, each with its own metric (default: none, or the task's)"""
     chat: bool = False
     """wrap text prompts in the chat template, for the policy and for --reward-model"""
     chat_template_kwargs: str | None = None
@@ -132,7 +134,7 @@ class RunConfig:
     """machine that --dry-run plans for, RANKSxGB, such as 8x80 for 8 GPUs of 80 GB (default: this one)"""
 
     # Constants, no flags. minirl.extras.evaluate declares the first two as flags.
-    eval_rows = 256  # maximum number of held-out rows per file
+    eval_rows = 256  # maximum number of held-out rows per file, a fixed sample
     eval_samples = 0  # sampled completions per held-out row (0: one, greedy)
     trains = True
     num_value_models = 0  # value models that train besides the policy, all of one shape

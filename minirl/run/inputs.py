@@ -3,19 +3,20 @@
 import dataclasses
 import functools
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minirl.data.answers import check_calls_parsable
 from minirl.data.chat_tokenizer import ChatTokenizer
-from minirl.data.gsm8k import load_gsm8k
+from minirl.data.gsm8k import TEST_DATA, TRAIN_DATA, load_gsm8k
 from minirl.data.jsonl import load_jsonl_task
 from minirl.data.messages import Tool
 from minirl.data.prompts import PromptStream
-from minirl.data.task import RewardFunction, Task
+from minirl.data.task import RewardFunction, Row, Task
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.driver import UserRollout, check_rollout_function
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.files.user_code import find_functions, loading_user_code, source_and_name
 from minirl.model.config import ModelConfig
 from minirl.model.families import read_config
@@ -89,18 +90,19 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
         refuse(data or eval_data, f"--task {name} makes its own prompts; leave out --data and --eval-data")
         return EMBEDDED_TASKS[name]()
     if data is None:
-        raise InputError(f"--task {name} needs --data FILE.jsonl")
+        refuse(name != "gsm8k", f"--task {name} needs --data")
+        data, eval_data = TRAIN_DATA, eval_data or (TEST_DATA,)
     refuse(
         len({Path(path).stem for path in eval_data}) < len(eval_data),
         f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
     )
     if name == "gsm8k":
         return load_gsm8k(data, eval_data)
-    if config.is_rewarded and not config.reward and not config.reward_model and not has_rewards:
-        raise InputError(
-            "--data FILE.jsonl needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, "
-            "--reward-model DIR or --task gsm8k"
-        )
+    refuse(
+        config.is_rewarded and not (config.reward or config.reward_model or has_rewards),
+        "--data needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, --reward-model DIR or "
+        "--task gsm8k",
+    )
     return load_jsonl_task(data, eval_data)
 
 
@@ -175,12 +177,15 @@ def load_prompts(
     limits.append(model_config.max_position_embeddings)
     if teacher_folder := model_folder_of_field(config, "teacher"):
         limits.append(_check_teacher(teacher_folder, tokenizer, model_config.vocab_size))
-    held_out = [row for rows in task.eval_sets.values() for row in rows[: config.eval_rows]]
-    notes_on_rows = [
-        f"{path}: only the first {config.eval_rows:,} of {len(rows):,} rows"
-        for path, rows in task.eval_sets.items()
-        if len(rows) > config.eval_rows
-    ]
+    held_out: list[Row] = []
+    notes_on_rows = []
+    for source, rows in task.eval_sets.items():
+        num_rows = min(len(rows), config.eval_rows)
+        # A constant seed: the same rows in any run. The first ones of a sorted file would be no fair sample.
+        sample = random.Random(0).sample(range(len(rows)), num_rows)
+        held_out += [rows[i] for i in sorted(sample)]
+        if num_rows < len(rows):
+            notes_on_rows.append(f"{source}: a fixed sample, {num_rows:,} of {len(rows):,} rows")
     stream = functools.partial(
         PromptStream,
         tokenizer=tokenizer,
@@ -198,7 +203,7 @@ def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> i
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
     refuse(
-        ids != teachers_ids,
+        different,
         f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in "
         f"{', '.join(different)}; take a teacher with the same ids",
     )
@@ -223,10 +228,10 @@ def load_tokenizer(
     change no prompt.
     """
     user_tools = [] if user_rollout is None else user_rollout.tools
-    if tools and user_tools:
-        raise InputError(
-            "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout"
-        )
+    refuse(
+        tools and user_tools,
+        "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout",
+    )
     tokenizer = ChatTokenizer(
         folder,
         chat=config.chat,

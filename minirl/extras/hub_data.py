@@ -1,0 +1,43 @@
+"""Rows of Parquet files, dataset folders and the hub's datasets, read with datasets: `pip install -e '.[data]'`."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from minirl.errors import InputError, refuse
+
+
+def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the origin, "source row N", and the fields of each row as Python values.
+
+    source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a hub id. One rank downloads and
+    prepares what the cache lacks; the others wait for its file locks, then read the cache. Raises InputError naming the
+    source, and its splits if it has several and SPLIT is none of them.
+    """
+    is_file_name = source.endswith((".jsonl", ".json", ".parquet"))
+    refuse(is_file_name and not os.path.exists(source), f"there is no file {source}")
+    try:
+        import datasets
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise InputError(f"{source}: only JSON is read without datasets: pip install -e '.[data]'") from None
+    name, _, rest = source.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        if os.path.isfile(source):
+            splits = {split: datasets.Dataset(ParquetFile(source).read())}
+        else:
+            splits = datasets.load_dataset(name, config or None)
+    except Exception as error:  # which one depends on the version of datasets
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise InputError(
+            f"{source}: cannot be loaded; expected a file or a dataset NAME[:CONFIG[:SPLIT]]: {reason}"
+        ) from None
+    # Without SPLIT, the only one.
+    split = split or "".join(splits)
+    refuse(
+        split not in splits,
+        f"{source}: has the splits {', '.join(splits)}; choose one, such as {name}:{config}:{next(iter(splits))}",
+    )
+    for number, row in enumerate(splits[split].to_list(), 1):
+        yield f"{source} row {number}", row
