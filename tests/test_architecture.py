@@ -27,7 +27,9 @@ EXTRAS = sorted(
     if path.stem not in ("__init__", "__pycache__")
 )
 TINY = "--num-steps 1 --prompts-per-step 4 --group-size 4 --save-every 1"
-HEAVY = "matplotlib transformers wandb flash_attn torch.distributed.fsdp huggingface_hub tokenizers".split()
+HEAVY = (
+    "datasets flash_attn huggingface_hub matplotlib pyarrow tokenizers torch.distributed.fsdp transformers wandb"
+).split()
 
 
 def module_name(path):

@@ -53,7 +53,7 @@ def record(ordinal, sample, reward, completion, *, row="a.jsonl:1", end="stop", 
     }
 
 
-TASK = Task("jsonl", [], {"a.jsonl": [], "b.jsonl": []}, {}, 4, answer_of=str)
+TASK = Task("jsonl", [], {"a.jsonl": [], "x/b:main": []}, {}, 4, answer_of=str)
 
 
 def test_the_numbers_of_an_evaluation_are_means_over_prompts():
@@ -63,8 +63,8 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
     is neither pass@k nor a majority.
     """
     records = [
-        record(0, 0, 0.0, "7", row="b.jsonl:1", exact=0.0, short=-1.0),
-        record(0, 1, None, "8", row="b.jsonl:1", exact=None, short=None),
+        record(0, 0, 0.0, "7", row="x/b:main row 1", exact=0.0, short=-1.0),
+        record(0, 1, None, "8", row="x/b:main row 1", exact=None, short=None),
         record(1, 0, 1.0, "7", exact=1.0, short=None),
         record(1, 1, 0.6, "8", exact=1.0, short=-2.0, end="length", num_tokens=6),
     ]
@@ -73,7 +73,7 @@ def test_the_numbers_of_an_evaluation_are_means_over_prompts():
     assert values == judged | {
         "eval/reward": [0.0, 0.8],
         "eval/a/reward": [0.8],
-        "eval/b/reward": [0.0],
+        "eval/b:main/reward": [0.0],
         "eval/exact": [0.0, 1.0],
         "eval/short": [-1.0, -2.0],
         "eval/len_mean": [2.0, 4.0],

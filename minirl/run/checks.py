@@ -7,7 +7,7 @@ import dataclasses
 from numbers import Real
 from typing import Any
 
-from minirl.errors import InputError, refuse
+from minirl.errors import refuse
 from minirl.run.config import RunConfig, rollout_flags
 from minirl.run.flags import flag_name
 
@@ -57,11 +57,12 @@ def check_shared(config: RunConfig) -> None:
     """Refuse values of the shared flags that cannot mean anything. Raises InputError naming the flag."""
     for field in dataclasses.fields(config):
         _check_value(field.name, getattr(config, field.name))
-    if len(writers := rollout_flags(config)) > 1:
-        raise InputError(
-            f"{' and '.join(flag_name(kind) for kind, _ in writers)}: each of them writes the rollouts; leave out all "
-            "but one (an --environment or a --rollout may call the others itself)"
-        )
+    writers = rollout_flags(config)
+    refuse(
+        len(writers) > 1,
+        f"{' and '.join(flag_name(kind) for kind, _ in writers)}: each of them writes the rollouts; leave out all "
+        "but one (an --environment or a --rollout may call the others itself)",
+    )
     refuse(
         config.model and not config.data and config.task == "auto",
         "--model needs --data, with --reward or --reward-model, or --task gsm8k",
