@@ -51,7 +51,9 @@ def test_rows_of_a_parquet_file_are_python_values(tmp_path):
 def test_gsm8k_without_data_is_the_hubs(hub):
     """Its train split, and its test split unless --eval-data names others."""
     task = load_task(RunConfig(task="gsm8k"))
-    assert [(row.place, row.columns) for row in task.train_rows] == [(f"{TRAIN_DATA} row 1", {"answer": 3.0})]
+    assert [(row.origin, row.columns) for row in task.train_rows] == [
+        (f"{TRAIN_DATA} row 1", {"answer": 3.0})
+    ]
     assert [row.columns for row in task.eval_sets[TEST_DATA]] == [{"answer": 4.0}]
     assert [*load_task(RunConfig(task="gsm8k", eval_data=(TRAIN_DATA,))).eval_sets] == [TRAIN_DATA]
 
