@@ -48,6 +48,19 @@ def test_rows_of_a_parquet_file_are_python_values(tmp_path):
     assert load_jsonl_task(path, ()).train_rows == [Row(chat, columns, f"{path} row {i}") for i in (1, 2)]
 
 
+def test_messages_and_tools_of_a_parquet_file_have_no_keys_of_others(tmp_path):
+    """Arrow gives each object of a column the keys of all, with nulls."""
+    rows = []
+    for name in ("a", "b"):
+        parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+        tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+        rows.append({"prompt": [{"role": "user", "content": "x", f"{name}_note": "y"}], "tools": tools})
+    path = write_parquet(tmp_path / "rows.parquet", rows)
+    assert [[row.prompt, row.tools] for row in load_jsonl_task(path, ()).train_rows] == [
+        [row["prompt"], row["tools"]] for row in rows
+    ]
+
+
 def test_gsm8k_without_data_is_the_hubs(hub):
     """Its train split, and its test split unless --eval-data names others."""
     task = load_task(RunConfig(task="gsm8k"))

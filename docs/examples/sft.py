@@ -44,7 +44,8 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence
     ids = [*prompts.tokenizer.encode_appended(answer, row.origin), prompts.tokenizer.backend.eos_token_id]
     length = len(prompt_ids) + len(ids)
     refuse(
-        length > prompts.max_tokens, f"{row.origin}: {length} tokens with the answer, {prompts.max_tokens} fit"
+        length > prompts.max_tokens,
+        f"{row.origin}: {length} tokens with the answer, {prompts.max_tokens} fit",
     )
     completion = unsampled_stream(ids)
     completion["is_sampled"] = True

@@ -6,6 +6,9 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
+# Fields of nested objects with different keys, which Arrow fills up with nulls; templates would show them.
+PADDED_FIELDS = {"prompt", "tools"}
+
 
 def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the origin, "source row N", and the fields of each row as Python values.
@@ -40,4 +43,15 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         f"{source}: has the splits {', '.join(splits)}; choose one, such as {name}:{config}:{next(iter(splits))}",
     )
     for number, row in enumerate(splits[split].to_list(), 1):
+        for field in PADDED_FIELDS & row.keys():
+            row[field] = _without_nulls(row[field])
         yield f"{source} row {number}", row
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a nested value without the null fields of its objects."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
