@@ -149,6 +149,20 @@ def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
         assert [config.learning_rate(place, 2.0, first_step=first) for place in places] == rates
 
 
+def test_extending_a_run_does_not_move_the_learning_rate_of_a_real_model():
+    """It is constant by default; only the embedded model's, which stops at a noise floor otherwise, sinks."""
+    place = Progress(step=150, update=150, first_update=150)
+
+    def rates(**flags):
+        configs = [train_grpo.Config(num_steps=n, num_minibatches=1, lr=2.0, **flags) for n in (200, 400)]
+        return [config.learning_rate(place, config.peak_lr) for config in configs]
+
+    assert rates(model="mine") == [2.0, 2.0]
+    for flags in ({}, {"model": "mine", "lr_schedule": "linear"}):
+        short, long = rates(**flags)
+        assert short < long < 2.0
+
+
 def test_other_updates_per_step_before_a_resume_leave_the_place_in_the_schedule():
     """It follows from the steps, so no rate is negative; and a warm-up that was over does not return. Pitfall 46."""
     config = train_ppo.Config(num_steps=43, num_minibatches=2, warmup_updates=0)

@@ -19,7 +19,7 @@ from minirl.model.transformer import Transformer
 from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
 from minirl.run.checks import check_shared
-from minirl.run.config import RunConfig
+from minirl.run.config import RunConfig, Schedule
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -34,6 +34,7 @@ class Config(RunConfig):
 
     prompts_per_step: int = 64  # pairs of an optimizer step, over all ranks
     num_minibatches: int | None = 1
+    lr_schedule: Schedule = "linear"  # learning rate schedule after the warm-up
     lr: float | None = 1e-5
     max_new_tokens: int | None = 1  # nothing is generated
     margin: float = 0.0  # [Objective] lead of the chosen completion's score that the loss asks for

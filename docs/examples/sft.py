@@ -17,7 +17,7 @@ from minirl.ranks.process_group import rank, world_size
 from minirl.report.metrics import StepMetrics
 from minirl.rollouts import RolloutId, SampledSequence, join_streams, unsampled_stream
 from minirl.run.checks import check_shared
-from minirl.run.config import RunConfig
+from minirl.run.config import RunConfig, Schedule
 from minirl.run.flags import run_script
 from minirl.run.run import Run
 from minirl.run.setup import Setup
@@ -32,6 +32,7 @@ class Config(RunConfig):
 
     prompts_per_step: int = 64  # rows of an optimizer step, over all ranks
     num_minibatches: int | None = 1
+    lr_schedule: Schedule = "linear"  # learning rate schedule after the warm-up
     answer_field: str = "answer"  # [Objective] field of a row that holds the answer
 
 

@@ -20,7 +20,7 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
         train_rows=read_rows(data, _to_row),
         eval_sets={path: read_rows(path, _to_row) for path in eval_data},
         rewards={},
-        max_new_tokens=256,
+        max_new_tokens=512,
     )
 
 

@@ -23,6 +23,7 @@ from minirl.run.progress import Progress
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
 # The flags that name code for rollouts, and the form of the name after the file.
 ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
+Schedule = Literal["auto", "constant", "linear"]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -57,7 +58,7 @@ class RunConfig:
 
     max_new_tokens: int | None = None
     """[Rollout] maximum length (tokens) of a completion with appended text (default: sorting 10, calculator 32, gsm8k
-    512, jsonl 256)"""
+    and jsonl 512)"""
     temperature: float = 1.0  # sampling temperature, also of logprobs
     rollout: str | None = None
     """rollout function, file.py:function, an `async def` (default: the script's)"""
@@ -84,7 +85,8 @@ class RunConfig:
 
     lr: float | None = None
     """[Update] peak learning rate (default: 1e-6, for the embedded model 2e-4; with --lora-rank 10 times as much)"""
-    lr_schedule: Literal["constant", "linear"] = "linear"  # learning rate schedule after the warm-up
+    lr_schedule: Schedule = "auto"
+    """learning rate schedule after the warm-up (auto: constant, for the embedded model linear to 0)"""
     warmup_updates: int = 5  # length (optimizer steps) of the linear warm-up; 0 disables
     num_epochs: int = 1  # passes over the rollouts of a step
     num_minibatches: int | None = None
@@ -194,6 +196,13 @@ class RunConfig:
         default = 2e-4 if self.is_embedded else 1e-6
         return self.lr or default * (10 if self.lora_rank else 1)
 
+    @property
+    def schedule(self) -> str:
+        """`lr_schedule`, or its default for this model."""
+        if self.lr_schedule != "auto":
+            return self.lr_schedule
+        return "linear" if self.is_embedded else "constant"
+
     def learning_rate(self, progress: Progress, peak: float, *, first_step: int = 0) -> float:
         """Return the learning rate of the next optimizer step.
 
@@ -206,7 +215,7 @@ class RunConfig:
         num_warmup_updates = max(num_done, progress.update - first_step * per_step)
         if num_warmup_updates < self.warmup_updates:
             return peak * (num_warmup_updates + 1) / self.warmup_updates
-        if self.lr_schedule == "constant":
+        if self.schedule == "constant":
             return peak
         num_updates = (self.num_steps - first_step) * per_step
         num_decay_updates = max(1, num_updates - self.warmup_updates)

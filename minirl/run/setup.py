@@ -299,6 +299,7 @@ class Setup:
         return {
             **vars(config),
             "lr": config.peak_lr,
+            "lr_schedule": config.schedule,
             "correction": config.importance_correction,
             "num_minibatches": config.minibatches_per_epoch,
             "max_new_tokens": self.prompts.max_new_tokens,
