@@ -1,10 +1,7 @@
 """The shape and features of a decoder, with the names of config.json."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -66,25 +63,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
-class HFBackend(Protocol):
-    """A model by other modules than minirl's; `extras.hf_models` has them. Hashable.
-
-    is_exact: whether decoding had the bits of scoring on the CPU.
-    """
-
-    @property
-    def is_exact(self) -> bool: ...
-
-    def make(self, config: "ModelConfig", *, recompute_layers: bool) -> Any:
-        """A model on the meta device, with the attributes and methods of `Transformer` but `model`."""
-
-    def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a folder, by its names, from those of parameters, by the model's."""
-
-    def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """The one parameter that a folder stores in these tensors."""
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and features of a decoder, read from config.json by `families.read_config`."""
@@ -127,8 +105,8 @@ class ModelConfig:
     passthrough_weights: tuple[str, ...] = ()
     # A value or reward model, with one number for each hidden state instead of logits.
     scalar_head: bool = False
-    # Its modules, if they are not minirl's.
-    hf_backend: HFBackend | None = None
+    # An `extras.hf_models.types.HFModel`, if its modules are not minirl's.
+    hf_backend: Any = None
     # With them only adapters and a scalar head are trained.
     adapters: Adapters | None = None
 

@@ -1,4 +1,4 @@
-"""The `HFBackend` of a config.json: its shape, its modules, and the names of its tensors in folders."""
+"""The model of a config.json by transformers' modules: its shape, and the names of its tensors in folders."""
 
 import dataclasses
 import functools
@@ -21,26 +21,29 @@ _OF_CLASS = ("architectures", "id2label", "label2id", "dtype", "torch_dtype", "t
 
 @dataclasses.dataclass(frozen=True)
 class HFModel:
-    """See the module. text: the config.json, without the keys of its class. is_exact: see `HFBackend`."""
+    """A model of transformers' modules: `ModelConfig.hf_backend`. Hashable.
+
+    text: the config.json, without the keys of its class. is_exact: whether decoding had the bits of scoring on the CPU.
+    """
 
     text: str
     is_exact: bool
 
     def make(self, config: ModelConfig, *, recompute_layers: bool) -> HFTransformer:
-        """See `HFBackend`."""
+        """Make the model on the meta device."""
         hf = _build_cached(self.text)
         with torch.device("meta"):
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `HFBackend`."""
+        """Return the tensors of a folder, by its names, from those of parameters, by the model's."""
         from transformers.core_model_loading import revert_weight_conversion
 
         stored: dict[str, Tensor] = revert_weight_conversion(_for_names(self.text), dict(tensors))
         return stored
 
     def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """See `HFBackend`."""
+        """Return the one parameter that a folder stores in these tensors."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
