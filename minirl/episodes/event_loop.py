@@ -3,9 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 # The most seconds of a slice without a wait: a function that polls must not hold up decoding.
 MAX_BUSY_S = 0.005
@@ -41,16 +39,3 @@ class SlicedLoop(asyncio.SelectorEventLoop):
 def event_loop() -> SlicedLoop:
     """Return the loop of this process: what a user's file keeps between episodes, such as a client, belongs to one."""
     return SlicedLoop()
-
-
-async def run_in_thread(thread: ThreadPoolExecutor | None, call: Callable[[], Any]) -> Any:
-    """Return the result of a blocking call in a thread. Its exceptions pass through, as a RuntimeError if they must."""
-
-    def run() -> Any:
-        try:
-            return call()
-        except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-            # No future takes the first, and the others would end the event loop.
-            raise RuntimeError(f"raised {error!r}") from error
-
-    return await asyncio.get_running_loop().run_in_executor(thread, run)

@@ -22,7 +22,6 @@ from aiohttp import web
 
 from minirl.data.messages import Messages, as_messages
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
-from minirl.episodes.event_loop import run_in_thread
 from minirl.errors import refuse
 from minirl.extras.agents.openai_format import (
     ChatRequest,
@@ -32,6 +31,7 @@ from minirl.extras.agents.openai_format import (
     stream_response,
 )
 from minirl.extras.agents.server import Server
+from minirl.extras.agents.threads import run_in_thread
 
 # The most requests of an episode that wait for their turns.
 MAX_PENDING = 64

@@ -22,8 +22,8 @@ from typing import Any
 from minirl.data.messages import Messages, as_messages, tool_schemas
 from minirl.episodes.driver import UserRollout
 from minirl.episodes.episode import Branch, Episode, RolloutFunction
-from minirl.episodes.event_loop import run_in_thread
 from minirl.errors import refuse
+from minirl.extras.agents.threads import run_in_thread
 
 # Methods of an environment that the model cannot call.
 OWN_METHODS = ("reset", "get_reward", "close")
