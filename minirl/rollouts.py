@@ -87,7 +87,7 @@ class Request:
     parks_after_turn: when its turn ends, its keys and values stay in the cache, until it is released or, for another
     turn, submitted with more tokens in `sampled`.
     max_new_tokens: counts the tokens after the prompt in all turns so far, appended ones included.
-    stop: strings that end the turn too, besides stop_ids.
+    stop_test: ends the turn too, besides stop_ids; None: nothing else does.
     turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens
     sampled since then, even in an earlier phase, are the turn's.
     """
@@ -101,7 +101,7 @@ class Request:
     sampled: Stream = field(default_factory=lambda: NO_TOKENS)
     parks_after_turn: bool = False
     truncation: Truncation = NO_TRUNCATION
-    stop: tuple[str, ...] = ()
+    stop_test: StopTest | None = None
     turn_start: int = 0
 
 

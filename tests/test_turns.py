@@ -1,6 +1,5 @@
 """Requests of several turns: tokens appended between them are computed alone, and nothing sampled depends on it."""
 
-import functools
 import random
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from minirl.data.tokenizer import StopStrings
+from minirl.episodes.driver import make_stop_test
 from minirl.generation.block_pool import ceil_div
 from minirl.generation.engine import Engine, Request
 from minirl.model.portable_attention import BLOCK
@@ -78,9 +78,11 @@ def random_options(rng: random.Random) -> dict[str, int | bool]:
 
 
 def engine_of(attention: str, **options) -> Engine:
-    """An engine whose stop strings are those of letters."""
-    make_stop_test = functools.partial(StopStrings, letter_tokenizer())
-    return make_engine(cached_model(attention, torch.float32), make_stop_test=make_stop_test, **options)
+    return make_engine(cached_model(attention, torch.float32), **options)
+
+
+def letters_test(strings: tuple[str, ...]) -> StopStrings | None:
+    return make_stop_test(letter_tokenizer(), strings) if strings else None
 
 
 Ends = dict[RolloutId, tuple[Stream, str]]
@@ -100,7 +102,8 @@ def run_episodes(engine: Engine, episodes: list[Episode], rng: random.Random) ->
             rollout_id = rollout.rollout_id
             if left[rollout_id]:
                 reply, stop = left[rollout_id].pop(0)
-                engine.submit([next_turn(by_id[rollout_id].first, rollout, reply, TURN_TOKENS, stop=stop)])
+                first, test = by_id[rollout_id].first, letters_test(stop)
+                engine.submit([next_turn(first, rollout, reply, TURN_TOKENS, stop_test=test)])
             else:
                 engine.release(rollout_id)
                 ends[rollout_id] = rollout.after_prompt, rollout.finish_reason
@@ -119,9 +122,8 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
             completion = np.concatenate([completion, unsampled_stream(reply)])
             before = (*first.prompt_ids, *completion["id"].tolist())
             num_tokens = TURN_TOKENS if len(completion) else first.max_new_tokens
-            turn = replace(
-                first, prompt_ids=before, parks_after_turn=False, stop=stop, max_new_tokens=num_tokens
-            )
+            own = {"prompt_ids": before, "stop_test": letters_test(stop), "max_new_tokens": num_tokens}
+            turn = replace(first, parks_after_turn=False, **own)
             (rollout,) = engine.generate([turn])
             completion = np.concatenate([completion, rollout.after_prompt])
         ends[first.rollout_id] = completion, rollout.finish_reason

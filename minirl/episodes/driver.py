@@ -1,6 +1,7 @@
 """The function that writes a rollout, and the driver that runs it for one episode."""
 
 import asyncio
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from minirl.data.messages import is_messages
 from minirl.data.prompts import PromptStream
+from minirl.data.tokenizer import StopStrings, Tokenizer
 from minirl.episodes.episode import (
     REWARD,
     Branch,
@@ -147,7 +149,9 @@ class Driver:
             branch.request,
             max_new_tokens=start + min(remaining_tokens, turn_request.max_tokens or remaining_tokens),
             parks_after_turn=True,
-            stop=turn_request.stop,
+            stop_test=make_stop_test(self._prompts.tokenizer, turn_request.stop)
+            if turn_request.stop
+            else None,
             turn_start=start,
         )
         return True
@@ -279,6 +283,12 @@ class Driver:
             end_id = last.ids[-1] if last.finish_reason == "stop" else None
         tokenizer = self._prompts.tokenizer.with_tools(branch.tools)
         return tokenizer.encode_after(turn_request.after, origin, end_id=end_id)
+
+
+@functools.cache
+def make_stop_test(tokenizer: Tokenizer, strings: tuple[str, ...]) -> StopStrings:
+    """Make the test of these strings. Turns with the same strings share one, which the engine asks once per step."""
+    return StopStrings(tokenizer, strings)
 
 
 async def _request_turn_too_late(turn_request: TurnRequest) -> Turn:

@@ -37,7 +37,7 @@ from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenat
 from minirl.model.shards import PassState
 from minirl.model.transformer import Transformer
 from minirl.ranks.time_account import spent_on
-from minirl.rollouts import Request, RolloutId, SampledSequence, StopTest
+from minirl.rollouts import Request, RolloutId, SampledSequence
 
 if TYPE_CHECKING:
     from minirl.extras.kernels.cuda_graphs import DecodeGraphs
@@ -61,7 +61,6 @@ class Engine:
         async_decoding: bool | None = None,
         cuda_graphs: bool | None = None,
         keeps_cache: bool = False,
-        make_stop_test: Callable[[tuple[str, ...]], StopTest] | None = None,
     ):
         """dtype: of the weights and of the cache.
 
@@ -71,7 +70,6 @@ class Engine:
         async_decoding: read tokens one step late. By default on CUDA only.
         cuda_graphs: pad decode steps and replay them (see `cuda_graphs`). By default on CUDA only.
         keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
-        make_stop_test: makes the test for stop strings, which requests may not have without it.
         """
         self.model = model
         self.config = model.config
@@ -99,7 +97,6 @@ class Engine:
             max_running=max_running_requests,
             max_prefill_tokens=max_prefill_tokens,
             headroom_tokens=headroom_tokens,
-            make_stop_test=make_stop_test and functools.cache(make_stop_test),
         )
         # On the device, the newest token of each running request, at its row.
         self._newest_tokens = torch.empty(0, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """The numbers and tokens of requests that have a row in the cache, as numpy columns indexed by that row."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,16 +31,14 @@ class RequestColumns:
     Only tokens after the prompt are filled in. Rows and n grow when a request needs more.
     """
 
-    def __init__(self, num_rows: int, make_stop_test: Callable[[tuple[str, ...]], StopTest] | None):
-        """num_rows: the initial number. make_stop_test: see `Engine`."""
+    def __init__(self, num_rows: int):
+        """num_rows: the initial number."""
         self.requests: dict[int, Request] = {}
         self._columns = np.zeros(num_rows, COLUMNS)
         self._tokens = np.zeros((num_rows, 0), TOKEN)
-        self._make_stop_test = make_stop_test
-        # The stop ids of all requests so far, and whether any had stop strings: a quick test before each request's
-        # own.
+        # The stop ids of all requests so far, and whether any had a stop test: a quick test before each request's own.
         self._stop_ids: frozenset[int] = frozenset()
-        self._has_stop_strings = False
+        self._has_stop_tests = False
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """The column of this name, [rows]."""
@@ -69,7 +67,7 @@ class RequestColumns:
         # In the order of COLUMNS.
         self._columns[row] = (length, max_length, request.rng_key, request.temperature, *request.truncation)
         self._stop_ids |= request.stop_ids
-        self._has_stop_strings |= bool(request.stop)
+        self._has_stop_tests |= request.stop_test is not None
 
     def append(self, rows: IntArray, tokens: Stream) -> dict[int, str]:
         """Append a token TOKEN [n] to each of these requests; returns why those ended that it ends, by row."""
@@ -79,8 +77,8 @@ class RequestColumns:
         may_end = lengths + 1 >= self["max_length"][rows]
         may_end |= np.isin(tokens["id"], list(self._stop_ids))
         stopped: set[int] = set()
-        if self._has_stop_strings:
-            stopped = self._rows_stopped_by_string(rows.tolist())
+        if self._has_stop_tests:
+            stopped = self._rows_stopped_by_test(rows.tolist())
             may_end |= np.isin(rows, list(stopped))
         reasons: dict[int, str] = {}
         for row, token in zip(rows[may_end].tolist(), tokens["id"][may_end].tolist(), strict=True):
@@ -111,17 +109,15 @@ class RequestColumns:
             temperature=request.temperature,
         )
 
-    def _rows_stopped_by_string(self, rows: Sequence[int]) -> set[int]:
-        """The rows whose stop strings end their turn. Asks the test of the same strings once."""
-        rows_with_strings: dict[tuple[str, ...], list[int]] = {}
+    def _rows_stopped_by_test(self, rows: Sequence[int]) -> set[int]:
+        """The rows whose stop tests end their turn. Asks each test once."""
+        rows_with_test: dict[StopTest, list[int]] = {}
         for row in rows:
-            strings = self.requests[row].stop
-            if strings:
-                rows_with_strings.setdefault(strings, []).append(row)
+            test = self.requests[row].stop_test
+            if test is not None:
+                rows_with_test.setdefault(test, []).append(row)
         stopped: set[int] = set()
-        for strings, tested in rows_with_strings.items():
-            assert self._make_stop_test is not None, "stop strings need Engine(make_stop_test=...)"
-            test = self._make_stop_test(strings)
+        for test, tested in rows_with_test.items():
             turns = []
             for row in tested:
                 request = self.requests[row]

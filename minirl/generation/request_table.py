@@ -25,9 +25,8 @@ Failing that, the youngest running request is preempted, or the appended one tha
 and returns to the front of the queue with its tokens, none of which is sampled again.
 """
 
-import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -42,7 +41,6 @@ from minirl.rollouts import (
     Request,
     RolloutId,
     SampledSequence,
-    StopTest,
     Stream,
     join_streams,
     unsampled_stream,
@@ -82,7 +80,6 @@ class RequestTable:
         max_running: int,
         max_prefill_tokens: int,
         headroom_tokens: int,
-        make_stop_test: Callable[[tuple[str, ...]], StopTest] | None,
     ):
         """The options are those of `Engine`."""
         self.cache = cache
@@ -100,12 +97,12 @@ class RequestTable:
         self.appended: deque[int] = deque()  # rows
         self._readbacks: deque[Readback] = deque()  # the oldest launch first
         # One row per running request, one for the prefix and one for the padding; parked requests add more.
-        self._make_columns = functools.partial(RequestColumns, max_running + 2, make_stop_test)
-        self.columns = self._make_columns()
+        self._num_rows = max_running + 2
+        self.columns = RequestColumns(self._num_rows)
 
     def free_memory(self) -> None:
-        """Forget the tokens and stop strings of requests, which are gone."""
-        self.columns = self._make_columns()
+        """Forget the tokens and stop ids of requests, which are gone."""
+        self.columns = RequestColumns(self._num_rows)
 
     @property
     def is_decoding(self) -> bool:

@@ -4,7 +4,6 @@ The script makes a `Setup`, lets it load models and make the engine and the coll
 """
 
 import dataclasses
-import functools
 import json
 import secrets
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 from minirl.data.messages import Tool
 from minirl.data.task import RewardFunction
-from minirl.data.tokenizer import StopStrings
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import RolloutFunction
 from minirl.episodes.runner import EpisodeRunner
@@ -256,7 +254,6 @@ class Setup:
             # Ranks that pass through the model together have other batch sizes in each pass.
             cuda_graphs=False if model.shard_group is not None else None,
             keeps_cache=self._budget.fits(keeps_cache=True),
-            make_stop_test=functools.partial(StopStrings, self.tokenizer),
         )
         return Collector(
             engine,

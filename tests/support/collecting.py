@@ -13,7 +13,6 @@ import torch
 from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.prompts import PromptStream
 from minirl.data.task import Row
-from minirl.data.tokenizer import StopStrings
 from minirl.episodes.collector import Collector
 from minirl.episodes.episode import Episode
 from minirl.rollouts import Rollout
@@ -77,9 +76,8 @@ def make_collector(
     round_tokens: the most tokens that a rollout samples in a round, with `max_staleness`.
     """
     prompts = prompts or Prompts()
-    make_stop_test = functools.partial(StopStrings, prompts.tokenizer)
     model = cached_model("mixed", torch.float32)
-    engine = make_engine(model, make_stop_test=make_stop_test, **(engine_options or {}))
+    engine = make_engine(model, **(engine_options or {}))
     functions = {"sums": sums} if functions is None else functions
     collector = Collector(engine, prompts, functions, **{"group_size": 3, **options})
     if options.get("max_staleness") and round_tokens:
