@@ -137,8 +137,7 @@ class _Memo:
         key = (make, *args)
         if key not in self._derived:
             self._derived[key] = make(self, *args)
-        made: Made = self._derived[key]
-        return made
+        return self._derived[key]
 
     @functools.cached_property
     def _derived(self) -> dict[Hashable, Any]:
@@ -309,8 +308,7 @@ def _attend_varlen(
             k = k.repeat_interleave(groups, 1)
             v = v.repeat_interleave(groups, 1)
     longest = int(layout.num_computed.max()), int(layout.lengths.max())
-    out: Tensor = attend_sequences(q, k, v, layout.cu_queries, layout.cu_seqlens, *longest, **options)
-    return out
+    return attend_sequences(q, k, v, layout.cu_queries, layout.cu_seqlens, *longest, **options)
 
 
 @functools.cache

@@ -90,8 +90,7 @@ def measured(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
             # product's dependence on its rows.
             with torch._C.DisableTorchFunction():
                 _measurements[key] = function(*args, **kwargs)
-        result: Result = _measurements[key]
-        return result
+        return _measurements[key]
 
     return cached
 

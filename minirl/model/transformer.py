@@ -235,8 +235,7 @@ def add_adapters(model: nn.Module, layers: nn.ModuleList, adapters: Adapters) ->
 def make_meta_model(config: ModelConfig, *, recompute_layers: bool = False) -> Transformer:
     """A model whose parameters have no values and take no memory."""
     if config.hf_backend is not None:
-        hf_model: Transformer = config.hf_backend.make(config, recompute_layers=recompute_layers)
-        return hf_model
+        return config.hf_backend.make(config, recompute_layers=recompute_layers)
     with torch.device("meta"):
         return Transformer(config, recompute_layers=recompute_layers)
 

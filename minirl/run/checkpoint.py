@@ -184,12 +184,11 @@ def _save_file(path: Path, values: Mapping[str, Any]) -> None:
 def _load_file(path: Path) -> dict[str, Any]:
     """The values of a file. Tensors are on the host, and are read when they are used. Raises InputError."""
     try:
-        values: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file may raise anything
         raise InputError(
             f"{path}: cannot be read ({error}); delete {path.parent.parent} to resume from the checkpoint before"
         ) from None
-    return values
 
 
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:

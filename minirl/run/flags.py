@@ -90,8 +90,7 @@ def peek_flag(name: str, arguments: Sequence[str] | None) -> str | None:
     """Return the value of a flag on which defaults depend, from the command line or `arguments`; None without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value")
-    value: str | None = parser.parse_known_args(arguments)[0].value
-    return value
+    return parser.parse_known_args(arguments)[0].value
 
 
 def flag_name(name: str) -> str:

@@ -39,8 +39,7 @@ class HFModel:
         """Return the tensors of a folder, by its names, from those of parameters, by the model's."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        stored: dict[str, Tensor] = revert_weight_conversion(_for_names(self.text), dict(tensors))
-        return stored
+        return revert_weight_conversion(_for_names(self.text), dict(tensors))
 
     def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Return the one parameter that a folder stores in these tensors."""
