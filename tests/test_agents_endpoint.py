@@ -16,7 +16,7 @@ from minirl.data.task import Row
 from minirl.episodes.episode import Episode
 from minirl.episodes.event_loop import event_loop
 from minirl.errors import InputError, RolloutError
-from minirl.extras.agents.endpoint import Endpoint, run_program, serve
+from minirl.extras.agents.endpoint import Endpoint, drop_last_turn, run_program, serve
 from minirl.extras.agents.openai_format import read_request
 from minirl.rewards.functions import EpisodeReward
 from support.collecting import (
@@ -60,8 +60,8 @@ def test_turns_that_nobody_saw_are_no_part_of_the_rollout():
         other = episode.branch("abc")
         await other.generate(max_tokens=3)
         await episode.generate(after="q", max_tokens=5)
-        other.drop_last_turn()
-        episode.branches[0].drop_last_turn()
+        drop_last_turn(other)
+        drop_last_turn(episode.branches[0])
         await episode.branch("xyz").generate(max_tokens=6)
 
     def made(rollout):

@@ -194,14 +194,6 @@ class Branch:
             else last.finish_reason
         )
 
-    def drop_last_turn(self) -> None:
-        """Remove the last turn, which reached nobody, from the rollout. No turn may follow it."""
-        self.turns.pop()
-        if self.turns:
-            sequence = self.engine_tokens.sequence
-            stream = sequence.stream[: sequence.num_prompt_tokens + self.num_tokens]
-            self.engine_tokens.sequence = replace(sequence, stream=stream, finish_reason=self.finish_reason)
-
     async def generate(
         self,
         *,

@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -149,7 +150,7 @@ class Endpoint:
         turn = await branch.generate(after=after, stop=request.stop, max_tokens=request.max_tokens)
         if answered.done():
             # Its client hung up: the turn is no part of the rollout, and none follows it.
-            branch.drop_last_turn()
+            drop_last_turn(branch)
             del self._said[branch]
             return
         completion = chat_completion(turn, branch, request)
@@ -170,3 +171,12 @@ class Endpoint:
         branch = self._episode.branch(request.messages, tools=request.tools)
         self._said[branch] = request.messages
         return branch
+
+
+def drop_last_turn(branch: Branch) -> None:
+    """Remove a branch's last turn, which reached nobody, from the rollout. No turn may follow it."""
+    branch.turns.pop()
+    if branch.turns:
+        sequence = branch.engine_tokens.sequence
+        stream = sequence.stream[: sequence.num_prompt_tokens + branch.num_tokens]
+        branch.engine_tokens.sequence = replace(sequence, stream=stream, finish_reason=branch.finish_reason)
