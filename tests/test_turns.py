@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from minirl.data.tokenizer import StopStrings
-from minirl.episodes.driver import make_stop_test
 from minirl.generation.block_pool import ceil_div
 from minirl.generation.engine import Engine, Request
 from minirl.model.portable_attention import BLOCK
@@ -33,15 +32,16 @@ TURN_TOKENS = 7
 
 @dataclass(frozen=True)
 class Episode:
-    """The request of a first turn; then replies, of no token to hundreds, with the stop strings of the next turns."""
+    """The request of a first turn; then replies, of no token to hundreds, with the stop tests of the next turns."""
 
     first: Request
-    replies: list[tuple[list[int], tuple[str, ...]]]
+    replies: list[tuple[list[int], StopStrings | None]]
 
 
 def random_episodes(rng: random.Random) -> list[Episode]:
     """Groups of 1 to 6 over prompts of up to five blocks, which take 1 to 4 turns at several temperatures."""
     episodes = []
+    stop_tests = [None, *(StopStrings(letter_tokenizer(), one) for one in ("abcdef", ("ab", *"ghijkl")))]
     for number in range(rng.randint(1, 6)):
         prompt = rng.choices(range(48), k=rng.choice((1, 31, 32, 33, 64, 70, 130, 150)))
         for member in range(rng.randint(1, 6)):
@@ -56,7 +56,7 @@ def random_episodes(rng: random.Random) -> list[Episode]:
             replies = [
                 (
                     rng.choices(range(48), k=rng.choice((0, 0, 1, 3, 20, 33, 100))),
-                    rng.choice([(), tuple("abcdef"), ("ab", *"ghijkl")]),
+                    rng.choice(stop_tests),
                 )
                 for _ in range(rng.randint(0, 3))
             ]
@@ -81,10 +81,6 @@ def engine_of(attention: str, **options) -> Engine:
     return make_engine(cached_model(attention, torch.float32), **options)
 
 
-def letters_test(strings: tuple[str, ...]) -> StopStrings | None:
-    return make_stop_test(letter_tokenizer(), strings) if strings else None
-
-
 Ends = dict[RolloutId, tuple[Stream, str]]
 
 
@@ -101,8 +97,8 @@ def run_episodes(engine: Engine, episodes: list[Episode], rng: random.Random) ->
             rollout = waiting.pop()
             rollout_id = rollout.rollout_id
             if left[rollout_id]:
-                reply, stop = left[rollout_id].pop(0)
-                first, test = by_id[rollout_id].first, letters_test(stop)
+                reply, test = left[rollout_id].pop(0)
+                first = by_id[rollout_id].first
                 engine.submit([next_turn(first, rollout, reply, TURN_TOKENS, stop_test=test)])
             else:
                 engine.release(rollout_id)
@@ -118,11 +114,11 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
     for episode in episodes:
         first = episode.first
         completion = NO_TOKENS
-        for reply, stop in [([], ()), *episode.replies]:
+        for reply, test in [([], None), *episode.replies]:
             completion = np.concatenate([completion, unsampled_stream(reply)])
             before = (*first.prompt_ids, *completion["id"].tolist())
             num_tokens = TURN_TOKENS if len(completion) else first.max_new_tokens
-            own = {"prompt_ids": before, "stop_test": letters_test(stop), "max_new_tokens": num_tokens}
+            own = {"prompt_ids": before, "stop_test": test, "max_new_tokens": num_tokens}
             turn = replace(first, parks_after_turn=False, **own)
             (rollout,) = engine.generate([turn])
             completion = np.concatenate([completion, rollout.after_prompt])
