@@ -20,7 +20,7 @@ from grpo_step import GrpoLoop, make_step_parser
 from torch.profiler import ProfilerActivity, profile, record_function
 from workload import print_result
 
-import minirl.generation.sampling
+import minirl.generation.engine
 from minirl.generation.sampling import sample
 from minirl.model.transformer import Transformer
 from minirl.ranks import launch
@@ -90,7 +90,7 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
     marked_sample = record_function(SAMPLE)(sample)
     marked_forward = record_function(MODEL)(Transformer.forward)
     with (
-        patch.object(minirl.generation.sampling, "sample", marked_sample),
+        patch.object(minirl.generation.engine, "sample", marked_sample),
         patch.object(Transformer, "forward", marked_forward),
         profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled,
     ):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import train_grpo
 from minirl.errors import InputError
-from minirl.generation import sampling
+from minirl.generation import engine
 from minirl.generation.sampling import sample
 from minirl.run import setup
 from support.marks import slow
@@ -131,14 +131,15 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
             assert script == "train_ppo.py" or total == pytest.approx(0, abs=1e-5)
 
 
-def take_stop_token(hidden, head, **options):
-    tokens, logprobs = sample(hidden, head, **options)
-    return torch.zeros_like(tokens), logprobs
+def take_stop_token(*arguments):
+    sampled = sample(*arguments)
+    sampled[0] = 0
+    return sampled
 
 
 def ending_at_once():
     """A patch under which every completion ends at once."""
-    return mock.patch.object(sampling, "sample", take_stop_token)
+    return mock.patch.object(engine, "sample", take_stop_token)
 
 
 @pytest.mark.parametrize("script", ["train_grpo.py", slow("train_ppo.py")])

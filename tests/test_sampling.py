@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, sample, truncate, uniforms
+from minirl.generation.sampling import PURPOSES, inverse_cdf, request_key, truncate, uniforms
 from minirl.model import batch_invariance
 from minirl.rollouts import Truncation
-from support.sampling import RULES, columns, keys_of, random_head, sample_rows, sampling_rows
+from support.sampling import RULES, columns, keys_of, random_head, sample_rows, sampled, sampling_rows
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 
@@ -74,7 +74,7 @@ def test_sampled_frequencies_match_the_probabilities(vocab, temperature, rule):
     draws = 40_000
     generator = torch.Generator().manual_seed(3)
     hidden, head = torch.randn(1, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
-    tokens, logprobs = sample(
+    tokens, logprobs = sampled(
         hidden.expand(draws, -1),
         head,
         keys=torch.arange(draws),
@@ -107,7 +107,7 @@ def test_logprobs_are_natural_logs_at_the_sampling_temperature(temperature, logp
     """z = [1, 2, 0, -1] gives the reference's numbers for every token, in one tile of the vocabulary and in two. At
     temperature 0 it is the likeliest token whatever the key, with its logprob at temperature 1."""
     expected, rows = torch.tensor(logprobs), 200
-    tokens, got = sample(
+    tokens, got = sampled(
         torch.ones(rows, 1),
         torch.tensor([[1.0], [2.0], [0.0], [-1.0]]),
         keys=keys_of(rows),
@@ -146,7 +146,7 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch(dtype, vocab, rules):
     expected = sample_rows(rows, head, rules, EVERYONE)
     if rules:
         is_whole = (rows["temperature"] == 0) | (columns(rules)[0] == 0)
-        for got, whole in zip(expected, sample(head=head, **rows), strict=True):
+        for got, whole in zip(expected, sampled(head=head, **rows), strict=True):
             assert torch.equal(got[is_whole], whole[is_whole])
         assert not torch.equal(expected[1], whole)
     exact = batch_invariance.is_batch_invariant([(64, vocab)], dtype, torch.device("cpu"), is_head=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl.generation.sampling import sample
 from minirl.model import batch_invariance
 from minirl.model.families import config_from_dict
 from minirl.model.transformer import Transformer, is_batch_invariant
@@ -20,6 +19,7 @@ from support.layouts import shuffled_members
 from support.marks import slow
 from support.memory import allocated_bytes
 from support.models import RAW_CONFIG
+from support.sampling import sampled
 
 # The head.
 
@@ -71,12 +71,12 @@ def test_sampled_logprobs_equal_scored_ones_over_tiles_of_the_vocabulary(vocab, 
     for rows, temperature in ((1, 1.0), (3, 0.7), (17, 1.3), (300, 0.7)):
         noise = {"keys": torch.arange(rows), "positions": torch.arange(rows)}
         heat, divisor = torch.full((rows,), temperature), torch.full((300, 1), temperature)
-        tokens, sampled = sample(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
+        tokens, logprobs = sampled(hidden[:rows], head, **noise, temperature=heat, vocab_chunk=tile)
         everything = torch.cat([tokens, torch.randint(0, vocab, (300 - rows,), generator=generator)])
         # Also where 1, 2 or 3 rows are left for the last chunk.
         for chunk in (1000, 299, 298, 297, 37):
             scored, _ = ChunkedLogprobs.apply(hidden, head, everything, divisor, chunk, tile)
-            assert (scored[:rows] - sampled).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
+            assert (scored[:rows] - logprobs).abs().max() <= (0 if exact else 1e-5), (rows, chunk)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])

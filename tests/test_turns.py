@@ -118,8 +118,9 @@ def expected_ends(attention: str, episodes: list[Episode]) -> Ends:
             completion = np.concatenate([completion, unsampled_stream(reply)])
             before = (*first.prompt_ids, *completion["id"].tolist())
             num_tokens = TURN_TOKENS if len(completion) else first.max_new_tokens
-            own = {"prompt_ids": before, "stop_test": test, "max_new_tokens": num_tokens}
-            turn = replace(first, parks_after_turn=False, **own)
+            turn = replace(
+                first, prompt_ids=before, parks_after_turn=False, stop_test=test, max_new_tokens=num_tokens
+            )
             (rollout,) = engine.generate([turn])
             completion = np.concatenate([completion, rollout.after_prompt])
         ends[first.rollout_id] = completion, rollout.finish_reason

@@ -31,7 +31,7 @@ from minirl.generation.block_pool import IntArray, ceil_div
 from minirl.generation.engine_stats import EngineStats
 from minirl.generation.kv_cache import KVCache
 from minirl.generation.request_table import PrefixGroup, RequestTable
-from minirl.generation.sampling import sample_packed
+from minirl.generation.sampling import sample
 from minirl.model import padding
 from minirl.model.attention import PAGED_BLOCK, Layout, PackedLayout, concatenated_ranges, upload
 from minirl.model.shards import PassState
@@ -324,7 +324,7 @@ class Engine:
         device_rows, positions, *sampling_params = self._upload(
             rows, lengths[rows], *table.columns.sampling_params(rows)
         )
-        sampled = sample_packed(states, self.model.head, positions, sampling_params)
+        sampled = sample(states, self.model.head, positions, sampling_params)
         num_new_rows = len(lengths) - len(self._newest_tokens)
         self._newest_tokens = F.pad(self._newest_tokens, (0, num_new_rows))
         self._newest_tokens[device_rows] = sampled[0]
@@ -362,7 +362,7 @@ class Engine:
             layout = cache.decode_layout(positions, blocks, rows, tables)
             hidden = self._forward(tokens, layout)
             # The sampled token comes one position after the token put in.
-            return sample_packed(hidden, self.model.head, positions + 1, sampling_params)
+            return sample(hidden, self.model.head, positions + 1, sampling_params)
 
         run: Callable[..., Tensor] = step
         if self.cuda_graphs:

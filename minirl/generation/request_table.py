@@ -272,7 +272,7 @@ class RequestTable:
         return taken
 
     def enqueue_readback(self, rows: IntArray, sampled: Tensor) -> None:
-        """Note a sampled token (the result of `sample_packed`) for each of these rows [n]; starts reading it."""
+        """Note a sampled token (the result of `sample`) for each of these rows [n]; starts reading it."""
         self._readbacks.append(Readback(rows, sampled, self.weight_version))
 
     def drain_readbacks(self, *, num_unread: int = 0) -> list[SampledSequence]:

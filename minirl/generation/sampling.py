@@ -126,20 +126,21 @@ def _first_above(cdf: Tensor, target: Tensor) -> Tensor:
 def sample(
     hidden: Tensor,
     head: Tensor,
-    *,
-    keys: Tensor,
     positions: Tensor,
-    temperature: Tensor,
-    truncation: Sequence[Tensor] = (),
+    sampling_params: Sequence[Tensor],
+    *,
     vocab_chunk: int = VOCAB_CHUNK,
-) -> tuple[Tensor, Tensor]:
-    """Sample tokens int64 [B], with logprobs fp32 [B], from hidden [B, D] and the weight of the head [V, D].
+) -> Tensor:
+    """Sample tokens from hidden [B, D] and the weight of the head [V, D]; on CUDA it never waits for the device.
 
-    keys int64 [B]; positions int64 [B]: those of the tokens to be sampled; temperature fp32 [B]: 0 takes the
-    likeliest token and records its logprob at temperature 1; truncation: the fields of `Truncation`,
-    top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated; vocab_chunk: tokens of the vocabulary per
-    product with the head (on CUDA: all).
+    Returns int32 [2, B], for one download: the tokens, and the bits of their logprobs in fp32.
+
+    positions int64 [B]: those of the tokens to be sampled; sampling_params, on the device, as `RequestColumns` gives
+    them: keys int64 [B]; temperature fp32 [B]: 0 takes the likeliest token and records its logprob at temperature 1;
+    the fields of `Truncation`, top_k int64 [B] and top_p fp64 [B], or nothing if no request is truncated; vocab_chunk:
+    tokens of the vocabulary per product with the head (on CUDA: all).
     """
+    keys, temperature, *truncation = sampling_params
     uniform = uniforms(keys, positions)
     is_on_cpu = hidden.device.type == "cpu"
     divisor = logit_divisor(temperature)
@@ -161,22 +162,8 @@ def sample(
     if not is_on_cpu or is_greedy.any():  # the host does not wait for a device
         likeliest = logits.argmax(-1)
         tokens = torch.where(is_greedy, likeliest, tokens)
-    token_logprobs = logprobs.gather(1, tokens[:, None])
-    return tokens, token_logprobs[:, 0]
-
-
-def sample_packed(
-    hidden: Tensor, head: Tensor, positions: Tensor, sampling_params: Sequence[Tensor]
-) -> Tensor:
-    """Return the results of `sample` as int32 [2, B] for one download: tokens, and the bits of their logprobs in fp32.
-
-    On CUDA it never waits for the device. sampling_params: see `RequestColumns.sampling_params`; on the device.
-    """
-    keys, temperature, *truncation = sampling_params
-    tokens, logprobs = sample(
-        hidden, head, keys=keys, positions=positions, temperature=temperature, truncation=truncation
-    )
-    return torch.stack([tokens.int(), logprobs.float().view(torch.int32)])
+    token_logprobs = logprobs.gather(1, tokens[:, None])[:, 0]
+    return torch.stack([tokens.int(), token_logprobs.float().view(torch.int32)])
 
 
 def truncate(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:

@@ -18,7 +18,7 @@ def keys_of(count: int, *, seed: int = 0) -> Tensor:
 
 
 def columns(truncations: list[Truncation]) -> tuple[Tensor, ...]:
-    """The argument of `sample` for these requests."""
+    """The argument of `sampled` for these requests."""
     top_k, top_p = zip(*truncations, strict=True)
     return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64)
 
@@ -38,10 +38,16 @@ def random_head(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(vocab, 64, generator=torch.Generator().manual_seed(4)).div(4).to(dtype)
 
 
+def sampled(hidden, head, *, keys, positions, temperature, truncation=(), **options):
+    """The tokens and logprobs of `sample`."""
+    tokens, bits = sample(hidden, head, positions, (keys, temperature, *truncation), **options)
+    return tokens.long(), bits.view(torch.float32)
+
+
 def sample_rows(
     rows: dict[str, Tensor], head: Tensor, rules: list[Truncation], chosen: Tensor, **options: int
 ) -> tuple[Tensor, Tensor]:
     """Sample the chosen rows; without rules as where no request has any."""
     part = {name: x[chosen] for name, x in rows.items()}
     truncation = columns([rules[i] for i in chosen]) if rules else ()
-    return sample(head=head, **part, truncation=truncation, **options)
+    return sampled(head=head, **part, truncation=truncation, **options)
