@@ -72,7 +72,6 @@ class Engine:
         keeps_cache: keep the memory of the cache, and the graphs, from one phase to the next.
         """
         self.model = model
-        self.config = model.config
         self.device = device
         self.max_running_requests = max_running_requests
         self.cache_tokens = cache_tokens
@@ -120,7 +119,7 @@ class Engine:
                 f"max_new_tokens {request.max_new_tokens} leaves none to sample after {len(request.sampled)} tokens",
             )
             max_length = len(request.prompt_ids) + request.max_new_tokens
-            max_positions = self.config.max_position_embeddings
+            max_positions = self.model.config.max_position_embeddings
             refuse(
                 max_length > max_positions,
                 f"prompt + max_new_tokens = {max_length} tokens exceed the model's {max_positions} positions",
@@ -368,7 +367,7 @@ class Engine:
         if self.cuda_graphs:
             from minirl.extras.kernels.cuda_graphs import DecodeGraphs
 
-            max_blocks = ceil_div(self.config.max_position_embeddings, cache.block_size)
+            max_blocks = ceil_div(self.model.config.max_position_embeddings, cache.block_size)
             self._graphs = self._graphs or DecodeGraphs(max_blocks)
             run = functools.partial(self._graphs.run, step)
         sampled = run(tokens, positions, blocks, device_rows, *others)

@@ -40,7 +40,6 @@ class Attention(nn.Module):
         kv_size = config.num_key_value_heads * head_dim
         self.config = config
         self.layer = layer
-        self.head_dim = head_dim
         self.q_proj = Linear(hidden_size, q_size * (1 + config.attention_gate), config.qkv_bias)
         self.k_proj = Linear(hidden_size, kv_size, config.qkv_bias)
         self.v_proj = Linear(hidden_size, kv_size, config.qkv_bias)
@@ -54,7 +53,7 @@ class Attention(nn.Module):
         k = self.k_proj(x)
         v = self._split_heads(self.v_proj(x))
         if self.config.attention_gate:
-            per_head = q.unflatten(1, (-1, 2, self.head_dim))  # each head's query, then its gate
+            per_head = q.unflatten(1, (-1, 2, self.config.head_dim))  # each head's query, then its gate
             q = per_head[:, :, 0].flatten(1)
             gate = per_head[:, :, 1].flatten(1)
         if self.config.qk_norm:
@@ -76,7 +75,7 @@ class Attention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """View [T, heads x C] as [T, heads, C]."""
-        return x.unflatten(1, (-1, self.head_dim))
+        return x.unflatten(1, (-1, self.config.head_dim))
 
 
 class MLP(nn.Module):
