@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,21 @@ class Truncation(NamedTuple):
 NO_TRUNCATION = Truncation()
 
 
+class StopTest(Protocol):
+    """Finds the turns that end with their last sampled token; `data.tokenizer.StopStrings` does so for texts."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The number of ids that it examines, 1 or more."""
+
+    def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
+        """Return for each turn whether it ends with the last of its ids: the last `max_tokens` sampled in it.
+
+        The engine calls it once per decode step for all turns with this test. Each turn's result must depend on its ids
+        alone.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One rollout to generate. `sampled` has the tokens of an earlier phase.
@@ -72,8 +87,7 @@ class Request:
     parks_after_turn: when its turn ends, its keys and values stay in the cache, until it is released or, for another
     turn, submitted with more tokens in `sampled`.
     max_new_tokens: counts the tokens after the prompt in all turns so far, appended ones included.
-    stop_test: a `data.tokenizer.StopStrings`, which ends the turn too, besides stop_ids. The engine calls it once per
-    step for all turns with this test; each turn's result must depend on its ids alone.
+    stop_test: ends the turn too, besides stop_ids; None: nothing else does.
     turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens
     sampled since then, even in an earlier phase, are the turn's.
     """
@@ -87,7 +101,7 @@ class Request:
     sampled: Stream = field(default_factory=lambda: NO_TOKENS)
     parks_after_turn: bool = False
     truncation: Truncation = NO_TRUNCATION
-    stop_test: Any = None
+    stop_test: StopTest | None = None
     turn_start: int = 0
 
 

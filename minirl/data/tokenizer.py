@@ -151,7 +151,7 @@ def is_stop_string(value: Any) -> bool:
 
 
 class StopStrings:
-    """The stop test of a `Request`: whether one of these strings ends with the token sampled last.
+    """A `rollouts.StopTest`: whether one of these strings ends with the token sampled last.
 
     A string may begin and end inside a token; the token in which it ends is the turn's last and is kept whole. The
     text is decoded from the turn's first token, with special tokens ("<|im_end|>" can be a stop string) and all

@@ -3,12 +3,12 @@
 `submit` queues requests and `step` advances all running ones by one token. Which requests run, wait or are parked
 between two turns, and how they share the cache, is in `request_table`; this file passes their tokens through the model.
 
-The engine handles token ids only, never text: a request's `stop_test` finds the stop strings of a turn. Each rank
-decodes on its own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`):
-then all of them begin each forward together (`_forward`), and a rank without tokens helps the others
-(`_help_other_ranks`). A rollout depends only on its request and the weights, not on the other requests in the batch. At
-the end of a generation phase, when no request is left, the cache is empty, so new weights never read old keys and
-values. The engine also frees its memory, unless it keeps it with the CUDA graphs that read it.
+The engine handles token ids only, never text: a `StopTest` finds the stop strings of a turn. Each rank decodes on its
+own, and nothing in the engine is collective, unless ranks share the model's layers (`model.shards`): then all of them
+begin each forward together (`_forward`), and a rank without tokens helps the others (`_help_other_ranks`). A rollout
+depends only on its request and the weights, not on the other requests in the batch. At the end of a generation phase,
+when no request is left, the cache is empty, so new weights never read old keys and values. The engine also frees its
+memory, unless it keeps it with the CUDA graphs that read it.
 
 With asynchronous decoding, the engine launches a step before the host has read the tokens of the step before,
 which stay on the device as the next step's input. So the device never waits for the host. The engine knows in

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minirl.generation.block_pool import IntArray, grow_array
-from minirl.rollouts import TOKEN, Request, SampledSequence, Stream, join_streams, unsampled_stream
+from minirl.rollouts import TOKEN, Request, SampledSequence, StopTest, Stream, join_streams, unsampled_stream
 
 # Lengths include the prompt. `length`: the tokens that the host has read; with asynchronous decoding one more may have
 # been launched. `max_length`: where the present turn ends. The others are for sampling.
@@ -111,7 +111,7 @@ class RequestColumns:
 
     def _rows_stopped_by_test(self, rows: Sequence[int]) -> set[int]:
         """The rows whose stop tests end their turn. Asks each test once."""
-        rows_with_test: dict[Any, list[int]] = {}
+        rows_with_test: dict[StopTest, list[int]] = {}
         for row in rows:
             test = self.requests[row].stop_test
             if test is not None:
