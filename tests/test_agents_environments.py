@@ -279,7 +279,7 @@ def test_row_59_tools_need_a_way_to_read_calls_and_to_write_results(tmp_path, lo
         (
             HERMES + WITH_TOOLS.replace("{{ m", only_users),
             (),
-            "the result of a tool: .* refuses the messages",
+            "the result of a tool: .* rejects the messages",
         ),
     ):
         save_chat_tokenizer(tmp_path, template, "<|im_end|>")

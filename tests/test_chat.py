@@ -92,7 +92,7 @@ TOLD = {"role": "tool", "content": ""}
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
-        (ALTERNATING, [TOLD], "the chat template of FOLDER refuses the messages: .*roles must alternate"),
+        (ALTERNATING, [TOLD], "the chat template of FOLDER rejects the messages: .*roles must alternate"),
         (NO_TOOLS, [TOLD], "the chat template of FOLDER does not show a message of role 'tool'"),
         (NO_TEXT, conversation()[:1], "the chat template of FOLDER does not show the text of an answer"),
         (CHATML, [TOLD, SAID], "generate.*: the last message is the assistant's.*append its beginning"),
@@ -171,7 +171,7 @@ def test_a_rows_tools_are_those_of_its_prompt(make, tmp_path):
     assert "Look up." in shown(make(WITH_TOOLS), row)
     with pytest.raises(InputError, match=r"rows.jsonl:1: .* does not show the tool end"):
         make(CHATML).encode(row)
-    with pytest.raises(InputError, match=r"rows.jsonl:1: has tools of its own, and so has the run"):
+    with pytest.raises(InputError, match=r"rows.jsonl:1: both the row and the run have tools"):
         make(WITH_TOOLS, tools=[{**LOOKUP, "function": {"name": "other"}}]).encode(row)
 
 
@@ -199,8 +199,8 @@ def test_prompts_tell_of_tools_given_as_functions_or_schemas(make):
 @pytest.mark.parametrize(
     ("tools", "error"),
     [
-        ([LOOKUP, LOOKUP], "two have the name 'end'"),
-        ([untyped], "'untyped': no JSON schema can be made of it"),
+        ([LOOKUP, LOOKUP], "two tools are named 'end'"),
+        ([untyped], "'untyped': has no valid JSON schema"),
         ([{"name": "lookup"}], "expected a function, or a schema"),
     ],
 )
@@ -284,7 +284,7 @@ def test_by_default_the_response_template_of_the_tokenizer_reads_answers(make):
     # Half a surrogate pair cannot be tokenized when it comes back in a message.
     assert "surrogates" in message_of(tokenizer, '<call>"\\ud800"</call>')["parse_error"]
     tokenizer.backend.response_template = template | {"fields": {}}
-    with pytest.raises(InputError, match=r"the response template .* cannot be used: .*fields"):
+    with pytest.raises(InputError, match=r"response template cannot be used: .*fields"):
         check_calls_parsable(tokenizer)
 
 

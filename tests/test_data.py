@@ -215,7 +215,7 @@ def test_the_reward_models_template_writes_calls_or_they_are_refused(tmp_path):
         (None, "a chat prompt, but this tokenizer has no chat template"),
         (
             "{{ raise_exception('no tools') if messages[1].content }}",
-            "the chat template of .* refuses the messages: .*no tools",
+            "the chat template of .* rejects the messages: .*no tools",
         ),
         # What is to be continued is dropped.
         (TEMPLATE.replace("m['content']", "m['content'][:2]"), "the chat template of .*: ValueError"),
@@ -363,7 +363,7 @@ def test_row_18_an_empty_file_is_refused(write, content):
 
 def test_row_18_few_rows_are_said():
     """They work; the note has the numbers. Pitfall 57."""
-    said = ["train: a step takes 16 prompts and there are 4: it repeats them"]
+    said = ["train: a step takes 16 prompts but there are only 4: it repeats some"]
     assert letter_prompts("abaa").notes(per_step=16) == said
     assert letter_prompts("ab").notes(per_step=2) == letter_prompts("ab").notes() == []
 
@@ -391,8 +391,8 @@ EMBEDDED = {"vocab_size": ord("z")}
 @pytest.mark.parametrize(
     ("texts", "options", "said"),
     [
-        ("aaaaz", EMBEDDED, "^f:5: token id 122, and the model has 122 embeddings"),
-        ("zaaaz", EMBEDDED, "^f:1: token id 122, and the model has 122 embeddings"),
+        ("aaaaz", EMBEDDED, "^f:5: token id 122 is out of range: the model has 122 embeddings"),
+        ("zaaaz", EMBEDDED, "^f:1: token id 122 is out of range: the model has 122 embeddings"),
         (["a", ""], {}, "^f:2: the prompt has no tokens"),
         (
             ["a" * 7, "b" * 11],
@@ -434,7 +434,7 @@ def test_row_20_long_prompts_are_skipped_counted_and_named():
     assert served == {0: ("aaaaaa", (97,) * 6), 1: ("cc", (99, 99))}
     assert prompts.num_prompts == 2
     (said,) = prompts.notes()
-    assert said.startswith("train: 4 of 6 prompts have more than 6 tokens, such as f:2, f:4, f:5: left out")
+    assert said.startswith("train: 4 of 6 prompts have more than 6 tokens, such as f:2, f:4, f:5: skipped")
 
 
 def test_row_35_a_tokenizer_with_code_of_its_own_is_refused_without_running_it(tmp_path):

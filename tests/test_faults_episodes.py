@@ -36,7 +36,7 @@ LATER = {
     "await episode.generate(after=b'abc')": rf"generate\(after=b'abc'\): {NO_AFTER}",
     "await episode.generate(after=[1.5])": r"generate\(after=...\): expected text, token ids or messages",
     "await episode.generate(after={'role': 'user', 'content': 'a'})": "messages after a text prompt; see --chat",
-    "await episode.generate(after=[10_000])": r"generate\(after=...\): token id 10000, and the model has 48",
+    "await episode.generate(after=[10_000])": r"token id 10000 is out of range: the model has 48",
     "await episode.generate(stop=[7])": NO_STOP,
     "await episode.generate(stop=None)": NO_STOP,
     "await episode.generate(after=torch.ones(2))": rf"generate\(after=tensor.*\): {NO_AFTER}",

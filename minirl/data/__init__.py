@@ -1,1 +1,1 @@
-"""Tasks, their rows and messages; the tokenizers; and the stream of prompts in their order."""
+"""Tasks with their rows and messages, tokenizers, and the prompt stream."""

@@ -1,6 +1,6 @@
-"""Parse an answer into reasoning, content and tool calls: a message with Hugging Face's keys.
+"""Parse a completion into reasoning, content and tool calls: a message in Hugging Face's format.
 
-The model wrote the answer, so any text must parse: `parse_error` says what is wrong with a call.
+The model wrote the text, so parsing never fails: `parse_error` describes a malformed call.
 """
 
 import json
@@ -15,33 +15,33 @@ from minirl.data.chat_tokenizer import ChatTokenizer
 from minirl.data.messages import check_text
 from minirl.errors import refuse
 
-# The most tokens before a turn in which reasoning may begin. The turn's own message begins after a special token.
+# How many tokens before a turn are searched for an open <think>. The turn's own message begins after a special token.
 TAIL_TOKENS = 64
 _HERMES_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-# {"name": ..., "arguments": {...}} between tags, as Hermes, Qwen2.5 and Qwen3 write a call.
+# A tool call of Hermes, Qwen2.5 and Qwen3: {"name": ..., "arguments": {...}} between tags.
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-# Such a call in a chat template, perhaps with the template's quotes and line ends in between. In other formats a tag or
-# a name follows <tool_call>.
+# A Hermes call in a chat template, where quotes and newlines may come in between. In other formats, a tag or a name
+# follows <tool_call>.
 _SHOWN_HERMES_CALL = re.compile(r'<tool_call>[^<]{0,40}\{\s*\\?"(name|arguments)')
 
 
 def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the message of a turn's ids: "role", "content", and, if present, "reasoning_content" and "tool_calls".
+    """Parse a turn's ids into a message: "role", "content" and, if present, "reasoning_content" and "tool_calls".
 
     "tool_calls" is a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}; "parse_error" says
-    why the answer, or the first unreadable call in it, cannot be read.
+    why the answer, or its first malformed call, cannot be parsed.
 
-    before: the ids before the turn, int64 [L], where the reasoning may begin. Raises InputError naming the tokenizer's
-    folder if nothing says how the model writes calls.
+    before: the ids before the turn, int64 [L], which may have opened the reasoning. Raises InputError naming the
+    tokenizer's folder if the model's tool-call format is unknown.
     """
     if not uses_hermes_format(tokenizer):
         prefix = tokenizer.decode(before, skip_special_tokens=False)
         text = tokenizer.decode(ids, skip_special_tokens=False)
         return _parse_with_template(tokenizer, text, prefix)
-    # The tags are special tokens in some vocabularies.
+    # In some vocabularies the tags are special tokens.
     hidden = {i for i, token in tokenizer.special_tokens.items() if token not in _HERMES_TAGS}
     text = tokenizer.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
-    # Otherwise each turn of a long episode would decode everything before it.
+    # Decode only the tail: a long episode would otherwise decode its whole history in every turn.
     tail = before[-TAIL_TOKENS:].tolist()
     start = max((i for i, token in enumerate(tail, 1) if token in hidden), default=0)
     reasoning_tail = tokenizer.decode(tail[start:], skip_special_tokens=False)
@@ -51,40 +51,40 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
 
 
 def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
-    """Raise InputError if answers cannot be parsed: not Hermes' calls, and no usable response template."""
+    """Raise InputError if tool calls cannot be parsed: not in Hermes format, and no usable response template."""
     if not uses_hermes_format(tokenizer):
         why = _parse_with_template(tokenizer, "", "").get("parse_error")
         refuse(
             why is not None,
-            f"{tokenizer.folder}: the response template of its tokenizer cannot be used: {why}",
+            f"{tokenizer.folder}: its tokenizer's response template cannot be used: {why}",
         )
 
 
 def uses_hermes_format(tokenizer: ChatTokenizer) -> bool:
-    """Whether the model writes calls as Hermes does: the chat template shows one, and there is no response template."""
+    """Whether the model writes Hermes calls: its chat template shows one and its tokenizer has no response template."""
     is_shown = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
     return is_shown and getattr(tokenizer.backend, "response_template", None) is None
 
 
 def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:
-    """Return the message of a text behind a prefix, as the tokenizer's response template parses it."""
+    """Parse a text that follows `prefix` into a message, with the tokenizer's response template."""
     backend = tokenizer.backend
     refuse(
         getattr(backend, "response_template", None) is None,
-        f"{tokenizer.folder}: its tokenizer has no response template, which would say how the model writes calls of "
-        "tools; take the text",
+        f"{tokenizer.folder}: its tokenizer has no response template, so its tool-call format is unknown; "
+        "use the text instead",
     )
     try:
         message: dict[str, Any] = backend.parse_response(text, prefix=prefix, tools=tokenizer.tools or None)
         check_text(message)
     except Exception as error:
-        # The template is a program from the model's folder, and the model wrote the text: it may raise anything.
+        # The model's folder supplies the template and the model the text, so this may raise anything.
         return {"role": "assistant", "content": text, "parse_error": str(error)[:300]}
     return {"role": "assistant", "content": ""} | message
 
 
 def _hermes_message(text: str, *, has_begun_thinking: bool) -> dict[str, Any]:
-    """Return the message of a text. has_begun_thinking: whether its reasoning began before the text."""
+    """Parse a text with Hermes tags into a message. has_begun_thinking: whether the reasoning began before the text."""
     message: dict[str, Any] = {"role": "assistant"}
     if has_begun_thinking or text.lstrip().startswith("<think>"):
         reasoning, _, text = text.partition("</think>")
@@ -102,7 +102,7 @@ def _hermes_message(text: str, *, has_begun_thinking: bool) -> dict[str, Any]:
 
 
 def _hermes_call(match: re.Match[str]) -> dict[str, Any]:
-    """Return the name and arguments of a call. Raises ValueError or RecursionError."""
+    """Parse the name and arguments of a Hermes call. Raises ValueError or RecursionError."""
     content, end = match.groups()
     if not end:
         raise ValueError("has no </tool_call>")

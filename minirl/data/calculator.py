@@ -1,7 +1,7 @@
-"""The embedded task with a tool: multiply two three-digit numbers with a calculator.
+"""An embedded tool-use task: multiply two three-digit numbers with a calculator.
 
-A completion may call it: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py answers the call with
-the product and "=". Without that function nothing answers.
+A completion may call the tool: `<calc>12*34</calc>`. The rollout function docs/examples/calculator.py appends the
+product and "=". Without that function, calls get no result.
 """
 
 import random
@@ -12,12 +12,12 @@ from minirl.data.task import Row, Task, exact_score
 CALL_TOKENS = ("<calc>", "</calc>")
 # A call, its result and an answer take 23 tokens.
 MAX_NEW_TOKENS = 32
-# The fraction of examples whose first turn calls the calculator; the others answer at once.
+# Fraction of warm-start examples whose first turn calls the calculator; the others answer directly.
 CALL_FREQUENCY = 0.05
 
 
 def last_answer(completion: str) -> str:
-    """Return the text after the last result, or the whole text if it has no result."""
+    """Return the text after the last tool result, or the whole text if there is none."""
     return completion.rpartition("=")[2]
 
 
@@ -25,9 +25,9 @@ score = exact_score(last_answer)
 
 
 def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
-    """Make the task with distinct random operands. No held-out pair is trained on."""
+    """Make the task from distinct random pairs of operands. Held-out pairs are never trained on."""
     generator = random.Random(0)
-    # A dict serves as a set that keeps the order.
+    # A dict serves as an ordered set.
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < num_train + num_eval:
         pairs[generator.randint(100, 999), generator.randint(100, 999)] = None
@@ -48,12 +48,12 @@ def load_calculator(*, num_train: int = 4000, num_eval: int = 256) -> Task:
 
 
 def has_call(completions: Sequence[str]) -> list[float]:
-    """Return 1 where the completion calls the calculator, else 0. Not trained on."""
+    """Return 1 for each completion that calls the calculator, else 0. Logged, not trained on."""
     return [float("</calc>" in completion) for completion in completions]
 
 
 def _examples(rows: Sequence[Row], generator: random.Random) -> list[Row]:
-    """Return three examples per row: the beginning of a first turn, a written call and the use of its result."""
+    """Return three examples per row: begin the first turn, write the call and use its result."""
     examples = []
     for row in rows:
         prompt = str(row.prompt)

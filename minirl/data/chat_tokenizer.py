@@ -1,4 +1,4 @@
-"""Prompts to token ids: text, or messages and tools as the chat template writes them."""
+"""Tokenize prompts: plain text, or messages and tools rendered with the chat template."""
 
 import copy
 import re
@@ -21,19 +21,19 @@ from minirl.data.task import Row
 from minirl.data.tokenizer import Tokenizer
 from minirl.errors import InputError, refuse
 
-# Tokenizers take a fraction of the time for many texts in one call.
+# Tokenizers are several times faster with many texts per call.
 ROWS_PER_BATCH = 64
-# Words that no template takes for something else.
+# Placeholder words that no template treats as markup.
 _ANSWER = "minirlanswer"
 _MARK = "minirlmark{}end"
 
 
 class ChatTokenizer(Tokenizer):
-    """The tokenizer of a model, which also writes prompts and appended messages.
+    """A model's tokenizer that also encodes prompts and appended messages.
 
-    chat: whether text prompts go through the chat template, as one user message. tools: the JSON schemas of the tools
-    that prompts show to the model. chat_stop_ids: `stop_ids`, and the token that the chat template writes after an
-    answer. vocab_size: the number of the model's embeddings.
+    chat: whether text prompts go through the chat template, as one user message. tools: JSON schemas of the tools shown
+    in prompts. chat_stop_ids: `stop_ids` plus the token that the chat template writes after an answer. vocab_size:
+    number of rows of the model's embedding.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ChatTokenizer(Tokenizer):
     ):
         """Load the tokenizer of a model folder.
 
-        template_arguments: further arguments of the chat template, see `check_arguments`. vocab_size: None for the
-        number of the tokenizer's ids. Raises InputError like `Tokenizer` and `tool_schemas`.
+        template_arguments: extra arguments of the chat template, see `check_arguments`. vocab_size: None for the
+        tokenizer's largest id + 1. Raises InputError like `Tokenizer` and `tool_schemas`.
         """
         super().__init__(folder)
         self.chat = chat
@@ -60,7 +60,7 @@ class ChatTokenizer(Tokenizer):
             self.chat_stop_ids |= self._turn_end_ids()
 
     def with_tools(self, tools: Sequence[Tool] | None) -> Self:
-        """Return a tokenizer whose prompts show these tools; None: this one. Raises InputError like `tool_schemas`."""
+        """Return a copy whose prompts show these tools, or self for None. Raises InputError like `tool_schemas`."""
         if tools is None or tools == self.tools:
             return self
         other = copy.copy(self)
@@ -68,7 +68,7 @@ class ChatTokenizer(Tokenizer):
         return other
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether a prompt goes through the chat template; for token ids, whether it may have done so."""
+        """Whether a prompt goes through the chat template. True for token ids, which may come from it."""
         return self.chat or not isinstance(prompt, str)
 
     def stop_ids_of(self, prompt: Prompt) -> frozenset[int]:
@@ -76,11 +76,13 @@ class ChatTokenizer(Tokenizer):
         return self.chat_stop_ids if self.is_chat(prompt) else self.stop_ids
 
     def notes(self, prompt: str | Messages) -> list[str]:
-        """Return notes on how prompts such as this one begin, and how turns after them end."""
+        """Return notes for the log on a missing EOS token or unusual stop tokens, given one of the prompts."""
         notes = []
         if self.eos_ids and not self.is_chat(prompt):
             ends = self.backend.decode(self.eos_ids)
-            notes.append(f"the tokenizer writes {ends} after texts; prompts go without, to be completed")
+            notes.append(
+                f"the tokenizer writes {ends} after texts; prompts omit it, since the model continues them"
+            )
         stop_ids = self.stop_ids_of(prompt)
         if stop_ids != self.stop_ids:
             ends = ", ".join(self.backend.convert_ids_to_tokens(sorted(stop_ids & self.known_ids)))
@@ -94,15 +96,16 @@ class ChatTokenizer(Tokenizer):
         return notes
 
     def encode(self, row: Row) -> list[int]:
-        """Return `encode_all` of one row."""
+        """Return the token ids of one row's prompt, see `encode_all`."""
         return next(self.encode_all([row]))
 
     def encode_all(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Yield the token ids of each row's prompt, which shows the row's tools, if it has any, or the run's.
+        """Yield the token ids of each row's prompt, which shows the row's tools or else the run's.
 
-        Text begins with the tokenizer's BOS token, once, and never ends with its EOS token: the completion goes on.
-        Chats have the tokens that the chat template writes. Raises InputError naming the row if its prompt cannot be
-        encoded, has no tokens or has some that the model lacks, and if row and run have different tools.
+        Text prompts begin with exactly one BOS token and never end with EOS, because the completion continues them.
+        Chat prompts have only the special tokens that the chat template writes. Raises InputError naming the row if its
+        prompt cannot be encoded, is empty or has ids outside the model's vocabulary, and if row and run have different
+        tools.
         """
         for first in range(0, len(rows), ROWS_PER_BATCH):
             batch = rows[first : first + ROWS_PER_BATCH]
@@ -110,7 +113,7 @@ class ChatTokenizer(Tokenizer):
             try:
                 encoded = self.backend(texts, add_special_tokens=False)["input_ids"]
             except Exception:
-                # One by one, so that the error names its row.
+                # Encode one by one, so that the error names the row.
                 encoded = [self.encode_text(text, row.origin) for row, text in zip(batch, texts, strict=True)]
             for row, ids in zip(batch, encoded, strict=True):
                 if not self.is_chat(row.prompt):
@@ -120,13 +123,13 @@ class ChatTokenizer(Tokenizer):
                 yield ids
 
     def _prompt_text(self, row: Row) -> str:
-        """Return the text of a row's prompt. Raises InputError naming the row."""
+        """Return a row's prompt as text. Raises InputError naming the row."""
         if not self.is_chat(row.prompt):
             refuse(row.tools or self.tools, f"{row.origin}: a text prompt cannot show tools; see --chat")
             return cast(str, row.prompt)
         refuse(
             row.tools and self.tools and row.tools != self.tools,
-            f"{row.origin}: has tools of its own, and so has the run; leave out one of them",
+            f"{row.origin}: both the row and the run have tools; leave out one of them",
         )
         try:
             shown = self.with_tools(row.tools)
@@ -135,10 +138,10 @@ class ChatTokenizer(Tokenizer):
         return shown.render_checked(as_messages(row.prompt), row.origin, is_prompt=True)
 
     def encode_after(self, after: After, origin: str, *, end_id: int | None) -> list[int]:
-        """Return the ids that are appended between two turns: text is tokenized as it is, without a first space.
+        """Return the ids to append between two turns. Text is tokenized without a leading space.
 
-        after: if messages, as `read_message` returns them. end_id: for messages, see `encode_following_messages`.
-        Raises InputError naming `origin` for messages that cannot be rendered, and for ids that the model lacks.
+        after: messages must come from `read_message`. end_id: for messages, see `encode_following_messages`. Raises
+        InputError naming `origin` for messages that cannot be rendered, and for ids outside the model's vocabulary.
         """
         if is_messages(after):
             ids = self.encode_following_messages(after, origin, end_id=end_id)
@@ -152,10 +155,10 @@ class ChatTokenizer(Tokenizer):
         return ids
 
     def encode_with_completion(self, prompt: str | Messages, completion: str | Messages) -> list[int]:
-        """Return the token ids of a prompt with its whole completion, for a reward model.
+        """Return the token ids of a prompt and its complete answer, for a reward model.
 
-        Text ends with exactly one end-of-sequence token, if the tokenizer has one; messages go through the
-        chat template. Raises InputError if that leaves out a message or a tool call.
+        Text ends with exactly one EOS token, if the tokenizer has one; messages go through the chat template. Raises
+        InputError if the template drops a message or a tool call.
         """
         origin = "the reward model"
         if not self.is_chat(prompt):
@@ -170,44 +173,45 @@ class ChatTokenizer(Tokenizer):
         return self.encode_text(self.render_checked(messages + answers[1:], origin, is_prompt=False), origin)
 
     def check_ids(self, ids: Sequence[int], origin: str) -> None:
-        """Raise InputError naming the origin for an id that the model lacks."""
+        """Raise InputError naming the origin for an id outside the model's vocabulary."""
         largest = max(ids, default=0)
         refuse(
             largest >= self.vocab_size,
-            f"{origin}: token id {largest}, and the model has {self.vocab_size} embeddings; is the tokenizer "
-            "another model's?",
+            f"{origin}: token id {largest} is out of range: the model has {self.vocab_size} embeddings; does the "
+            "tokenizer belong to another model?",
         )
 
     def encode_following_messages(self, messages: Messages, origin: str, *, end_id: int | None) -> list[int]:
-        """Return the token ids of messages after an answer, from the answer's end to the start of the next answer.
+        """Return the ids of messages that follow an answer, from that answer's end to the start of the next one.
 
-        The template might write the sampled answer differently, so that is never rendered (`render_after_answer`).
+        The template might render the sampled answer differently, so that answer is never rendered
+        (`render_after_answer`).
 
         end_id: the answer's last id if the model ended it, None if it was truncated. If the template closes an answer
         with this id, the ids up to it are not repeated. Raises InputError naming `origin` and the tokenizer's folder if
-        the last message is the assistant's, and for messages that the template refuses or does not show.
+        the last message is the assistant's, and for messages that the template rejects or does not show.
         """
         refuse(
             messages[-1]["role"] == "assistant",
-            f"{origin}: generate(after=...): the last message is the assistant's, whose turn the model samples; append "
-            "its beginning as text",
+            f"{origin}: generate(after=...): the last message is the assistant's, but the model samples that turn; "
+            "append its beginning as text",
         )
         marked, _, marks = replace_with_marks(messages)
         outline = self.render_after_answer(marked, origin)
         self._check_marks_shown(marks, outline, origin)
         ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
-        # The template's own text before the first message.
+        # What the template writes between the answer and the first message.
         head = self.encode_appended(outline.partition(next(iter(marks)))[0], origin)
-        # A stop string may also have ended the answer, with an ordinary token that the head has, too.
+        # A stop string may also have ended the answer, with an ordinary token that also occurs in the head.
         if end_id in head and (end_id in self.chat_stop_ids or end_id == head[0]):
             return ids[head.index(end_id) + 1 :]
         return ids
 
     def render_after_answer(self, messages: Messages, origin: str) -> str:
-        """Return what the chat template writes after an answer: these messages, and the beginning of the next answer.
+        """Return what the chat template writes after an answer: these messages and the start of the next answer.
 
-        It renders a user's message, a one-word answer and the messages. Raises InputError naming `origin`, also if the
-        template does not show the word.
+        It renders a user message, a one-word answer and these messages, and returns the text after the word. Raises
+        InputError naming `origin`, also if the template does not show the word.
         """
         conversation = [
             {"role": "user", "content": "a"},
@@ -224,9 +228,9 @@ class ChatTokenizer(Tokenizer):
         return after
 
     def render_checked(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
-        """Return `render` of messages. Raises InputError also if that leaves out a message, tool call or tool.
+        """Render messages with the chat template. Raises InputError also if it drops a message, tool call or tool.
 
-        Templates drop roles that they do not know, and tools, without a word. So it also renders marks in place of the
+        Templates silently drop tools, and roles that they do not know, so this also renders marks in place of the
         texts.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
@@ -236,11 +240,10 @@ class ChatTokenizer(Tokenizer):
         return text
 
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
-        """Return the text that the chat template makes of messages, the tools and the template's arguments.
+        """Render messages and tools with the chat template and its arguments.
 
-        A prompt ends with the template's beginning of an answer. If its last message is the assistant's, the
-        answer continues that message, as in TRL. Raises InputError naming `origin` and the folder if the template
-        refuses the messages.
+        A prompt ends with the generation prompt. If its last message is the assistant's, the answer continues that
+        message, as in TRL. Raises InputError naming `origin` and the folder if the template rejects the messages.
         """
         if self.backend.chat_template is None:
             hint = "leave out --chat" if self.chat else "use text prompts"
@@ -248,7 +251,7 @@ class ChatTokenizer(Tokenizer):
         continues = is_prompt and messages[-1]["role"] == "assistant"
         try:
             return self.backend.apply_chat_template(
-                # The result of a tool may be a list.
+                # A tool result may be a list.
                 [{**message, "content": str(message["content"])} for message in messages],
                 tools=self.tools or None,
                 tokenize=False,
@@ -257,15 +260,15 @@ class ChatTokenizer(Tokenizer):
                 **self.template_arguments,
             )
         except Exception as error:
-            # A template is a program from the model's folder: it may raise anything.
+            # A template is a program from the model's folder, so it may raise anything.
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise InputError(
-                f"{origin}: the chat template of {self.folder} refuses the messages: {reason}; change the one or the "
-                "other"
+                f"{origin}: the chat template of {self.folder} rejects the messages: {reason}; change the "
+                "messages or the template"
             ) from None
 
     def _check_marks_shown(self, marks: Mapping[str, str], text: str, origin: str) -> None:
-        """Raise InputError for the first of `replace_with_marks` that a text of the chat template does not have."""
+        """Raise InputError for the first mark from `replace_with_marks` that is missing from a rendered text."""
         for mark, what in marks.items():
             refuse(
                 mark not in text,
@@ -282,10 +285,10 @@ class ChatTokenizer(Tokenizer):
             )
 
     def _turn_end_ids(self) -> set[int]:
-        """Return the special token that the chat template writes after an answer, unless it writes a stop id there."""
+        """Return the special token that the chat template writes after an answer. Empty if it writes a stop id there."""
         try:
             text = self.render_after_answer([{"role": "user", "content": _MARK}], str(self.folder))
-        except InputError:  # a template for other conversations
+        except InputError:  # the template rejects this conversation
             return set()
         after = self.encode_appended(text.partition(_MARK)[0].lstrip(), str(self.folder))
         is_stopped = not self.stop_ids.isdisjoint(after)
@@ -295,9 +298,9 @@ class ChatTokenizer(Tokenizer):
 def replace_with_marks(
     messages: Messages, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[Messages, list[dict[str, Any]], dict[str, str]]:
-    """Replace texts, and the names of called functions and of tools, by unique marks.
+    """Replace texts, and the names of tools and called functions, with unique marks.
 
-    Return copies of the messages and of the tools' schemas, and what each mark stands for.
+    Return copies of the messages and tool schemas, and a description of what each mark replaces.
     """
     messages, schemas = copy.deepcopy((messages, list(tools)))
     marks: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""A rollout's tokens as a conversation: what reward functions, rollouts.jsonl and `minirl.extras.show` see of it.
+"""Convert a rollout's tokens to a conversation for reward functions, rollouts.jsonl and `minirl.extras.show`.
 
-It is made from the tokens on demand, as most conversations are needed once or never.
+Conversations are decoded on demand, as most are read once or never.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +16,11 @@ Turn = TypeVar("Turn", bound=TurnRecord)
 
 
 def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Return the messages, segments and turns of a rollout, as JSON values.
+    """Return a rollout's messages, segments and turns as JSON values.
 
-    messages: the conversation, of the last branch; [] if that begins with token ids. segments: all tokens after the
-    row's prompt, branch by branch, with special tokens spelt out; the sampled ones are the turns. {} for an episode
-    that was one answer to the prompt, and could not call tools.
+    messages: the conversation of the last branch; [] if that branch begins with token ids. segments: all tokens after
+    the row's prompt, branch by branch, with special tokens as text; the sampled segments are the turns. Returns {} for
+    a single answer to the prompt without tools.
     """
     first, *further = turns = rollout.episode.turns
     is_one_answer = not further and first.start == first.branch == 0 and first.parse_error is None
@@ -34,9 +34,9 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
 
 
 def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
-    """Return the `rollout_messages` of a rollout after the row's prompt, as far as they begin with it.
+    """Return the rollout's messages without the row's prompt, as far as they begin with it.
 
-    A prompt's last message may continue with the text that an environment's `reset` returned, or with the answer.
+    The prompt's last message may continue with the text from an environment's `reset`, or with the answer.
     """
     messages = rollout_messages(rollout, tokenizer)
     if not messages:
@@ -58,9 +58,9 @@ def completion_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
 
 
 def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
-    """Return the conversation of a rollout's last branch as TRL has it; [] if the branch begins with token ids.
+    """Return the conversation of a rollout's last branch in TRL's format; [] if the branch begins with token ids.
 
-    Answers have no special tokens; if the model may call tools, those of one turn have its calls.
+    Answers have no special tokens. If the model has tools, an answer of one turn also has its tool calls.
     """
     begun = rollout.episode.prompt
     if begun is None or is_token_ids(begun):
@@ -77,9 +77,9 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
         before = branch.tokens[: branch.num_prompt_tokens + start]
         try:
             message = answers.parse_answer(tokenizer, ids, before)
-        except InputError:  # nothing says how the model writes calls
+        except InputError:  # the model's tool-call format is unknown
             return text
-        # The text shows what could not be read.
+        # Keep the text, which shows the malformed call.
         return message if message.pop("parse_error", None) is None else message | {"content": text}
 
     return branch_messages(cast(str | Messages, begun), turns, answer)
@@ -90,10 +90,10 @@ def branch_messages(
     turns: Sequence[Turn],
     answer: Callable[[Turn, int], str | dict[str, Any]],
 ) -> Messages:
-    """Return the messages of a branch: those of its prompt, the appended ones, and the answers.
+    """Return the messages of a branch: its prompt, the appended messages and the answers.
 
-    answer: returns the text or message of an answer, which ends with a turn, and begins among the branch's tokens after
-    its prompt: all turns up to the next messages.
+    answer: returns an answer as text or message. Its arguments are the last turn of the answer, and the answer's start
+    among the branch's tokens after the prompt. An answer spans all turns up to the next appended messages.
     """
     messages = [dict(message) for message in as_messages(prompt)]
     start = 0
@@ -101,14 +101,16 @@ def branch_messages(
         if turn.inserted:
             messages += (dict(message) for message in turn.inserted)
             start = turn.start
-        # Otherwise the answer goes on in the next turn.
+        # Otherwise the answer continues in the next turn.
         if i + 1 == len(turns) or turns[i + 1].inserted:
             add_answer(messages, answer(turn, start))
     return messages
 
 
 def _segments(rollout: Rollout, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
-    """Yield the branches' tokens turn by turn, with those appended before each, and the prompts, if not the row's."""
+    """Yield each turn's tokens and the tokens appended before it, branch by branch; later branches begin with their
+    prompts.
+    """
     for branch in rollout.branches:
         number = branch.rollout_id.branch
         last = branch.num_prompt_tokens

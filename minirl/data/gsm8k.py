@@ -1,12 +1,12 @@
 """GSM8K, grade-school maths (arXiv:2110.14168), from rows with the fields `question` and `answer`.
 
-The reward is the strict score: the number after the last "####" must equal that of the reference. The data set's own
-pattern finds it, `#### (-?[0-9.,]+)`, with an optional $. Text behind the number is ignored ("40%" is 40); a number
-behind a plus, a Unicode minus or markup is not found. The flexible score takes the last number of the completion, with
-any sign. It is only logged: before a model has learnt the format, the two differ widely.
+The reward is the strict score: the number after the last "####" must equal the reference's. The data set's own pattern
+finds it, `#### (-?[0-9.,]+)`, with an optional $. Text after the number is ignored ("40%" is 40); a number after a
+plus, a Unicode minus or markup is not found. The flexible score uses the completion's last number, with any sign. It is
+only logged: before a model has learnt the format, the two scores differ widely.
 
-Both read the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is no number, nor is "2,3", since commas
-separate thousands.
+Both parse the number as a whole: "1/2" is 0.5 and "1.5e3" is 1,500, but "10-12" is not a number, nor is "2,3", since
+commas separate thousands.
 """
 
 import re
@@ -21,9 +21,9 @@ from minirl.errors import refuse
 TRAIN_DATA = "openai/gsm8k:main:train"
 TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
-# The characters that a number may have from its first digit on.
+# The characters that a number may contain from its first digit on.
 _DIGITS = r"\.?[0-9][0-9.,/eE+\u2212-]*"
-# A number, such as 1,234.50 or 1.5e3 or 3/4, bounded so that it fits a float.
+# A number such as 1,234.50, 1.5e3 or 3/4, short enough to fit a float.
 _NUMBER = re.compile(
     r"([-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}|[0-9]{0,99})(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?)"
     r"(?:/([1-9][0-9]{0,9}))?"
@@ -31,17 +31,17 @@ _NUMBER = re.compile(
 
 
 def strict_answer(text: str) -> float | None:
-    """Return the number after the last "####" with a digit after it, or None if it has no number."""
+    """Return the number after the last "####" with a digit after it, or None if it is malformed."""
     return _last_number(rf"####\s*(-?\$?{_DIGITS})", text)
 
 
 def flexible_answer(text: str) -> float | None:
-    """Return the last number of the text, or None if the last digits are no number or there are no digits."""
+    """Return the last number in the text, or None if there are no digits or the last ones are not a number."""
     return _last_number(rf"(?:(?<!\w)[-+\u2212$]{{1,2}})?{_DIGITS}", text)
 
 
 def _last_number(pattern: str, text: str) -> float | None:
-    """Return the last match of the pattern as a number, or None if that is no number or there is no match."""
+    """Return the pattern's last match as a number, or None if it does not match or is not a number."""
     candidate = "".join(re.findall(pattern, text)[-1:])
     candidate = candidate.replace("\u2212", "-").replace("$", "").rstrip(".,/eE+-")
     number = _NUMBER.fullmatch(candidate)
@@ -66,7 +66,7 @@ def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
 
 
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
-    """Return the row of an object: the question is the prompt, the reference number the column `answer`.
+    """Convert an object to a row: `question` is the prompt and the reference number is the column `answer`.
 
     Raises InputError naming the origin and the field.
     """

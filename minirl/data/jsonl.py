@@ -25,9 +25,9 @@ def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
 
 
 def _to_row(fields: dict[str, Any], origin: str) -> Row:
-    """Return the row of an object with a "prompt" and perhaps "tools"; its other fields become columns.
+    """Convert an object with a "prompt", and optionally "tools", to a row; its other fields become columns.
 
-    Raises InputError naming the origin, also for a column named like an argument of reward functions.
+    Raises InputError naming the origin, also for a column with the name of a reward-function argument.
     """
     refuse(
         not isinstance(fields.get("prompt"), str | list),
@@ -79,7 +79,7 @@ def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's fields. Raises InputError if two have the same name: `json` would drop one."""
+    """Return an object's fields. Raises InputError for a repeated name, of which `json` would drop one."""
     fields = dict(pairs)
     refuse(len(fields) < len(pairs), f"a field is repeated: {list(fields)}")
     return fields

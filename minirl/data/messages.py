@@ -1,4 +1,4 @@
-"""Messages and tools as chat templates take them. All are read here: those of rows, scripts, rollouts and agents."""
+"""Messages and tools as chat templates expect them, validated here for rows, scripts, rollouts and agents alike."""
 
 import contextlib
 import inspect
@@ -8,21 +8,22 @@ from typing import Any, TypeGuard
 
 from minirl.errors import InputError, refuse
 
-# As `read_message` returns them. Reward functions also get TRL's further keys, such as `tool_calls`.
+# As returned by `read_message`. Reward functions also get TRL's extra keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
 # The prompt of an episode's branch: text, messages or token ids.
 Prompt = str | Messages | list[int]
-# What is appended between two turns: text, token ids or messages.
+# What a rollout appends between two turns: text, token ids or messages.
 After = str | Sequence[int] | Messages
-# A JSON schema as chat templates take it, or a function with type hints and a docstring.
+# A JSON schema for chat templates, or a function with type hints and a docstring.
 Tool = dict[str, Any] | Callable[..., Any]
 
 
 def read_message(message: Any, origin: str) -> dict[str, Any]:
-    """Return a message as chat templates take it: text as content, and objects as arguments of tool calls.
+    """Normalize a message for chat templates: text as content, and objects as tool-call arguments.
 
     Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
-    text. A tool's result may be another list, which stays one. Raises InputError, naming `origin`, for anything else.
+    text. A tool's result may be any other list, which stays a list. Raises InputError naming `origin` for anything
+    else.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InputError(f"{origin}: {message!r:.80}: expected a message, an object with role and content")
@@ -35,9 +36,7 @@ def read_message(message: Any, origin: str) -> dict[str, Any]:
         not isinstance(content, str | list | None if is_tool else str | None),
         f"{origin}: content is {content!r:.80}; only text content is supported",
     )
-    refuse(
-        message.get("function_call"), f"{origin}: function_call is an older form of tool_calls; write these"
-    )
+    refuse(message.get("function_call"), f"{origin}: function_call is deprecated; use tool_calls")
     read = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     read["content"] = "" if content is None else content
     if calls:
@@ -53,10 +52,10 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, if they are one. Raises TypeError and LookupError."""
+    """Return a tool call with its arguments parsed to an object if possible. Raises TypeError or LookupError."""
     name = call["function"]["name"]
     if not isinstance(name, str):
-        raise TypeError("a function's name is text")
+        raise TypeError("a function's name must be text")
     arguments: Any = call["function"]["arguments"] or {}
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         read = json.loads(arguments)
@@ -66,7 +65,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def read_prompt(prompt: Any, origin: str) -> str | Messages:
-    """Return a prompt: text that is not blank, or messages as `read_message` returns them. Raises InputError."""
+    """Validate a prompt: non-blank text, or messages for `read_message`. Raises InputError."""
     if isinstance(prompt, list) and prompt:
         return [read_message(message, f"{origin}, message {i}") for i, message in enumerate(prompt, 1)]
     refuse(
@@ -77,7 +76,7 @@ def read_prompt(prompt: Any, origin: str) -> str | Messages:
 
 
 def is_messages(after: After) -> TypeGuard[Messages]:
-    """Whether `after` is a list of messages, valid or not, rather than of token ids."""
+    """Whether `after` is a list of messages, valid or not, rather than token ids."""
     return isinstance(after, list | tuple) and any(isinstance(item, dict) for item in after)
 
 
@@ -88,7 +87,7 @@ def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
 
 
 def check_text(value: Any) -> None:
-    r"""Raise ValueError for half a surrogate pair ("\ud800") in a JSON value: text with one cannot be tokenized."""
+    r"""Raise ValueError for a lone surrogate ("\ud800") in a JSON value, which cannot be tokenized."""
     json.dumps(value, ensure_ascii=False).encode()
 
 
@@ -100,7 +99,7 @@ def as_messages(prompt: str | Messages) -> Messages:
 
 
 def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
-    """Add an answer, as text or as a message, or join it to the last message if that is the assistant's."""
+    """Append an answer (text or message), or join it to the last message if that is the assistant's."""
     if isinstance(answer, str):
         answer = {"role": "assistant", "content": answer}
     # Only a prompt can end with the assistant's message, which the answer continues.
@@ -111,12 +110,12 @@ def add_answer(messages: Messages, answer: str | dict[str, Any]) -> None:
 
 
 def tool_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools. Raises InputError naming a tool without one, or a name that two share."""
+    """Return the tools' JSON schemas. Raises InputError naming a tool without one, or a duplicate name."""
     refuse(not isinstance(tools, list | tuple), f"tools: {tools!r:.80}: expected a list")
     schemas = [_function_schema(tool) if inspect.isroutine(tool) else _checked_schema(tool) for tool in tools]
     names = [schema["function"]["name"] for schema in schemas]
     for name in names:
-        refuse(names.count(name) > 1, f"tools: two have the name {name!r}; rename one")
+        refuse(names.count(name) > 1, f"tools: two tools are named {name!r}; rename one")
     return schemas
 
 
@@ -126,9 +125,9 @@ def _function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
     except Exception as error:
-        # transformers reads signature and docstring, which may hold anything.
+        # transformers parses the signature and docstring, which may contain anything.
         raise InputError(
-            f"tools: {getattr(function, '__name__', function)!r}: no JSON schema can be made of it: {str(error)[:300]}"
+            f"tools: {getattr(function, '__name__', function)!r}: has no valid JSON schema: {str(error)[:300]}"
         ) from None
 
 

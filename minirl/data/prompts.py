@@ -1,4 +1,4 @@
-"""The prompt stream: rows in an order that is a function of (seed, epoch), as requests for the engine."""
+"""The prompt stream: draws rows in an order that depends only on (seed, epoch) and makes requests for the engine."""
 
 import copy
 import dataclasses
@@ -19,14 +19,14 @@ from minirl.rollouts import NO_TRUNCATION, Request, RolloutId, Truncation
 
 
 class PromptStream:
-    """The prompts of a task in endless shuffled epochs, without those that are too long.
+    """A task's prompts in endless shuffled epochs. Prompts that are too long are skipped.
 
-    A prompt's number in the stream is its `prompt_ordinal`, counted over the whole run. Its row is a pure
-    function of (seed, prompt_ordinal). Prompts are tokenized when they are drawn.
+    `prompt_ordinal` numbers the prompts drawn over the whole run. A prompt's row is a pure function of (seed,
+    prompt_ordinal). Prompts are tokenized when they are drawn.
 
-    longest_prompt: the number of tokens of the longest prompt. row_index: maps a prompt_ordinal to the number of its
-    row in an epoch. A curriculum sets another function, which must return the same number as long as a prompt is in
-    use: throughout a step, and after a resume.
+    longest_prompt: length of the longest prompt in tokens. row_index: maps a prompt_ordinal to the index of its row in
+    an epoch. A curriculum sets another function, which must return the same index as long as a prompt is in use:
+    throughout a step, and after a resume.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class PromptStream:
         seed: int = 0,
         notes: Sequence[str] = (),
     ):
-        """Tokenize all rows once, to check them and their lengths.
+        """Tokenize all rows once, to check them and measure their lengths.
 
-        purpose: as in `sampling.request_key`. max_tokens: limit of a prompt together with its completion. notes: what
-        the caller did with the rows.
+        purpose: see `sampling.request_key`. max_tokens: maximum length of a prompt with its completion. notes: the
+        caller's notes on the rows, for the log.
 
-        Prompts that leave fewer than `max_new_tokens` tokens for the completion are skipped. Raises InputError naming
-        rows and flags, also if no row is left.
+        Skips prompts that leave fewer than `max_new_tokens` tokens for the completion. Raises InputError naming rows
+        and flags, also if no row is left.
         """
         self.tokenizer = tokenizer
         self.purpose = purpose
@@ -72,11 +72,13 @@ class PromptStream:
     def notes(self, *, per_step: int = 0) -> list[str]:
         """Return notes on unusual rows.
 
-        per_step: the number of prompts that a training step takes, 0 if the stream is not for training.
+        per_step: number of prompts per training step; 0 if the stream is not for training.
         """
         notes = list(self._notes)
         if self.num_prompts < per_step:
-            notes.append(f"a step takes {per_step} prompts and there are {self.num_prompts}: it repeats them")
+            notes.append(
+                f"a step takes {per_step} prompts but there are only {self.num_prompts}: it repeats some"
+            )
         return [f"{self.purpose}: {note}" for note in notes]
 
     def requests(
@@ -88,11 +90,11 @@ class PromptStream:
         num_greedy: int = 0,
         truncation: Truncation = NO_TRUNCATION,
     ) -> list[Request]:
-        """Return this rank's share of the requests for these prompts.
+        """Return this rank's requests for these prompts.
 
         Not collective. Each prompt has a group of `group_size` requests, followed by `num_greedy` greedy ones. A rank
-        has whole groups: it prefills a prompt once, and has everything that a reward may compare. The ranks take the
-        ordinals in turn, so that they get equally many prompts even if each call is for one.
+        gets whole groups: it prefills a prompt once and has everything that a reward may compare. Ordinals go to the
+        ranks round-robin, so that the ranks stay balanced even if each call is for one prompt.
         """
         requests = []
         for prompt_ordinal in ordinals:
@@ -115,11 +117,11 @@ class PromptStream:
         *,
         tools: list[dict[str, Any]] | None,
     ) -> Request:
-        """Return the request for a further branch of a rollout, whose first branch has the request `first`.
+        """Return the request for a later branch of a rollout. `first` is the request of its first branch.
 
-        Its `max_new_tokens` is less than 1 if the prompt is too long. tools: those that a prompt of messages shows;
-        None: the tokenizer's. Raises InputError naming `origin` for an unusable prompt, and for tools that the chat
-        template does not show or whose calls cannot be read.
+        Its `max_new_tokens` is less than 1 if the prompt is too long. tools: the tools that a chat prompt shows; None
+        for the tokenizer's. Raises InputError naming `origin` for an unusable prompt, and for tools that the chat
+        template does not show or whose calls cannot be parsed.
         """
         origin = f"{origin}: branch(...)"
         if is_token_ids(prompt):
@@ -141,7 +143,7 @@ class PromptStream:
         temperature: float,
         truncation: Truncation,
     ) -> Request:
-        """Return the request for one branch of a rollout, given the ids of its prompt. Not collective."""
+        """Return the request for one branch of a rollout, given its prompt ids. Not collective."""
         return Request(
             prompt_ids=prompt_ids,
             rollout_id=rollout_id,
@@ -153,7 +155,7 @@ class PromptStream:
         )
 
     def rng_key(self, rollout_id: RolloutId) -> int:
-        """Return the key of a rollout's randomness, as in `sampling.request_key`."""
+        """Return the RNG key of a rollout, see `sampling.request_key`."""
         return request_key(self.seed, purpose=self.purpose, **rollout_id._asdict())
 
     def prompt_ids(self, prompt_ordinal: int) -> tuple[int, ...]:
@@ -161,7 +163,7 @@ class PromptStream:
         return tuple(self.tokenizer.encode(self._rows[self.row_index(prompt_ordinal)]))
 
     def row(self, prompt_ordinal: int) -> Row:
-        """Return the row of a prompt: a copy, which its caller may change."""
+        """Return a copy of a prompt's row, which the caller may change."""
         return copy.deepcopy(self._rows[self.row_index(prompt_ordinal)])
 
     def _shuffled_index(self, prompt_ordinal: int) -> int:
@@ -169,7 +171,7 @@ class PromptStream:
         return _shuffled_order(self.num_prompts, self.seed, epoch)[position]
 
     def _note_on_long_prompts(self, rows: Sequence[Row], lengths: Sequence[int]) -> str:
-        """Return a note on the rows whose prompts are too long. Raises InputError if all of them are."""
+        """Return a note on rows with prompts that are too long. Raises InputError if all are."""
         limit = self.max_tokens - self.max_new_tokens
         refuse(
             min(lengths) > limit,
@@ -180,20 +182,20 @@ class PromptStream:
         origins = [row.origin for row, length in zip(rows, lengths, strict=True) if length > limit]
         return (
             f"{len(origins)} of {len(rows)} prompts have more than {limit} tokens, such as "
-            f"{', '.join(origins[:3])}: left out"
+            f"{', '.join(origins[:3])}: skipped"
         )
 
 
-@functools.lru_cache(4)  # those of two streams: a step may begin in one epoch and end in the next
+@functools.lru_cache(4)  # two streams, and a step may span two epochs
 def _shuffled_order(num_rows: int, seed: int, epoch: int) -> "array[int]":
-    """Return the order of the rows in an epoch."""
+    """Return the shuffled row order of an epoch."""
     order = array("q", range(num_rows))
     random.Random(f"{seed} {epoch}").shuffle(order)
     return order
 
 
 def _read_row(row: Row) -> Row:
-    """Return a row with its messages read: scripts make rows, too. Raises InputError naming the row."""
+    """Return a row with a validated prompt, since scripts make rows too. Raises InputError naming the row."""
     if isinstance(row.prompt, str):
         return row
     return dataclasses.replace(row, prompt=read_prompt(row.prompt, f"{row.origin}: the prompt"))

@@ -1,4 +1,4 @@
-"""The embedded task: sort a string of 4 to 8 digits. There are over 10^8, so the held-out ones are new to the model."""
+"""An embedded task: sort a string of 4 to 8 digits. Held-out strings are new to the model, as over 10^8 exist."""
 
 import random
 
@@ -7,14 +7,14 @@ from minirl.data.task import Row, Task, exact_score
 ALPHABET = "0123456789="
 MIN_DIGITS = 4
 MAX_DIGITS = 8
-# 1 where a completion is the sorted string and nothing else, else 0.
+# 1 if a completion is exactly the sorted string, else 0.
 score = exact_score(str)
 
 
 def load_sorting(*, num_train: int = 20_000, num_eval: int = 256) -> Task:
-    """Make the task with distinct random strings. No held-out string is trained on."""
+    """Make the task from distinct random strings. Held-out strings are never trained on."""
     generator = random.Random(0)
-    # A dict serves as a set that keeps the order.
+    # A dict serves as an ordered set.
     strings: dict[str, None] = {}
     while len(strings) < num_train + num_eval:
         length = generator.randint(MIN_DIGITS, MAX_DIGITS)

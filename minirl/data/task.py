@@ -1,7 +1,7 @@
-"""A task: prompts and the functions that reward completions. Tasks hold text, never tensors.
+"""A task: prompts and the functions that reward completions. Tasks contain text, never tensors.
 
-Each task is a module with a `load...` function that returns a `Task`. A new task is a new module, or, without
-changing the package, rows of data and a reward function (`jsonl`).
+Each task is a module whose `load...` function returns a `Task`. To add a task, write such a module, or use rows of data
+and a reward function without changing the package (`jsonl`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +10,19 @@ from typing import Any
 
 from minirl.data.messages import Messages
 
-# `rewards.functions` describes the call.
+# See `rewards.functions` for its arguments and result.
 RewardFunction = Callable[..., Any]
-# The arguments of every reward function; the others are named after columns of the data.
+# Arguments that every reward function gets; the others are named after data columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-# Reward functions that name these get them too. No column of the data may have one of these six names.
+# Passed only to reward functions that name them. No data column may have one of these six names.
 EPISODE_ARGUMENTS = ("episodes", "environments", "rollouts")
 
 
 def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
-    """Return a reward function: 1 where the answer in a completion is that of the column `answer`, else 0."""
+    """Return a reward function: 1 if the completion's answer equals the column `answer`, else 0."""
 
     def score(completions: Sequence[str | Messages], answer: Sequence[Any]) -> list[float]:
-        # A completion is a list of one message where the prompt is a chat.
+        # For a chat prompt, a completion is a list of one message.
         texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
         return [float(answer_of(text) == expected) for text, expected in zip(texts, answer, strict=True)]
 
@@ -31,31 +31,31 @@ def exact_score(answer_of: Callable[[str], Any]) -> RewardFunction:
 
 @dataclass(frozen=True)
 class Row:
-    """One example of the data."""
+    """One example of the data set."""
 
     prompt: str | Messages
-    # Further fields, which reward functions may take as arguments.
+    # The example's other fields, which reward functions may take as arguments.
     columns: Mapping[str, Any]
-    # The origin, "file:line" or "source row N", for error messages and logs.
+    # Source of the row, "file:line" or "source row N", for error messages and logs.
     origin: str
-    # JSON schemas of the tools that a prompt of messages shows; None: the run's.
+    # JSON schemas of the tools that a chat prompt shows; None for the run's tools.
     tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """Rows to train on, held-out rows and reward functions by name."""
+    """Training rows, held-out rows and named reward functions."""
 
     name: str
     train_rows: Sequence[Row]
-    # Held-out rows by their file; {} without any.
+    # Held-out rows per file; may be empty.
     eval_sets: Mapping[str, Sequence[Row]]
     rewards: Mapping[str, RewardFunction]
-    # The default of --max-new-tokens: enough for an answer.
+    # Default of --max-new-tokens: enough for an answer.
     max_new_tokens: int
-    # Functions that are logged but not trained on.
+    # Scores that are logged but not trained on.
     extra_scores: Mapping[str, RewardFunction] = field(default_factory=dict)
-    # The answer in a completion's text, for majority votes: None if it has none. Equal answers get equal rewards.
+    # Extracts a completion's answer for majority voting, None if it has none. Equal answers get equal rewards.
     answer_of: Callable[[str], Any] | None = None
-    # An embedded task's prompts with an "answer", which warm-start the embedded model.
+    # Prompts with an "answer" that warm-start the embedded model; only embedded tasks have them.
     warm_start_rows: Sequence[Row] = ()
