@@ -4,18 +4,18 @@ r"""GRPO and its family: group-relative policy optimization of a language model,
     torchrun --nproc-per-node 8 train_grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k
     python train_grpo.py --model DIR --data my.jsonl --reward my_reward.py:score --algorithm dapo
 
-Each step: generate group_size completions of each prompt, reward them, score them under the reference (if
-there is a KL term), update on the sum over tokens of
+Each step generates group_size completions per prompt, rewards them, scores them under the reference (if there is a KL
+term) and updates the policy on the sum over tokens of
 
     loss_weight * (max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef * KL),   r = exp(new - old)
 
-Where this departs from the paper (`--algorithm grpo`): (1) the token mean over all completions of an update
-replaces the mean of sequence means (DAPO); (2) no KL term by default; (3) clip_high > clip_low.
+The defaults differ from the paper, which `--algorithm grpo` reproduces: (1) the loss is the token mean over all
+completions of an update (DAPO), not the mean of sequence means; (2) there is no KL term; (3) clip_high > clip_low.
 
 To try something else, copy this file and change `rollout`, `advantages`, `token_advantages`, `rollout_weights` or
 `token_loss`.
 
-Shapes: P prompts, G rollouts of each, K rewards; N sequences (branches of rollouts), T tokens of a batch or microbatch.
+Shapes: P prompts, G rollouts per prompt, K rewards; N sequences (rollout branches), T tokens in a batch or microbatch.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from minirl.training.losses import (
 )
 from minirl.training.scoring import refuse_skipped_gradient, score_batch
 
-MAX_REFILLS = 10  # rounds of new prompts in a step; then groups of equal rewards fill it
+MAX_REFILLS = 10  # rounds of replacement prompts per step; after that, zero-variance groups are kept
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class Config(RunConfig):
     """The flags of this script."""
 
     algorithm: str = "default"
-    """[Objective] preset of these flags (see ALGORITHMS); flags on the command line win"""
-    dynamic_sampling: bool = False  # resample groups whose first rewards are all equal, with new prompts
+    """[Objective] preset of the flags below (see ALGORITHMS); flags on the command line win"""
+    dynamic_sampling: bool = False  # resample zero-variance groups (by first reward) with new prompts
     baseline: Literal["mean", "leave_one_out", "greedy", "none"] = "mean"
-    """reward to compare with: the mean of the group, the mean of its others, or that of one more, greedy completion"""
+    """baseline to subtract: the group's mean, the mean of its other rewards, or an extra greedy completion's reward"""
     advantage_norm: Literal["group_std", "batch_std", "whiten", "none"] = "group_std"
-    """std that divides advantages, of the group or of the step; whiten: mean 0 and variance 1 over the step's tokens"""
+    """std to divide advantages by, per group or per step; whiten: mean 0 and variance 1 over the step's tokens"""
     kl_reward_coef: float = 0.0
     """coefficient of the k1 KL penalty in the reward (per completion; per token with --baseline none); 0 disables"""
     kl_coef: float = 0.0  # coefficient of the k3 KL penalty in the loss; 0 disables
     teacher: str | None = None  # teacher for on-policy distillation: folder or hub id, same token ids
     teacher_coef: float | None = None  # coefficient of the teacher KL next to rewards (default: distil only)
-    policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO: all tokens learn
+    policy_loss: Literal["clip", "cispo"] = "clip"  # PPO's clipped surrogate, or CISPO (zeroes no gradients)
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"
-    """importance ratio of a token (PPO), or of its sequence by the mean (GSPO) or sum (RLOO) of log ratios"""
+    """importance ratio per token (PPO), or per sequence from the mean (GSPO) or sum (RLOO) of log ratios"""
     clip_high: float = 0.28
 
     @property
@@ -78,25 +78,25 @@ class Config(RunConfig):
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether advantages contain a KL penalty; for one in the loss, the update computes the logprobs."""
+        """Whether advantages include a KL term, so that the policy is scored before the update."""
         return bool(self.kl_reward_coef or self.teacher)
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether rewards make advantages."""
+        """Whether advantages depend on rewards."""
         return self.teacher is None or self.teacher_coef is not None
 
     @property
     def has_token_penalty(self) -> bool:
-        """Whether --kl-reward-coef charges each token; before a baseline it charges the completion, by the sum."""
+        """Whether --kl-reward-coef penalizes each token. With a baseline, it penalizes the whole completion."""
         return self.baseline == "none"
 
 
 async def rollout(episode: Episode) -> None:
-    """Write one rollout: request turns, which the engine samples together with those of all other rollouts.
+    """Generate one rollout by requesting turns. The engine batches them with the turns of all other rollouts.
 
-    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
-    rewards: a number, or a dict of them.
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). May return
+    rewards: a number, or a dict of numbers.
     """
     await episode.generate()
 
@@ -104,7 +104,8 @@ async def rollout(episode: Episode) -> None:
 def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
     """Return the advantages fp64 [P, G] of all rollouts, the same on every rank.
 
-    scores [P, G]: sums of rewards, less a KL penalty; NaN where no reward applies. groups also has rewards [P, G, K].
+    scores [P, G]: weighted sums of rewards, minus any KL penalty; NaN where no reward applies. groups.rewards [P, G, K]
+    has the individual rewards.
     """
     if not config.is_rewarded:
         return torch.zeros_like(scores)
@@ -113,9 +114,9 @@ def advantages(config: Config, groups: Groups, scores: Tensor) -> Tensor:
 
 
 def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
-    """Return the advantages fp64 [T] of tokens on the host, 0 outside the loss mask (collective).
+    """Return the tokens' advantages fp64 [T] on the host, 0 outside the loss mask (collective).
 
-    batch.rollout_index [N] indexes flat tensors [P * G]: the branches of a rollout share its advantage.
+    batch.rollout_index [N] indexes flattened [P, G] tensors: the branches of a rollout share its advantage.
     """
     scores = groups.weighted_rewards
     mask = batch.loss_mask
@@ -124,7 +125,7 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
         sums = gather_to_rollouts(batch, sequence_sums(kl, batch.lengths), scores.numel())
         scores = scores - config.kl_reward_coef * sums.view_as(scores)
     stream = batch.spread_rollouts(advantages(config, groups, scores))
-    if config.kl_reward_coef and config.has_token_penalty:  # a token pays for what follows it, too
+    if config.kl_reward_coef and config.has_token_penalty:  # a token also pays for later tokens
         kl = kl_penalty(batch.policy_logprobs, batch.ref_logprobs, "k1")
         kl_to_go = returns_to_go(kl[mask].double(), batch.num_loss_tokens)
         stream[mask] -= config.kl_reward_coef * kl_to_go
@@ -132,14 +133,14 @@ def token_advantages(config: Config, groups: Groups, batch: Batch) -> Tensor:
         is_scored = batch.spread_rollouts(~scores.isnan())
         stream[is_scored] = whiten(stream[is_scored])
     if config.teacher:
-        # The reverse KL at sampled tokens. A token's term depends on no baseline and no later token.
+        # The reverse KL at sampled tokens, without a baseline or the KL of later tokens.
         kl = kl_penalty(batch.policy_logprobs, batch.teacher_logprobs, "k1")
         stream[mask] -= (1.0 if config.teacher_coef is None else config.teacher_coef) * kl[mask].double()
     return stream
 
 
 def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
-    """Return the weights fp64 [P, G] of rollouts' tokens in the loss of their optimizer step; 0 drops a rollout."""
+    """Return the loss weight fp64 [P, G] of each rollout's tokens in its optimizer step; 0 drops a rollout."""
     keep = ~groups.weighted_rewards.isnan() | (config.teacher is not None)  # a teacher scores all rollouts
     keep &= ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
@@ -152,9 +153,9 @@ def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tens
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss [T] of each token of a microbatch, which `main` weights and sums, and its importance ratio [T].
+    """Return the token losses [T] of a microbatch, which `main` weights and sums, and the importance ratios [T].
 
-    new [T]: logprobs under the policy, with gradient. micro has advantages, and old, sampled and reference logprobs.
+    new [T]: the policy's logprobs, with gradient. micro has advantages, and old, sampled and reference logprobs.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(
@@ -177,7 +178,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 
 def main(config: Config) -> int:
-    """Train; returns the exit code. Every rank runs it."""
+    """Train on every rank and return the exit code."""
     check_grpo(config)
     if config.dry_run:
         from minirl.extras.dry_run import print_plan
@@ -186,7 +187,7 @@ def main(config: Config) -> int:
     setup = Setup(config, name="grpo")
     policy = setup.load_model(setup.model_config, setup.model_folder)
     optimizer = policy.make_optimizer()
-    frozen = setup.load_frozen(policy)  # the reference and the teacher, if there are any
+    frozen = setup.load_frozen(policy)  # the reference and the teacher, if any
     num_greedy = 1 if config.baseline == "greedy" else 0
     max_refills = MAX_REFILLS if config.dynamic_sampling else None
     collector = setup.make_collector(policy, rollout, num_greedy=num_greedy, max_refills=max_refills)
@@ -200,18 +201,18 @@ def main(config: Config) -> int:
 
         metrics.begin("score")
         weights = rollout_weights(config, groups, run.max_new_tokens)
-        # None trains on all rollouts, which a loss with a gradient where advantages are 0 needs.
+        # Set this to None to train on all rollouts, if the loss has a gradient where advantages are 0.
         is_skipped = can_skip(config, groups, weights)
-        # This rank's sequences of the other rollouts, and their places in minibatches and microbatches.
+        # This rank's sequences without the skipped rollouts, and their minibatches and microbatches.
         batch, minibatches = run.distribute(groups, metrics, is_skipped)
-        # With the logprobs that the loss needs: of the old policy, the reference, the teacher.
+        # Add the logprobs that the loss needs: old policy, reference, teacher.
         batch = run.score(batch, minibatches, policy, frozen)
         batch = batch.replace(
             advantages=token_advantages(config, groups, batch).float(),
             loss_weights=batch.spread_rollouts(weights).float(),
         )
 
-        run.log_rollouts(step, groups, batch)  # before the update, which may be refused
+        run.log_rollouts(step, groups, batch)  # before the update, which may raise an error
         batch = batch.to(run.device)
 
         metrics.begin("update")
@@ -220,7 +221,7 @@ def main(config: Config) -> int:
             for i, sequences in enumerate(show_progress("update", minibatch)):
                 micro = batch.select(sequences)
                 new, entropy = score_batch(policy.module, micro)
-                if micro.old_logprobs is None:  # with one update per step the old policy is this one
+                if micro.old_logprobs is None:  # with one update per step, this is the old policy
                     micro = micro.replace(old_logprobs=new.detach())
                 loss, ratio = token_loss(config, micro, new, entropy)
                 objective = (micro.loss_weights * loss).sum()
@@ -241,7 +242,7 @@ def main(config: Config) -> int:
             metrics.add("optim/lr", lr)
             metrics.add("optim/grad_norm", grad_norm)
             progress.update += 1
-            if grad_norm != 0:  # without a gradient, the weights are the same
+            if grad_norm != 0:  # a zero gradient leaves the weights unchanged
                 weight_version = progress.update
 
         run.finish_step(step, metrics, groups)
@@ -250,13 +251,13 @@ def main(config: Config) -> int:
 
 
 def can_skip(config: Config, groups: Groups, weights: Tensor) -> Tensor:
-    """Return a mask [P, G] of rollouts with zero gradient, which the update can leave out. Only an optimisation.
+    """Return a mask [P, G] of rollouts with zero gradient, which the update can skip to save time.
 
-    They have no weight (weights [P, G], from `rollout_weights`), or no advantage and no term with a gradient without
-    one. Each step computes one of their sequences all the same, and `refuse_skipped_gradient` raises InputError for a
-    gradient.
+    Their weight is 0 (weights [P, G], from `rollout_weights`), or their advantage is 0 and no other term of the loss
+    has a gradient. Each step still computes one of their sequences: if it has a gradient, `refuse_skipped_gradient`
+    raises InputError.
     """
-    if config.advantage_norm == "whiten" or config.kl_reward_coef:  # these are over all tokens of the step
+    if config.advantage_norm == "whiten" or config.kl_reward_coef:  # these depend on all tokens of the step
         return torch.zeros_like(weights, dtype=torch.bool)
     if config.kl_coef or config.entropy_coef or config.teacher:
         return weights == 0

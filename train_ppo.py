@@ -5,20 +5,20 @@ r"""PPO with a value model, arXiv:1707.06347, for language models, arXiv:2203.02
     python train_ppo.py --model DIR --data my.jsonl --reward-model RM_DIR --value-model RM_DIR \
         --kl-reward-coef 0.05
 
-Each step: generate completions, reward them, score them under the reference (if there is a KL term) and the
-value model, update both models on sums over tokens of
+Each step generates completions, rewards them, scores them under the reference (if there is a KL term) and the value
+model, and updates both models on sums over tokens of
 
     loss_weight * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),   r = exp(new - old)
     loss_weight * max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2
 
-A: generalised advantage estimates, whitened over the step's tokens; R: the estimates + V_old. The reward of a token is
--kl_reward_coef * (old - ref). The rollout's reward is added at the last token of the completion, or of each of its
-branches. Policy and value model share no weights.
+A is the generalised advantage estimate, whitened over the step's tokens. R is the estimate before whitening, plus
+V_old. A token's reward is -kl_reward_coef * (old - ref); the last token of each branch also gets the rollout's reward.
+Policy and value model share no weights.
 
 To try something else, copy this file and change `rollout`, `advantages_and_returns`, `rollout_weights` or `token_loss`.
 
-Shapes: P prompts of a step, G rollouts of each; N sequences, T tokens and M sampled tokens of this rank's batch, or of
-a microbatch. A sequence is a rollout, or one of its branches.
+Shapes: P prompts per step, G rollouts per prompt; N sequences (rollout branches), T tokens and M sampled tokens in this
+rank's batch or in a microbatch.
 """
 
 import dataclasses
@@ -63,17 +63,19 @@ class Config(RunConfig):
     prompts_per_step: int = 128  # prompts per step, over all ranks
     group_size: int = 1  # completions per prompt
     value_model: str | None = None
-    """[Objective] folder or hub id of the value model, which may have a scalar head (default: the policy's layers)"""
+    """[Objective] folder or hub id that initializes the value model, with or without a scalar head (default: the
+    policy's)
+    """
     value_lr: float | None = None
     """peak learning rate of the value model (default: 1e-5, for the embedded model 1e-3)"""
-    value_warmup_steps: int = 0  # steps at the start that update only the value model
+    value_warmup_steps: int = 0  # initial steps that update only the value model
     value_clip: float = 0.2
-    """clip range of values: those farther than this from the old ones get no gradient; 0 disables"""
+    """clip range of values: values farther than this from the old ones get no gradient; 0 disables"""
     kl_reward_coef: float = 0.0  # coefficient of the k1 KL penalty in the reward of each token; 0 disables
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     bootstrap_truncated: bool = False
-    """bootstrap from the value of the state that --max-new-tokens truncated, instead of 0 as at an end"""
+    """bootstrap completions that --max-new-tokens truncated from the value of their last state, instead of from 0"""
 
     num_value_models = 1
 
@@ -90,10 +92,10 @@ class Config(RunConfig):
 
 
 async def rollout(episode: Episode) -> None:
-    """Write one rollout: request turns, which the engine samples together with those of all other rollouts.
+    """Generate one rollout by requesting turns. The engine batches them with the turns of all other rollouts.
 
-    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). It may return
-    rewards: a number, or a dict of them.
+    For another turn: turn = await episode.generate(); await episode.generate(after=reply_to(turn.text)). May return
+    rewards: a number, or a dict of numbers.
     """
     await episode.generate()
 
@@ -110,15 +112,15 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Return the advantages and returns fp64 [M] of sampled tokens, on the host (collective).
 
-    scores fp64 [P, G]: NaN where no reward applies; each sequence is paid its rollout's score at its end. kl [T]: old -
-    ref of each token; end_values [N]: values of the states after the last tokens.
+    scores fp64 [P, G]: NaN where no reward applies; the last sampled token of a sequence gets its rollout's score. kl
+    [T]: old - ref logprobs. end_values [N]: the value of the state after each sequence's last token.
 
-    Estimates go from each sampled token to the next of its sequence and skip appended tokens, as in verl.
+    Estimates propagate from sampled token to sampled token and skip appended tokens, as in verl.
     """
     old_values = batch.values[batch.loss_mask].double()
-    own_scores = scores.flatten()[batch.rollout_index]
+    sequence_scores = scores.flatten()[batch.rollout_index]
     rewards = token_rewards(
-        own_scores.nan_to_num(0.0),
+        sequence_scores.nan_to_num(0.0),
         kl[batch.loss_mask].double(),
         batch.num_loss_tokens,
         kl_coef=config.kl_reward_coef,
@@ -133,13 +135,13 @@ def advantages_and_returns(
         bootstrap=torch.where(is_bootstrapped, end_values.double(), 0.0),
     )
     advantages = torch.zeros_like(estimates)
-    has_score = ~own_scores.isnan().repeat_interleave(batch.num_loss_tokens)
+    has_score = ~sequence_scores.isnan().repeat_interleave(batch.num_loss_tokens)
     advantages[has_score] = whiten(estimates[has_score])
     return advantages, estimates + old_values
 
 
 def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tensor:
-    """Return the weights fp64 [P, G] of rollouts' tokens in the loss of their optimizer step; 0 drops a rollout."""
+    """Return the loss weight fp64 [P, G] of each rollout's tokens in its optimizer step; 0 drops a rollout."""
     keep = ~groups.weighted_rewards.isnan() & ~(groups.is_truncated & config.drop_truncated)
     return loss_weights(
         groups.num_loss_tokens,
@@ -151,9 +153,9 @@ def rollout_weights(config: Config, groups: Groups, max_new_tokens: int) -> Tens
 
 
 def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the policy loss [T] of a microbatch's tokens, which `main` weights and sums, and importance ratios [T].
+    """Return the token losses [T] of a microbatch, which `main` weights and sums, and the importance ratios [T].
 
-    new [T]: logprobs under the policy, with gradient. micro has advantages, and old and sampled logprobs.
+    new [T]: the policy's logprobs, with gradient. micro has advantages, and old and sampled logprobs.
     """
     old = micro.old_logprobs
     ratio = importance_ratio(new, old, lengths=micro.lengths, loss_mask=micro.loss_mask)
@@ -167,7 +169,7 @@ def token_loss(config: Config, micro: Batch, new: Tensor, entropy: Tensor) -> tu
 
 
 def main(config: Config) -> int:
-    """Train; returns the exit code. Every rank runs it."""
+    """Train on every rank and return the exit code."""
     check_shared(config)
     if config.dry_run:
         from minirl.extras.dry_run import print_plan
@@ -191,9 +193,9 @@ def main(config: Config) -> int:
         groups = collector.collect(config.prompts_per_step, weight_version=progress.update)
 
         metrics.begin("score")
-        # This rank's sequences, and their places in minibatches and microbatches.
+        # This rank's sequences, and their minibatches and microbatches.
         batch, minibatches = run.distribute(groups, metrics)
-        # With values, and logprobs under the old policy and the reference.
+        # Add the values, and the logprobs of the old policy and the reference.
         batch = run.score(batch, minibatches, policy, frozen)
         kl = kl_to_reference(batch)
         end_values = batch.end_values[batch.last_index]
@@ -206,7 +208,7 @@ def main(config: Config) -> int:
             loss_weights=batch.spread_rollouts(weights).float(),
         )
 
-        run.log_rollouts(step, groups, batch)  # before the update, which may be refused
+        run.log_rollouts(step, groups, batch)  # before the update, which may raise an error
         batch = batch.to(run.device)
 
         metrics.begin("update")
@@ -222,7 +224,7 @@ def main(config: Config) -> int:
                 metrics.add_total("value/loss", objective / config.updates_per_step)
                 if trains_policy:
                     new, entropy = score_batch(policy.module, micro)
-                    if micro.old_logprobs is None:  # with one update per step the old policy is this one
+                    if micro.old_logprobs is None:  # with one update per step, this is the old policy
                         micro = micro.replace(old_logprobs=new.detach())
                     loss, ratio = token_loss(config, micro, new, entropy)
                     objective = (micro.loss_weights * loss).sum()
@@ -247,19 +249,19 @@ def main(config: Config) -> int:
 
 
 def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
-    """Add the metrics of values and, with a reference, of its KL [T] (collective). returns [M]."""
+    """Add the value model's metrics and, with a reference, those of the KL [T] (collective). returns: [M]."""
     old_values = batch.values[batch.loss_mask].double()
     has_score = batch.spread_rollouts(~groups.weighted_rewards.isnan())[batch.loss_mask]
     explained = explained_variance(old_values[has_score], returns[has_score])
     metrics.add("value/explained_var", explained)
     if batch.ref_logprobs is not None:
         kl_sums = sequence_sums(kl, batch.lengths)
-        kl_of_rollouts = gather_to_rollouts(batch, kl_sums, groups.weighted_rewards.numel())
-        metrics.add("policy/kl_ref_completion", float(kl_of_rollouts.mean()))
+        rollout_kl = gather_to_rollouts(batch, kl_sums, groups.weighted_rewards.numel())
+        metrics.add("policy/kl_ref_completion", float(rollout_kl.mean()))
 
 
 def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]:
-    """Return config and folder of the value model, which must read the policy's tokens. Raises InputError."""
+    """Return the value model's config and folder. Raises InputError if it cannot read the policy's tokens."""
     folder = (
         setup.checkpoint_folder("value") or model_folder_of_field(config, "value_model") or setup.model_folder
     )
@@ -269,7 +271,7 @@ def value_model_source(config: Config, setup: Setup) -> tuple[ModelConfig, Path]
     is_too_short = model_config.max_position_embeddings < setup.prompts.max_tokens
     refuse(
         is_too_short or not vocabulary <= value_vocabulary,
-        f"--value-model {folder}: must read the policy's tokens, up to {setup.prompts.max_tokens} of them",
+        f"--value-model {folder}: must support the policy's vocabulary and {setup.prompts.max_tokens} positions",
     )
     return model_config, folder
 

@@ -285,7 +285,7 @@ class ChatTokenizer(Tokenizer):
             )
 
     def _turn_end_ids(self) -> set[int]:
-        """Return the special token that the chat template writes after an answer. Empty if it writes a stop id there."""
+        """Return the special token that the chat template writes after an answer; empty if that is a stop id."""
         try:
             text = self.render_after_answer([{"role": "user", "content": _MARK}], str(self.folder))
         except InputError:  # the template rejects this conversation
