@@ -1,8 +1,8 @@
-"""The errors that end a run on purpose, each with an exit code.
+"""Errors that end a run deliberately, each with its own exit code.
 
-Their message is for the user and is printed without a traceback. Any other exception is a bug: traceback,
-exit code 1. A run that is asked to stop saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C)
-or 129 (SIGHUP, a closed terminal).
+Their messages are for the user and are printed without a traceback. Any other exception is a bug: traceback, exit code
+1. On a stop signal, a run saves a checkpoint and exits with code 143 (SIGTERM), 130 (Ctrl-C) or 129 (SIGHUP, a closed
+terminal).
 """
 
 
@@ -13,7 +13,7 @@ class InputError(ValueError):
 
 
 class GuardError(FloatingPointError):
-    """Training met a non-finite number, and stopped before saving it."""
+    """Training produced a non-finite number and stopped before saving it."""
 
     exit_code = 3
 
@@ -25,13 +25,13 @@ class RewardError(RuntimeError):
 
 
 class RolloutError(RuntimeError):
-    """A rollout function raised, hung, made an impossible request or gave an invalid reward."""
+    """A rollout function raised, hung, made an invalid request or returned an invalid reward."""
 
     exit_code = 4
 
 
 class SaveError(RuntimeError):
-    """A checkpoint, or the last lines of metrics.jsonl, could not be written; earlier checkpoints are whole."""
+    """A checkpoint or the last lines of metrics.jsonl could not be written; earlier checkpoints are intact."""
 
     exit_code = 6
 
@@ -43,5 +43,5 @@ def refuse(is_wrong: object, message: str) -> None:
 
 
 def escaped(text: str) -> str:
-    """Return text of user code for display, with control characters (a terminal's escape codes) spelt out."""
+    """Escape control characters (such as a terminal's escape codes) in text from user code, for display."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Data types of generation: requests, sampled tokens and rollouts. Token ids in numpy arrays, on the host."""
+"""Data types of generation: requests, sampled tokens and rollouts. Tokens are numpy arrays on the host."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# The finish reasons of rollouts that a limit cut off.
+# Finish reasons of truncated rollouts.
 TRUNCATED_REASONS = frozenset({"length", "max_turns", "max_tokens", "timeout"})
-MAX_TOP_K = 256  # the most tokens that truncated sampling sorts
+MAX_TOP_K = 256  # maximum number of tokens that truncated sampling sorts
 
 
 class RolloutId(NamedTuple):
-    """Identifies a rollout in its run; ids sort by these numbers.
+    """Identifies a branch of a rollout within its run. Ids sort by prompt, sample and branch.
 
-    `prompt_ordinal` numbers the prompts served since the run's start; `sample` numbers the rollouts of one
-    prompt, and `branch` the branches of one rollout, in the order in which they were begun.
+    `prompt_ordinal` numbers the prompts drawn since the run's start, `sample` the rollouts of one prompt, and `branch`
+    the branches of one rollout in the order of their creation.
     """
 
     prompt_ordinal: int
@@ -25,19 +25,20 @@ class RolloutId(NamedTuple):
     branch: int = 0
 
 
-# One token of a rollout. `is_sampled`: the policy sampled it; `logprob`: at the sampling temperature; `weight_version`:
-# the version of the weights that sampled it. The last two are 0 where nothing was sampled.
+# One token of a rollout. `is_sampled`: whether the policy sampled it. `logprob`: its logprob at the sampling
+# temperature. `weight_version`: the version of the weights that sampled it. The last two are 0 for tokens that were not
+# sampled.
 TOKEN = np.dtype(
     [("id", np.int64), ("logprob", np.float32), ("weight_version", np.int32), ("is_sampled", np.bool_)],
     align=True,
 )
-Stream = NDArray[np.void]  # of TOKEN
+Stream = NDArray[np.void]  # dtype TOKEN
 
 
 def unsampled_stream(ids: Sequence[int]) -> Stream:
-    """Return TOKEN [n] with these ids: a prompt, or tokens that were appended between two turns."""
+    """Return a stream TOKEN [n] of unsampled ids: a prompt, or tokens appended between two turns."""
     stream = np.zeros(len(ids), TOKEN)
-    stream["id"] = array("q", ids)  # which converts a long tuple ten times as fast as numpy
+    stream["id"] = array("q", ids)  # ten times as fast as numpy for a long tuple
     return stream
 
 
@@ -45,17 +46,17 @@ NO_TOKENS = unsampled_stream(())
 
 
 def join_streams(*streams: Stream) -> Stream:
-    """Return a copy of these tokens, end to end."""
-    # With its dtype, which numpy would otherwise derive again for each pair.
+    """Concatenate streams into a new one."""
+    # Pass the dtype, which numpy would otherwise derive again for each pair.
     return np.concatenate([NO_TOKENS, *streams], dtype=TOKEN)
 
 
 class Truncation(NamedTuple):
-    """Which tokens may be sampled: the `top_k` likeliest; of these the smallest set with at least the share `top_p`
-    of their probability.
+    """Top-k and top-p sampling: keep the `top_k` likeliest tokens, and of these the smallest set with at least the
+    fraction `top_p` of their probability.
 
-    The kept tokens' probabilities are then divided by their sum. top_k 0: all tokens may be sampled. Nothing is trained
-    on truncated samples: their logprobs are those of other distributions than training computes.
+    The kept probabilities are renormalized. top_k 0 keeps all tokens. Truncated samples are never trained on, because
+    training computes logprobs of the full distribution.
     """
 
     top_k: int = 0
@@ -66,37 +67,38 @@ NO_TRUNCATION = Truncation()
 
 
 class StopTest(Protocol):
-    """Finds the turns that end with their last sampled token; `data.tokenizer.StopStrings` does so for texts."""
+    """Decides which turns end with their last sampled token; `data.tokenizer.StopStrings` does so for stop strings."""
 
     @property
     def max_tokens(self) -> int:
-        """The number of ids that it examines, 1 or more."""
+        """The number of ids at a turn's end that the test examines, at least 1."""
 
     def __call__(self, turns: Sequence[list[int]]) -> Sequence[bool]:
-        """Return for each turn whether it ends with the last of its ids: the last `max_tokens` sampled in it.
+        """Return for each turn whether its last id ends it. A turn is the list of its last `max_tokens` sampled ids.
 
-        The engine calls it once per decode step for all turns with this test. Each turn's result must depend on its ids
-        alone.
+        The engine calls this once per decode step for all turns with this test. A turn's result must depend only on its
+        own ids.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One rollout to generate. `sampled` has the tokens of an earlier phase.
+    """One rollout to generate.
 
-    parks_after_turn: when its turn ends, its keys and values stay in the cache, until it is released or, for another
-    turn, submitted with more tokens in `sampled`.
-    max_new_tokens: counts the tokens after the prompt in all turns so far, appended ones included.
-    stop_test: ends the turn too, besides stop_ids; None: nothing else does.
-    turn_start: the number of tokens after the prompt before the current turn, appended ones included. All tokens
-    sampled since then, even in an earlier phase, are the turn's.
+    sampled: the tokens after the prompt so far, from earlier turns and generation phases.
+    parks_after_turn: whether the request stays in the KV cache when its turn ends, until it is released, or submitted
+    for another turn with more tokens in `sampled`.
+    max_new_tokens: maximum number of tokens after the prompt, over all turns and with appended tokens.
+    stop_test: a test that ends the turn, in addition to stop_ids; None for stop_ids alone.
+    turn_start: number of tokens between the prompt and the current turn, appended ones included. All tokens sampled
+    since then belong to the turn, even those from an earlier generation phase.
     """
 
     prompt_ids: tuple[int, ...]
     rollout_id: RolloutId
-    rng_key: int  # for the sampling noise: `sampling.request_key`
+    rng_key: int  # key of the sampling noise, see `sampling.request_key`
     max_new_tokens: int
-    temperature: float  # 0: always the likeliest token
+    temperature: float  # 0: greedy
     stop_ids: frozenset[int]
     sampled: Stream = field(default_factory=lambda: NO_TOKENS)
     parks_after_turn: bool = False
@@ -107,12 +109,12 @@ class Request:
 
 @dataclass
 class TurnRecord:
-    """A turn: `num_tokens` sampled tokens, from `start` among those after the prompt of its branch.
+    """One turn: `num_tokens` sampled tokens that begin `start` tokens after the branch's prompt.
 
-    finish_reason: "stop" or "length"; "" until the turn ends. branch: its number. parse_error: why its message could
-    not be read in whole; None if it could, or if nobody read it. extra: what its
-    function notes for a fork of the script, which finds it in `rollout.episode.turns`.
-    inserted: the messages appended before it.
+    finish_reason: "stop" or "length"; "" until the turn ends. branch: the number of its branch. parse_error: why its
+    message could not be parsed completely; None if it could, or if nothing requested it. extra: what its rollout
+    function records for a fork of the script, which finds it in `rollout.episode.turns`.
+    inserted: the messages appended before the turn.
     """
 
     start: int
@@ -125,22 +127,22 @@ class TurnRecord:
 
     @property
     def end(self) -> int:
-        """Where the turn ends among the branch's tokens after its prompt."""
+        """The turn's end, as a number of tokens after the branch's prompt."""
         return self.start + self.num_tokens
 
     def numbers(self) -> dict[str, Any]:
-        """Return the facts, without messages, as JSON values by the names above."""
+        """Return all fields except `inserted`, as JSON values."""
         return {one.name: getattr(self, one.name) for one in fields(TurnRecord) if one.name != "inserted"}
 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """The stored facts of a finished episode, besides its tokens. Empty if no episode made the rollout.
+    """The record of a finished episode, without its tokens. Empty if the rollout had no episode.
 
-    turns: branch by branch. rewards: by name, the sum given and returned; None for one that does not apply.
-    environment: `Episode.environment`, for reward functions that ask for it.
-    prompt: the prompt of the last branch, text, messages or token ids. tools: JSON schemas of the tools that it shows;
-    None for the run's. row: the `data.task.Row` that the episode began with.
+    turns: the turns, branch by branch. rewards: named rewards, each the sum of the given and returned ones; None for a
+    reward that does not apply. environment: `Episode.environment`, for reward functions that take it.
+    prompt: the last branch's prompt as text, messages or token ids. tools: JSON schemas of the tools that it shows;
+    None for the run's. row: the `data.task.Row` of the episode.
     """
 
     turns: Sequence[TurnRecord] = field(default_factory=list)
@@ -155,9 +157,9 @@ class EpisodeRecord:
 class SampledSequence:
     """A prompt with its completion, L tokens in all: what the engine returns for a request, and a training sample.
 
-    stream: TOKEN [L]. A completion of several turns has appended tokens between them, which are not in the loss mask.
-    finish_reason: as that of a `Rollout`, of which this is a branch; from the engine, "stop" or "length".
-    temperature: that its tokens were sampled at.
+    stream: TOKEN [L]. Tokens that were appended between turns are not in the loss mask.
+    finish_reason: see `Rollout`; from the engine, "stop" or "length".
+    temperature: the temperature at which its tokens were sampled.
     """
 
     stream: Stream
@@ -188,24 +190,23 @@ class SampledSequence:
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit cut it off."""
+        """Whether a limit truncated the sequence."""
         return self.finish_reason in TRUNCATED_REASONS
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """What an episode sampled for one prompt: the `Episode`, as it is stored when it has ended.
+    """The samples of one finished `Episode` for one prompt.
 
-    branches: in order; mostly one. An episode that does more than append to its tokens (a rewritten conversation, a
-    second conversation) has several: each is a training sample with its own end. They share the rollout's rewards and
-    its weight in the loss.
+    branches: in order; usually one. An episode that rewrites its conversation, or begins a second one, has several.
+    Each is a separate training sample. They share the rollout's rewards and its weight in the loss.
     finish_reason: "stop" (by a stop id or stop string) or "length"; also "turn_length" (the last turn reached its own
-    `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from its function.
+    `max_tokens`), one of `TRUNCATED_REASONS`, or one of `episodes.episode.END_REASONS` from the rollout function.
     """
 
     branches: tuple[SampledSequence, ...]
@@ -214,25 +215,25 @@ class Rollout:
 
     @property
     def rollout_id(self) -> RolloutId:
-        """The id of its first branch."""
+        """The id of the first branch."""
         return self.branches[0].rollout_id._replace(branch=0)
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the policy sampled, in all branches."""
+        """The number of tokens that the policy sampled in all branches."""
         return sum(branch.num_sampled for branch in self.branches)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit cut off the rollout."""
+        """Whether a limit truncated the rollout."""
         return self.finish_reason in TRUNCATED_REASONS
 
     @property
     def completion(self) -> list[int]:
-        """The token ids after the prompt, including the stop token; those of several branches end to end."""
+        """The token ids after the prompt, including the stop token. Several branches are concatenated."""
         return [token for branch in self.branches for token in branch.completion]
 
 
 def all_branches(rollouts: Iterable[Rollout]) -> list[SampledSequence]:
-    """The branches of these rollouts, end to end."""
+    """Return all branches of these rollouts, in order."""
     return [branch for rollout in rollouts for branch in rollout.branches]

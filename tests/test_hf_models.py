@@ -74,9 +74,9 @@ def make_config(kind, **keys):
 
 def make_checkpoint(folder, kind, **keys):
     """A small random model of transformers, saved by it."""
-    config, _ = gate.small_config(make_config(kind, **keys))
+    config, _ = gate.shrink_config(make_config(kind, **keys))
     oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    gate.scramble(oracle)
+    gate.scramble_weights(oracle)
     oracle.save_pretrained(folder)
     return oracle
 

@@ -1,1 +1,1 @@
-"""Train on rollouts: assign them to ranks, pack them into batches, score them, update a sharded model."""
+"""Training on rollouts: assign them to ranks, pack and score batches, compute losses, update a sharded model."""

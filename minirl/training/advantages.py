@@ -1,8 +1,8 @@
-"""Advantages from rewards, as pure functions of tensors.
+"""Compute advantages from rewards, with pure functions of tensors.
 
-Rewards of rollouts are [P, G]: P groups of G rollouts of one prompt. Rewards of tokens are streams [M] over the tokens
-that the policy sampled, one sequence after another. `mean_and_variance`, `whiten` and `explained_variance` communicate,
-because they cover the tokens of all ranks; the other functions do not.
+Rollout rewards are [P, G]: P groups of G rollouts of one prompt. Token rewards are streams [M] over the sampled tokens,
+sequence after sequence. `mean_and_variance`, `whiten` and `explained_variance` are collective, because they cover the
+tokens of all ranks; the other functions are not.
 """
 
 import torch
@@ -16,10 +16,10 @@ RELATIVE_ERROR = 1e-9
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return the sums [...] of rewards [..., K] by weight [K].
+    """Return the weighted sums [...] of rewards [..., K], with weights [K].
 
     A NaN reward does not apply to its completion and is left out of the sum. The sum is NaN where no reward applies.
-    Rewards of weight 0 are only logged and never count.
+    Rewards with weight 0 are only logged.
     """
     scores = rewards.nan_to_num(0.0) @ weights
     has_score = (~rewards.isnan() & (weights != 0)).any(-1)
@@ -27,9 +27,9 @@ def weighted_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def have_zero_variance(rewards: Tensor) -> Tensor:
-    """Return bool [P]: the groups of rewards [P, G] that have no signal, because all their rewards are equal.
+    """Return a mask [P] of the groups in rewards [P, G] whose rewards are all equal. They give no learning signal.
 
-    Rewards that differ by a rounding error are equal. NaN rewards are left out.
+    Rewards that differ only by a rounding error count as equal. NaN rewards are ignored.
     """
     lowest = rewards.nan_to_num(torch.inf).amin(1)
     highest = rewards.nan_to_num(-torch.inf).amax(1)
@@ -38,20 +38,20 @@ def have_zero_variance(rewards: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps: float = EPS) -> Tensor:
-    """Return the advantages [P, G] of rewards [P, G]: subtract a baseline, divide by a norm.
+    """Return the advantages [P, G] of rewards [P, G]: subtract a baseline, then divide by a norm.
 
     baseline:
         "mean": the group's mean (GRPO, arXiv:2402.03300; with norm "none" Dr.GRPO, arXiv:2503.20783).
         "leave_one_out": the mean of the group's other rewards (RLOO, arXiv:2402.14740).
         "none": 0.
-        Tensor [P]: the reward of one greedy rollout for each prompt (ReMax, arXiv:2310.10505).
+        Tensor [P]: the reward of one greedy rollout per prompt (ReMax, arXiv:2310.10505).
     norm:
         "group_std": the group's standard deviation + eps.
         "batch_std": the standard deviation of all rewards + eps.
-        "none", "whiten": 1; whitening is of tokens, by `whiten`.
+        "none", "whiten": 1. `whiten` later normalizes the tokens' advantages.
 
-    Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a group of equal rewards gets
-    exactly 0. A NaN reward is left out of all statistics and gets 0, as does one whose statistics need more rewards.
+    Standard deviations have ddof 1. With baseline "mean" or "leave_one_out", a zero-variance group gets exactly 0. A
+    NaN reward is left out of all statistics and gets 0; so does a reward whose statistics need more rewards.
     """
     if isinstance(baseline, Tensor):
         centered = rewards - baseline[:, None]
@@ -74,25 +74,25 @@ def group_advantages(rewards: Tensor, *, baseline: str | Tensor, norm: str, eps:
         centered = centered / (_standard_deviation(rewards, [0, 1]) + eps)
     elif norm not in ("none", "whiten"):
         raise ValueError(f"advantage norm {norm!r} is unknown")
-    # NaN where a score is missing, or a greedy one, or the second one that a standard deviation needs.
+    # NaN if the reward or the greedy reward is missing, or if a standard deviation has fewer than two rewards.
     return centered.nan_to_num(0.0)
 
 
 def _standard_deviation(rewards: Tensor, dims: list[int]) -> Tensor:
-    """The deviation (ddof 1) over these dimensions, which stay, of rewards that are not NaN; of fewer than two NaN."""
+    """Return the standard deviation (ddof 1, dims kept) of the rewards that are not NaN; NaN for fewer than two."""
     count = (~rewards.isnan()).sum(dims, keepdim=True)
     squares = (rewards - rewards.nanmean(dims, keepdim=True)).square()
     return (squares.nansum(dims, keepdim=True) / (count - 1)).sqrt()
 
 
 def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
-    """Select `count` of P groups to train on; returns their indices, ascending. is_zero_variance bool [P]: see
-    `have_zero_variance`.
+    """Select `count` of P groups to train on and return their indices, ascending.
 
-    Takes the first groups with a signal, then, if these are too few, the first of the others.
+    Takes the first groups with a learning signal and, if they are too few, the first of the others. is_zero_variance:
+    bool [P], see `have_zero_variance`.
 
-    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It judges accuracies, not rewards with a length penalty,
-    which would make the rollouts of every group differ.
+    This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It compares accuracies, not rewards with a length
+    penalty, which would give every group some variance.
     """
     # A stable sort of 0 and 1 keeps the order within both kinds of groups.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
@@ -107,19 +107,19 @@ def gae(
     gae_lambda: float,
     bootstrap: Tensor,
 ) -> Tensor:
-    """Generalised advantage estimates [M] of policy tokens (arXiv:1506.02438 eq. 16).
+    """Return generalised advantage estimates [M] of sampled tokens (arXiv:1506.02438 eq. 16).
 
-    The streams rewards and values [M] hold N sequences with `lengths` [N]; estimates never cross from one
-    sequence into another. rewards[t] is paid for token t, values[t] is the value of the state before it.
-    bootstrap [N] is the value of the state after the last token, 0 for a finished sequence. To get the returns that
-    values are regressed on, add the values to the estimates.
+    The streams rewards and values [M] contain N sequences with `lengths` [N]; estimates never cross from one sequence
+    into another. rewards[t] is the reward of token t, values[t] the value of the state before it. bootstrap [N] is the
+    value of the state after the last token, 0 for a finished sequence. Values are regressed on the returns: estimates +
+    values.
     """
     advantages = torch.zeros_like(values)
     next_advantage = torch.zeros_like(bootstrap)  # [N], the estimate of the next token
     next_value = bootstrap.clone()  # [N], the value of the state after this token
     ends = lengths.cumsum(0)
     longest = max(lengths.tolist(), default=0)
-    # From the last token of every sequence to its first, all sequences at the same time.
+    # Go from the last token to the first, in all sequences at once.
     for steps_back in range(1, longest + 1):
         alive = lengths >= steps_back
         token = (ends - steps_back)[alive]
@@ -131,17 +131,16 @@ def gae(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """Sums [M] of the rewards [M] from each token to the end of its sequence."""
+    """Return the sums [M] of rewards [M] from each token to the end of its sequence."""
     values = torch.zeros_like(rewards)
     bootstrap = rewards.new_zeros(len(lengths))
     return gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0, bootstrap=bootstrap)
 
 
 def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
-    """Rewards [M] of policy tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
+    """Return the rewards [M] of sampled tokens: -kl_coef * kl [M], plus the sequence's score [N] at its last token.
 
-    kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without policy tokens is
-    dropped.
+    kl is the k1 estimate old - ref (arXiv:2203.02155 eq. 2). The score of a sequence without sampled tokens is dropped.
     """
     rewards = -kl_coef * kl
     has_tokens = lengths > 0
@@ -151,7 +150,7 @@ def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float
 
 
 def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (ddof 1) of all ranks' values [M_r] together, fp64 on the host (collective)."""
+    """Return the mean and variance (ddof 1) over all ranks' values [M_r], fp64 on the host (collective)."""
     values = values.double().cpu()
     total_count, total = all_reduce_sum(values.new_tensor([len(values), float(values.sum())]))
     mean = total / total_count
@@ -163,16 +162,16 @@ def mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
 def whiten(values: Tensor) -> Tensor:
     """Shift and scale values [M_r] to mean 0 and variance 1 over all ranks (collective)."""
     mean, variance = mean_and_variance(values)
-    if variance.sqrt() <= RELATIVE_ERROR * mean.abs():  # they differ by rounding errors
+    if variance.sqrt() <= RELATIVE_ERROR * mean.abs():  # the values differ only by rounding errors
         return torch.zeros_like(values)
     whitened = (values.double().cpu() - mean) * torch.rsqrt(variance + 1e-8)
     return whitened.to(values)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Share of the variance of all ranks' returns [M_r] that the values [M_r] explain (collective).
+    """Return the fraction of the returns' variance that the values explain, over all ranks' [M_r] (collective).
 
-    At most 1, and 0 if the returns vary by no more than a rounding error.
+    It is at most 1, and 0 if the returns vary only by rounding errors.
     """
     _, unexplained = mean_and_variance(returns - values)
     mean, total = mean_and_variance(returns)

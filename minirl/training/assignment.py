@@ -1,9 +1,9 @@
-"""Assign the sequences of a step to microbatches (forward-backward passes) and ranks.
+"""Assign a step's sequences to ranks and microbatches (forward-backward passes).
 
-All ranks compute about equally many tokens. A prompt is computed once for all its sequences in a microbatch, so the
-sequences of one prompt stay together as far as the balance allows.
+All ranks compute about the same number of tokens. A microbatch computes a prompt once for all its sequences, so a
+prompt's sequences stay together as far as load balance allows.
 
-Everything in this file is a pure function of what every rank knows. Nothing communicates.
+All functions here are pure: every rank calls them with the same arguments, and nothing communicates.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from minirl.training.batch import Microbatch, SequenceInfo
 def shuffled_minibatches(
     minibatches: Sequence[list[Microbatch]], num_epochs: int, *, seed: str
 ) -> Iterator[list[Microbatch]]:
-    """Iterate over the minibatches `num_epochs` times, each time in another order.
+    """Yield the minibatches for `num_epochs` epochs, each in a different order.
 
     The orders depend only on seed and epoch, so they are the same on all ranks.
     """
@@ -33,20 +33,20 @@ def shuffled_minibatches(
 def plan_microbatches(
     sequences: Iterable[SequenceInfo], *, num_ranks: int, max_tokens: int
 ) -> list[list[Microbatch]]:
-    """Cut a minibatch (optimizer step) into microbatches; returns those of each rank.
+    """Split a minibatch (optimizer step) into microbatches, and return each rank's list of them.
 
-    A microbatch computes at most `max_tokens` tokens, and the ranks compute about equally many. A prompt is
-    computed, and counted, once in each microbatch that contains it. All ranks get equally many microbatches, so a
-    microbatch may be empty. Without sequences the result has no microbatches.
+    A microbatch computes at most `max_tokens` tokens, and all ranks compute about the same number. A prompt is
+    computed, and counted, once per microbatch that contains it. All ranks get the same number of microbatches, so some
+    may be empty. Without sequences there are no microbatches.
 
-    Pieces are placed, largest first: sequences with one prompt, at first all of them. A piece goes to the rank with
-    the smallest load after it, into the first microbatch with room for it, or rather one that already has its prompt.
-    If the rank would then compute more than an equal share of all tokens, or no microbatch could hold the piece, it
-    is halved instead, down to single sequences. So most prompts are computed on one rank only, and the loads are as
-    equal as if single sequences were placed.
+    A piece is a set of sequences with one prompt, at first all of them. Pieces are placed one by one, largest first. A
+    piece goes to the rank that it leaves with the smallest load, into a microbatch that already has its prompt, or else
+    the first one with room. If that rank would exceed an equal share of all tokens, or the piece fits no microbatch, it
+    is split in half instead, down to single sequences. So most prompts are computed on one rank only, and loads are as
+    balanced as if single sequences were placed.
 
-    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens: rank 0 computes the last, then nothing;
-    rank 1 the first, then the second.
+    Example: 3 sequences with 60, 40 and 90 tokens, 2 ranks, at most 95 tokens. Rank 0 computes the third, then nothing;
+    rank 1 computes the first, then the second.
 
     Raises InputError if a sequence is longer than `max_tokens`.
     """
@@ -62,13 +62,13 @@ def plan_microbatches(
         rank = min(ranks, key=lambda rank: rank.load_with(piece))
         is_too_large = rank.load_with(piece) > equal_share or -piece.minus_size > max_tokens
         if is_too_large and len(piece.members) > 1:
-            # Sorted by length, every second member makes about half of the tokens.
+            # The members are sorted by length, so every second one makes about half of the tokens.
             heapq.heappush(pieces, _make_piece(piece.members[::2]))
             heapq.heappush(pieces, _make_piece(piece.members[1::2]))
             continue
         refuse(
             -piece.minus_size > max_tokens,
-            f"a rollout has {-piece.minus_size} tokens; raise --max-tokens-per-microbatch {max_tokens}",
+            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-piece.minus_size} tokens; raise the limit",
         )
         fitting = [micro for micro in rank.microbatches if micro.load_with(piece) <= max_tokens]
         if not fitting:
@@ -82,7 +82,7 @@ def plan_microbatches(
 
 
 class _Piece(NamedTuple):
-    """Sequences with one prompt that are placed together. The largest sorts first, then that of the first sequence."""
+    """Sequences with one prompt, placed together. Pieces sort by size, largest first, then by first sequence."""
 
     # Negated number of tokens to compute for these sequences: the prompt once and every completion.
     minus_size: int
@@ -101,19 +101,19 @@ def _make_piece(members: list[SequenceInfo]) -> _Piece:
 
 @dataclass
 class _Load:
-    """The sequences that a rank, or one of its microbatches, computes. A prompt that they share counts once."""
+    """The sequences of a rank or of one of its microbatches. A shared prompt counts once."""
 
     members: list[SequenceInfo] = field(default_factory=list)
     prompts: set[RolloutId] = field(default_factory=set)
     num_tokens: int = 0
 
     def load_with(self, piece: _Piece) -> int:
-        """The number of tokens after adding the piece, whose prompt is free if it is already here."""
+        """Return the number of tokens with this piece added. Its prompt is free if it is already present."""
         shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
         return self.num_tokens - piece.minus_size - shared
 
     def add(self, piece: _Piece) -> None:
-        """Compute the piece here."""
+        """Add the piece."""
         self.num_tokens = self.load_with(piece)
         self.members += piece.members
         self.prompts.add(piece.prompt_id)
@@ -121,6 +121,6 @@ class _Load:
 
 @dataclass
 class _Rank(_Load):
-    """The load of a rank, and how it is cut into microbatches."""
+    """A rank's load, split into microbatches."""
 
     microbatches: list[_Load] = field(default_factory=list)

@@ -1,10 +1,9 @@
-"""Packed batches of rollouts, and the communication that brings each rollout to the rank that trains on it.
+"""Packed batches of rollouts, and the exchange that brings each sequence to the rank that trains on it.
 
 Each branch of a `Rollout` is a `SampledSequence`, a prompt with a completion on the host; most rollouts have one. A
-`Batch` holds N of these sequences end to end, T tokens in all, on the device: a stream is a tensor [T] whose element t
-is about token t. Every rank knows a `RolloutInfo` of each rollout of a step, and so a `SequenceInfo` of
-each sequence; the plan of an update and the batches are made of these. Only `gather_infos`, `gather_to_rollouts` and
-`exchange` communicate.
+`Batch` concatenates N of these sequences, T tokens in all, on the device: a stream is a tensor [T] with one element per
+token. Every rank knows the `RolloutInfo` of each rollout of a step, and so the `SequenceInfo` of each sequence. From
+these it plans updates and builds batches. Only `gather_infos`, `gather_to_rollouts` and `exchange` are collective.
 """
 
 import dataclasses
@@ -27,24 +26,24 @@ from minirl.training.losses import repeat_over_tokens, sequence_sums
 
 
 class SequenceInfo(NamedTuple):
-    """What is known of a sequence without its tokens: a branch of a rollout, usually the only one. Infos sort by id.
+    """Metadata of a sequence, which is a branch of a rollout, usually the only one. Infos sort by id.
 
-    num_tokens: those of the prompt included. is_truncated: a limit cut off this branch. owner_rank: the rank that has
-    the rollout. rollout_index: the rollout's number in the step, p * G + g in groups [P, G].
+    num_tokens: its length, including the prompt. is_truncated: whether a limit truncated this branch. owner_rank: the
+    rank that has the rollout. rollout_index: the rollout's index in the step, p * G + g in groups [P, G].
     """
 
     id: RolloutId
     num_tokens: int
     num_prompt_tokens: int = 0
     num_loss_tokens: int = 0
-    temperature: float = 1.0  # that its tokens were sampled at
+    temperature: float = 1.0  # the temperature at which its tokens were sampled
     is_truncated: bool = False
     owner_rank: int = 0
     rollout_index: int = 0
 
     @property
     def prompt_id(self) -> RolloutId:
-        """Identifies the prompt, which the first branches of its rollouts share; other branches have their own."""
+        """The prompt's id. The first branches of a prompt's rollouts share it; each later branch has its own."""
         return self.id if self.id.branch else RolloutId(self.id.prompt_ordinal, 0)
 
 
@@ -52,10 +51,10 @@ Microbatch = list[SequenceInfo]  # the sequences of one forward-backward pass
 
 
 class RolloutInfo(NamedTuple):
-    """What every rank knows of a rollout. Infos sort by id."""
+    """Metadata of a rollout, which every rank has. Infos sort by id."""
 
-    sequences: list[SequenceInfo]  # one for each branch
-    is_truncated: bool  # whether a limit cut off the rollout
+    sequences: list[SequenceInfo]  # one per branch
+    is_truncated: bool  # whether a limit truncated the rollout
     rewards: list[float]  # [K]
 
     @property
@@ -65,17 +64,17 @@ class RolloutInfo(NamedTuple):
 
     @property
     def num_loss_tokens(self) -> int:
-        """How many tokens the policy sampled, in all branches."""
+        """The number of tokens that the policy sampled in all branches."""
         return sum(sequence.num_loss_tokens for sequence in self.sequences)
 
 
 def independent_sequences(lengths: Iterable[int]) -> tuple[SequenceInfo, ...]:
-    """Sequences of different rollouts and prompts, with these lengths."""
+    """Return infos of sequences with these lengths, each from its own rollout and prompt."""
     return tuple(SequenceInfo(RolloutId(i, 0), n, rollout_index=i) for i, n in enumerate(lengths))
 
 
-NOT_COMPUTED: Any = None  # a stream that does not exist yet
-# The fields of a `Batch` that come from those of `TOKEN`.
+NOT_COMPUTED: Any = None  # the value of a stream before it is computed
+# Maps fields of `Batch` to the fields of `TOKEN` that fill them.
 TOKEN_STREAMS = {
     "tokens": "id",
     "loss_mask": "is_sampled",
@@ -86,16 +85,16 @@ TOKEN_STREAMS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """N sequences of rollouts end to end, T tokens in all. All other fields are streams [T]; None before they exist.
+    """N concatenated sequences, T tokens in all. All other fields are streams [T], or None before they are computed.
 
-    A subclass may add a stream with one line: `exchange` makes the subclass, and `select`, `to` and `replace` treat all
-    streams alike. The model computes a prompt once for all its rollouts in the batch.
+    A subclass may add a stream with one line: `exchange` builds the subclass, and `select`, `to` and `replace` handle
+    all streams alike. The model computes a prompt once for all its rollouts in the batch.
     """
 
     sequences: tuple[SequenceInfo, ...]
     tokens: Tensor  # int64
-    loss_mask: Tensor  # bool: the policy sampled this token
-    sample_logprobs: Tensor = NOT_COMPUTED  # fp32, as are the streams below except `weight_version`
+    loss_mask: Tensor  # bool: whether the policy sampled this token
+    sample_logprobs: Tensor = NOT_COMPUTED  # fp32, like the streams below except `weight_version`
     weight_version: Tensor = NOT_COMPUTED  # int32: the version of the weights that sampled this token
     advantages: Tensor = NOT_COMPUTED
     loss_weights: Tensor = NOT_COMPUTED
@@ -103,48 +102,48 @@ class Batch:
     ref_logprobs: Tensor = NOT_COMPUTED
     teacher_logprobs: Tensor = NOT_COMPUTED
     values: Tensor = NOT_COMPUTED
-    # The value of the state after the last token, at the last token; 0 elsewhere.
+    # At each sequence's last token, the value of the state after it; 0 elsewhere.
     end_values: Tensor = NOT_COMPUTED
     returns: Tensor = NOT_COMPUTED
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each sequence has, [N]."""
+        """The length of each sequence, [N]."""
         return tuple(sequence.num_tokens for sequence in self.sequences)
 
     @property
     def rollout_index(self) -> Tensor:
-        """The number of each sequence's rollout in the step, int64 [N] on the host."""
+        """The rollout index of each sequence in the step, int64 [N] on the host."""
         return torch.tensor([sequence.rollout_index for sequence in self.sequences], dtype=torch.int64)
 
     @property
     def is_truncated(self) -> Tensor:
-        """Whether a limit cut off each sequence, bool [N] on the host."""
+        """Whether a limit truncated each sequence, bool [N] on the host."""
         return torch.tensor([sequence.is_truncated for sequence in self.sequences], dtype=torch.bool)
 
     @functools.cached_property
     def loss_index(self) -> Tensor:
-        """Where the tokens that the policy sampled are in the streams, int64 [M].
+        """The stream indices of the sampled tokens, int64 [M].
 
-        On CUDA the host waits for this, as it does whenever a mask serves as an index: so it is done once.
+        Computed once, because indexing with a mask makes the host wait for CUDA.
         """
         return self.loss_mask.nonzero()[:, 0]
 
     @property
     def last_index(self) -> Tensor:
-        """Where the last token of each sequence is in the streams, int64 [N]."""
+        """The stream index of each sequence's last token, int64 [N]."""
         return upload(torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1, self.tokens.device)
 
     @property
     def policy_logprobs(self) -> Tensor:
-        """The policy's logprobs [T] before the update: the sampled ones where no pass has computed old ones."""
+        """The policy's logprobs [T] before the update: `old_logprobs` if they were computed, else the sampled ones."""
         return self.sample_logprobs if self.old_logprobs is None else self.old_logprobs
 
     def layout(self) -> PackedLayout:
-        """The layout of the batch's tokens, for the model.
+        """Return the packed layout of the batch's tokens for the model.
 
-        The first sequence with a prompt is the parent of the others, which share the parent's prompt tokens. Example:
-        sequences 0, 1 and 3 have one prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
+        The first sequence with a prompt is the parent of the others, which share its prompt tokens. Example: sequences
+        0, 1 and 3 have one prompt of 5 tokens; 0 is the parent of 1 and 3, which share 5 tokens with it.
         """
         sequences = list(map(attention.Sequence, self.lengths))
         parent_of: dict[RolloutId, int] = {}
@@ -155,51 +154,51 @@ class Batch:
         return PackedLayout(tuple(sequences), self.tokens.device)
 
     def replace(self, **fields: Any) -> Self:
-        """A copy with these fields set."""
+        """Return a copy with these fields set."""
         return dataclasses.replace(self, **fields)
 
     def to(self, device: torch.device) -> Self:
-        """A copy with its streams on `device`."""
+        """Return a copy with its streams on `device`."""
         return self.replace(**{name: stream.to(device) for name, stream in self._streams().items()})
 
     def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
-        """Where the tokens of these sequences, which it has by their ids, are in the streams, int64."""
+        """Return the stream indices of these sequences' tokens, int64. The batch must have the sequences' ids."""
         starts = itertools.accumulate(self.lengths, initial=0)
         start_of = {sequence.id: start for sequence, start in zip(self.sequences, starts, strict=False)}
-        places = concatenated_ranges(
+        stream_indices = concatenated_ranges(
             [start_of[sequence.id] for sequence in sequences],
             [sequence.num_tokens for sequence in sequences],
         )
-        return upload(places, self.tokens.device)
+        return upload(stream_indices, self.tokens.device)
 
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
-        """A batch of these sequences, which this one has by their ids, in this order."""
+        """Return a batch of these sequences, in this order. This batch must have their ids."""
         token_index = self.token_index(sequences)
         streams = {name: stream[token_index] for name, stream in self._streams().items()}
         return self.replace(sequences=tuple(sequences), **streams)
 
     @property
     def num_loss_tokens(self) -> Tensor:
-        """How many tokens of each sequence the policy sampled, int64 [N] on the host."""
+        """The number of tokens that the policy sampled in each sequence, int64 [N] on the host."""
         return sequence_sums(self.loss_mask, self.lengths).long().cpu()
 
     def scatter(self, values: Tensor) -> Tensor:
-        """A stream [T, ...] with the values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
+        """Return a stream [T, ...] with values [M, ...] at the sampled tokens, in order, and 0 elsewhere."""
         stream = values.new_zeros(len(self.tokens), *values.shape[1:])
         stream[self.loss_index] = values
         return stream
 
     def spread(self, values: Tensor) -> Tensor:
-        """A stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
+        """Return a stream [T] with each sequence's value [N] at its sampled tokens, and 0 elsewhere."""
         repeated = repeat_over_tokens(values.to(self.tokens.device), self.lengths)
         return repeated.masked_fill(~self.loss_mask, 0)
 
     def spread_rollouts(self, values: Tensor) -> Tensor:
-        """A stream [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
+        """Return a stream [T] with each rollout's value [P, G] at its sampled tokens, and 0 elsewhere."""
         return self.spread(values.flatten()[self.rollout_index])
 
     def _streams(self) -> dict[str, Tensor]:
-        """All streams that exist, by name."""
+        """Return the computed streams, keyed by field name."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -215,16 +214,16 @@ def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutIn
 
 
 def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
-    """Sum the values [n] of the sequences of the ranks' batches by their R rollouts (collective).
+    """Sum values [n] of the batch's sequences over the branches of each rollout, on all ranks (collective).
 
-    Returns fp64 [R] on the host, the same on every rank, with 0 for a rollout that is in no batch.
+    Returns fp64 [num_rollouts] on the host, the same on every rank, with 0 for a rollout that is in no batch.
     """
     sums = torch.zeros(num_rollouts, dtype=torch.float64)
     return all_reduce_sum(sums.index_add(0, batch.rollout_index, values.double().cpu()))
 
 
 def pack(branches: Sequence[SampledSequence], batch_type: type[Batch] = Batch) -> Batch:
-    """The batch of these branches, on the host, without their rollouts. Not collective."""
+    """Pack branches into a batch on the host, without their rollout indices. Not collective."""
     packed = join_streams(*(branch.stream for branch in branches))
     streams = {name: torch.from_numpy(packed[field].copy()) for name, field in TOKEN_STREAMS.items()}
     return batch_type(sequences=tuple(map(_sequence_info, branches)), **streams)
@@ -236,22 +235,21 @@ def exchange(
     streams: Mapping[str, Tensor] | None = None,
     batch_type: type[Batch] = Batch,
 ) -> Batch:
-    """Send each sequence to the rank that trains on it; returns this rank's batch, on the host (collective).
+    """Send each sequence to the rank that trains on it, and return this rank's batch on the host (collective).
 
-    The batch has its sequences in order of their ids. rollouts: those that this rank holds, in any order. plan: the
-    microbatches [minibatch][rank] of all ranks; what is in none is not sent. The first branches of rollouts with the
-    same prompt ordinal must begin with the same prompt. streams: more fields of the batch, each over the branches of
-    these rollouts end to end; every rank passes the same names. batch_type: `Batch`, or a subclass that has these
-    fields.
+    The batch's sequences are sorted by id. rollouts: this rank's rollouts, in any order. plan: the microbatches
+    [minibatch][rank] of all ranks; sequences outside the plan are not sent. First branches with the same prompt ordinal
+    must begin with the same prompt. streams: extra fields of the batch, each concatenated over the branches of these
+    rollouts; every rank passes the same names. batch_type: `Batch`, or a subclass with these fields.
 
-    Example: rank 0 holds the sequences 0, 4 and rank 1 holds 1, 2, 3; plan = [[[[3]], [[0, 1, 4]]]].
+    Example: rank 0 has the sequences 0, 4 and rank 1 has 1, 2, 3; plan = [[[[3]], [[0, 1, 4]]]].
 
         rank 0 sends 0, 4 to rank 1, and receives 3
         rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
     """
     own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())
-    # Each rank's sequences of all minibatches.
+    # The sequences that each rank trains on, over all minibatches.
     planned = [[sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks]
     sent = [[sequence for sequence in planned[r] if sequence.owner_rank == rank()] for r in ranks]
     received = [[sequence for sequence in planned[rank()] if sequence.owner_rank == r] for r in ranks]
@@ -266,7 +264,7 @@ def exchange(
             dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
     unsorted = own.replace(sequences=tuple(itertools.chain(*received)), **incoming)
     batch = unsorted.select(sorted(unsorted.sequences))
-    # The model computes the tokens of a shared prompt once.
+    # Shared prompts must be equal, because the model computes them only once.
     parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)
     prompts = {(info.prompt_id, tokens[: info.num_prompt_tokens].numpy().tobytes()) for info, tokens in parts}
     assert len(prompts) == len(dict(prompts)), "one prompt's rollouts begin differently"
@@ -274,7 +272,7 @@ def exchange(
 
 
 def _sequence_info(branch: SampledSequence) -> SequenceInfo:
-    """The info of a branch of this rank."""
+    """Return the info of a branch on this rank."""
     return SequenceInfo(
         branch.rollout_id,
         len(branch.stream),

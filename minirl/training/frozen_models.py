@@ -1,4 +1,4 @@
-"""Models that are not trained: parked in host memory, and run over a batch without gradient."""
+"""Models that are not trained: offloaded to host memory, and run over a batch without gradient."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,37 +11,37 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch, Microbatch
 from minirl.training.sharded_model import ShardedModel
 
-# Streams [T, ...] of a batch, computed without gradient.
+# Computes streams [T, ...] of a batch without gradient.
 OutputFunction = Callable[[Transformer, Batch], Sequence[Tensor]]
 
 
 @contextmanager
 def on_device(model: Transformer, device: torch.device) -> Iterator[None]:
-    """Put a frozen model's weights on `device` for the block; after it they are only in host memory.
+    """Keep a frozen model's weights on `device` during the block; afterwards they are only in host memory.
 
-    Nothing writes to them, so the host keeps its tensors, and parking drops the device's. For CUDA the host's tensors
-    are pinned at the first use, at up to twice their bytes (torch rounds each one up to a power of two): copies of
-    them do not wait for the host. On the CPU nothing is copied. Not collective.
+    Nothing writes to the weights, so the host keeps its tensors, and offloading just drops the device's copies. For
+    CUDA, the host's tensors are pinned at first use, so that copying them does not block the host. Pinning takes up to
+    twice their bytes (torch rounds each tensor up to a power of two). On the CPU nothing is copied. Not collective.
     """
     host = []
     try:
         for parameter in model.parameters():
             if device.type == "cuda":
-                parameter.data = parameter.data.pin_memory()  # a pinned tensor is returned as it is
+                parameter.data = parameter.data.pin_memory()  # no copy if it is pinned already
             host.append(parameter.data)
             parameter.data = parameter.data.to(device, non_blocking=True)
         yield
     finally:
-        # The device may have had no room for all of them.
+        # The device may have run out of memory before the last weights.
         for parameter, host_data in zip(model.parameters(), host, strict=False):
             parameter.data = host_data
 
 
 class FrozenModel:
-    """A model that does not change while a step's rollouts are scored, and the streams that it computes for them.
+    """A model that stays fixed while it scores a step's rollouts, and the streams that it computes for them.
 
-    The policy is one until its update. A script may write to the parameters of `model` between two steps, for a moving
-    average of the policy's weights.
+    The policy is one, too, until its update. A script may write to the parameters of `model` between two steps, for
+    example a moving average of the policy's weights.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class FrozenModel:
         names: Sequence[str],
         device: torch.device,
     ):
-        """model: a sharded one is run as its `scorer`; another one is parked between its uses (`on_device`).
+        """model: a sharded model runs as its `scorer`; any other is offloaded between uses (`on_device`).
 
-        names: those in `Batch` of the first streams that `outputs` returns, which drops any further ones.
+        names: `Batch` fields for the first streams that `outputs` returns; further streams are dropped.
         """
         self.model = model.scorer if isinstance(model, ShardedModel) else model
         self._is_offloaded = self.model is model
@@ -64,9 +64,9 @@ class FrozenModel:
 
     @torch.no_grad()
     def add_streams(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
-        """The batch, on the model's device, with the streams of the sequences in these microbatches; NaN elsewhere.
+        """Return the batch with this model's streams for the sequences in these microbatches, and NaN elsewhere.
 
-        Collective if the model's weights are sharded.
+        batch: on the model's device. Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
         with on_device(self.model, self._device) if self._is_offloaded else nullcontext():
@@ -81,7 +81,7 @@ class FrozenModel:
 
 
 def without_adapters(outputs: OutputFunction) -> OutputFunction:
-    """The outputs of the model under the adapters, on the same storage: a reference that takes no memory."""
+    """Return `outputs` without the adapters' contribution: a reference on the same storage, which takes no memory."""
 
     def run_outputs(model: Transformer, batch: Batch) -> Sequence[Tensor]:
         scales = {m: m.lora_scale for m in model.modules() if isinstance(m, Linear)}

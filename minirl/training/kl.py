@@ -7,14 +7,14 @@ from minirl.training.losses import MAX_LOG_RATIO
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled (Schulman, 2020).
+    """Estimate KL(policy || reference) at each sampled token (Schulman, 2020).
 
     With d = logprobs - ref_logprobs:
 
         k1 = d: unbiased. For metrics and rewards, not for a loss: its expected gradient is zero.
         k2 = d^2 / 2: its gradient is that of KL(policy || reference).
         k3 = exp(-d) + d - 1: unbiased, with low variance. Its gradient is that of KL(reference || policy).
-            GRPO's published choice. d is raised to -MAX_LOG_RATIO, below which it has no gradient.
+            GRPO's published choice. d is clamped at -MAX_LOG_RATIO, below which it has no gradient.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":

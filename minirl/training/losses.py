@@ -1,7 +1,7 @@
-"""Losses of tokens, to be minimised, and their weights. Pure functions of aligned fp32 streams [T].
+"""Per-token losses to minimise, and their weights: pure functions of aligned fp32 streams [T].
 
-No loss is divided by a count: the caller computes objective = sum(loss_weights * loss). A policy loss takes the ratio
-of `importance_ratio`; sequence-level ratios are broadcast to every token.
+No loss is divided by a count: the caller computes objective = sum(loss_weights * loss). Policy losses take the ratio
+from `importance_ratio`, which repeats a sequence-level ratio for every token.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from minirl.model.attention import upload
 
-# As in verl and OpenRLHF. The exp of a long completion's sum would overflow, and inf * 0 is NaN.
+# As in verl and OpenRLHF. The exp of a long completion's summed log ratios would overflow, and inf * 0 is NaN.
 MAX_LOG_RATIO = 20.0
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def sequence_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sums [N] of a stream [T] over its sequences, which have these lengths."""
+    """Return the sums [N] of a stream [T] over sequences of these lengths."""
     if not lengths:
         return values[:0]
     return torch.stack([part.sum() for part in values.split(list(lengths))])
 
 
 def repeat_over_tokens(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Repeat values [N] of sequences with these lengths for each of their tokens [T]."""
+    """Repeat each sequence's value [N] for all its tokens [T]."""
     repeats = upload(torch.tensor(lengths, dtype=torch.int64), values.device)
     # Without output_size the host would wait for CUDA.
     return values.repeat_interleave(repeats, output_size=sum(lengths))
@@ -38,7 +38,7 @@ def importance_ratio(
     lengths: Sequence[int],
     loss_mask: Tensor,
 ) -> Tensor:
-    """Ratio of new to old probability at each token [T], differentiable in `logprobs`.
+    """Return the ratio of new to old probability at each token [T], differentiable in `logprobs`.
 
     With d = logprobs - old_logprobs:
 
@@ -47,9 +47,9 @@ def importance_ratio(
         "sequence_sum": exp of the sum of d over the sequence, the ratio of whole completions (RLOO,
             arXiv:2402.14740).
 
-    Each branch of a rollout is a separate sequence: its ratio covers its own tokens, given the tokens before them.
+    Each branch of a rollout is a separate sequence, whose ratio covers its own sampled tokens.
 
-    lengths [N]: tokens of each sequence in the streams. loss_mask: bool [T]; both streams are 0 where it is false.
+    lengths [N]: number of tokens per sequence. loss_mask: bool [T]; both logprob streams are 0 where it is false.
     """
     log_ratio = logprobs - old_logprobs
     if level == "token":
@@ -65,7 +65,7 @@ def importance_ratio(
 
 
 def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's clipped surrogate loss (arXiv:1707.06347 eq. 7).
+    """Return PPO's clipped surrogate loss [T] (arXiv:1707.06347 eq. 7).
 
     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), with A the advantage and r the ratio. clip_high >
     clip_low is DAPO's clip-higher (arXiv:2503.14476 eq. 10).
@@ -77,7 +77,7 @@ def clipped_policy_loss(ratio: Tensor, advantages: Tensor, *, clip_low: float, c
 def cispo_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """CISPO's loss: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
+    """Return CISPO's loss [T]: REINFORCE weighted by the clipped ratio, so that no token loses its gradient.
 
     -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs, arXiv:2506.13585 eq. 4. The bounds are
     relative to 1, as in the other losses: clip_high 4 caps the ratio at 5, clip_low 1 sets no lower bound.
@@ -96,15 +96,15 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Importance weights [T], without gradient, for tokens that another policy than the old one sampled.
+    """Return importance weights [T], without gradient, for tokens that another policy than the old one sampled.
 
-    rho = exp(old_logprobs - sample_logprobs), of each token for "token_...", of the whole completion for
-    "sequence_..." (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask"
-    sets it to 0 outside of [low, high]. The cap 2 is verl's and open-instruct's; TRL's default is
-    "sequence_mask" at 3. correction "none": the weights are 1.
+    rho = exp(old_logprobs - sample_logprobs), per token for "token_..." and per completion for "sequence_..."
+    (`lengths` as in `importance_ratio`). "..._truncate" clamps rho to [low, high]; "..._mask" sets it to 0 outside
+    [low, high]. The cap of 2 is verl's and open-instruct's; TRL's default is "sequence_mask" at 3. correction "none":
+    all weights are 1.
 
-    Multiplied with the loss, they make the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the
-    loss's ratio already has the sampled logprobs in its denominator.
+    Multiplied with the loss, they give the decoupled objective (arXiv:2505.24298 eq. 5). Do not use them if the loss's
+    ratio already has the sampled logprobs in its denominator.
     """
     if correction == "none":
         return torch.ones_like(old_logprobs)
@@ -120,9 +120,9 @@ def importance_weights(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Half the squared error of the values, with PPO's value clipping as in verl and TRL.
+    """Return half the squared error of the values, with PPO's value clipping as in verl and TRL.
 
-    Takes the larger error of the values and of the values clipped to within `clip` of the old ones. clip 0: no
+    It is the larger error of the values and of the values clipped to within `clip` of the old ones. clip 0 disables
     clipping.
     """
     error = (values - returns).square()
@@ -133,9 +133,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 def minibatch_index(num_rollouts: int, num_minibatches: int) -> Tensor:
-    """Return int64 [R]: the minibatch of each rollout of a step, about equally many in each, in their order.
+    """Return each rollout's minibatch, int64 [R]: consecutive rollouts, about the same number in each.
 
-    Example: 5 rollouts in 2 minibatches are [0, 0, 1, 1, 1].
+    Example: 5 rollouts in 2 minibatches give [0, 0, 1, 1, 1].
     """
     return (torch.arange(1, num_rollouts + 1) * num_minibatches - 1) // num_rollouts
 
@@ -143,22 +143,22 @@ def minibatch_index(num_rollouts: int, num_minibatches: int) -> Tensor:
 def loss_weights(
     num_loss_tokens: Tensor, *, norm: str, constant: int, keep: Tensor, num_minibatches: int = 1
 ) -> Tensor:
-    """Return fp64 [P, G]: the weight of a loss token of each rollout of a step in the loss of its minibatch.
+    """Return the loss weight fp64 [P, G] of each rollout's tokens in its minibatch.
 
-    With L_i = num_loss_tokens [P, G], of the N rollouts of a minibatch (an optimizer step, on all ranks):
+    With L_i = num_loss_tokens [P, G] and N rollouts in the minibatch (an optimizer step, on all ranks):
 
         "token_mean"     1 / sum(L)        (DAPO)
         "sequence_mean"  1 / (N L_i)       (GRPO)
         "constant"       1 / (N constant)  (Dr.GRPO); constant: the length limit, never the batch's longest
 
-    Rollouts where `keep` bool [P, G] is false get 0 and do not count in N and sum(L).
+    Rollouts where `keep` bool [P, G] is false get 0 and count neither in N nor in sum(L).
     """
     lengths = num_loss_tokens.double()
     kept = keep.double()
     minibatch = minibatch_index(lengths.numel(), num_minibatches)
 
     def minibatch_total(values: Tensor) -> Tensor:
-        """The sum over each rollout's minibatch [P, G], at least 1."""
+        """Sum values [P, G] over each rollout's minibatch, at least 1."""
         sums = minibatch.bincount(values.flatten(), minlength=num_minibatches)
         return sums.clamp(min=1)[minibatch].view_as(values)
 

@@ -1,10 +1,10 @@
-"""Run a model over a packed stream: logprobs and entropies of its tokens, or the outputs of a scalar head.
+"""Run a model over a packed stream: compute logprobs and entropies of its tokens, or the outputs of a scalar head.
 
-Element t of every stream is about token t. Its logprob, and the value of the state that it was sampled in,
-come from the hidden state of token t - 1. This shift happens in `_previous_tokens` and nowhere else.
+Element t of every stream belongs to token t. Its logprob, and the value of the state that it was sampled in, come from
+the hidden state of token t - 1. This shift happens only in `_previous_tokens`.
 
-Only selected tokens (those that the policy sampled) go through the language model's head. Logits [T, V] never
-exist as a whole, with gradient or without: only those of one token chunk and one vocabulary chunk do.
+Only sampled tokens go through the LM head. Logits [T, V] are never materialized, with or without gradient: only one
+token chunk by one vocabulary chunk exists at a time.
 """
 
 from collections.abc import Sequence
@@ -28,19 +28,19 @@ from minirl.model.transformer import Transformer
 from minirl.training.batch import Batch
 from minirl.training.losses import repeat_over_tokens
 
-TOKEN_CHUNK = 512  # tokens that have logits at the same time on the CPU
-# Lower logprobs are raised to this before they are multiplied by the probability. It is 0 down there, even in
-# fp64, and -inf times 0 would be NaN.
+TOKEN_CHUNK = 512  # tokens per chunk of logits on the CPU
+# Minimum to which logprobs are clamped before they are multiplied by the probability. The probability is 0 there, even
+# in fp64, and -inf * 0 would be NaN.
 MIN_LOGPROB = -1e4
-# The logprob of a sampled token that a model lacks: that of about the least probability in fp32. A KL of inf would end
-# the run.
+# Logprob of a sampled token that is not in a model's vocabulary, about the smallest probability in fp32. With -inf, the
+# KL would be infinite and end the run.
 UNKNOWN_TOKEN_LOGPROB = -87.0
 
 
 def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [T] in fp32 of a batch's sampled tokens; 0 elsewhere.
+    """Return logprobs and entropies, fp32 [T], of a batch's sampled tokens; 0 elsewhere.
 
-    Each token is scored at the temperature that it was sampled at. Differentiable in the parameters. Not collective.
+    Each token is scored at its sampling temperature. Differentiable in the parameters. Not collective.
     """
     targets = batch.tokens[batch.loss_index]
     states, divisor = sampling_states(model, batch), batch_logit_divisor(batch)
@@ -49,9 +49,9 @@ def score_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """`score_batch` under a model that may lack tokens, as the padding of the policy's vocabulary.
+    """Score a batch like `score_batch`, with a model that may lack tokens, such as the policy's vocabulary padding.
 
-    A sampled token that it lacks has UNKNOWN_TOKEN_LOGPROB.
+    A sampled token that the model lacks gets UNKNOWN_TOKEN_LOGPROB.
     """
     is_known = batch.tokens < model.config.vocab_size
     logprobs, entropies = score_batch(model, clamp_unknown_tokens(model, batch))
@@ -59,15 +59,15 @@ def score_teacher(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Scalar-head outputs [T] in fp32: values before a batch's sampled tokens, and those after the last tokens.
+    """Return scalar-head outputs, fp32 [T]: the values before sampled tokens, and those after last tokens.
 
-    A value belongs to the state before its token. One of the state after the last token of its sequence, which for a
-    reward model is the reward, is at that token. Elsewhere both are 0. Differentiable in the parameters. Not
-    collective.
+    The first result has at each sampled token the value of the state before it. The second has at each sequence's last
+    token the value of the state after it, which for a reward model is the reward. Elsewhere both are 0. Differentiable
+    in the parameters. Not collective.
     """
     before, last = _previous_tokens(batch), batch.last_index
     states = _hidden_states_at(model, clamp_unknown_tokens(model, batch), torch.cat([before, last]))
-    # Multiply and sum, one state at a time: a matrix product with one column is not batch-invariant.
+    # Multiply and sum one state at a time, because a matmul with one column is not batch-invariant.
     upcast_dtype = at_least_fp32(states.dtype)
     weight = model.score.weight.to(upcast_dtype)
     outputs = (states.to(upcast_dtype) * weight).sum(-1)
@@ -78,45 +78,45 @@ def value_batch(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def clamp_unknown_tokens(model: Transformer, batch: Batch) -> Batch:
-    """The batch as a teacher or value model reads it, which may have fewer tokens than the policy sampled from.
+    """Replace tokens that a teacher or value model lacks by its last token.
 
-    It reads its last token in place of those that it lacks.
+    The policy may sample from a larger vocabulary than the model's.
     """
     return batch.replace(tokens=batch.tokens.clamp(max=model.config.vocab_size - 1))
 
 
 def sampling_states(model: Transformer, batch: Batch) -> Tensor:
-    """Final hidden states [M, D] that the batch's sampled tokens were sampled from. Not collective."""
+    """Return the final hidden states [M, D] that the batch's tokens were sampled from. Not collective."""
     return _hidden_states_at(model, batch, _previous_tokens(batch))
 
 
 def _previous_tokens(batch: Batch) -> Tensor:
-    """The next-token shift: where the tokens before the sampled ones are in the streams, int64 [M]."""
+    """Return the stream indices of the tokens before the sampled ones, int64 [M]: the next-token shift."""
     return batch.loss_index - 1
 
 
 def _hidden_states_at(model: Transformer, batch: Batch, token_index: Tensor) -> Tensor:
-    """The final hidden states [n, D] of the tokens at these places int64 [n] of the streams."""
+    """Return the final hidden states [n, D] of the tokens at these stream indices, int64 [n]."""
     layout = batch.layout()
     hidden = model(batch.tokens[layout.computed_tokens], layout.positions, layout)
     return hidden.index_select(0, layout.hidden_index[token_index])
 
 
 def batch_logit_divisor(batch: Batch) -> Tensor:
-    """The `logit_divisor` the temperatures of a batch's sampled tokens, [M, 1]."""
+    """Return the `logit_divisor` of the sampled tokens' temperatures, [M, 1]."""
     temperatures = torch.tensor([sequence.temperature for sequence in batch.sequences])
     temperatures = upload(temperatures, batch.tokens.device)
     return logit_divisor(repeat_over_tokens(temperatures, batch.lengths)[batch.loss_index])
 
 
 def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D]. Not collective.
+    """Return logprobs and entropies [M] of targets [M], given hidden states [M, D] and a head [V, D]. Not collective.
 
-    divisor [M, 1]: of the logits, see `logit_divisor`.
+    divisor [M, 1]: divides the logits, see `logit_divisor`.
     """
     if states.device.type == "cpu":
         chunks = (TOKEN_CHUNK, VOCAB_CHUNK)
-    else:  # all tokens together, so that each pass reads the head's weight once
+    else:  # all tokens at once, so that each pass reads the head's weight only once
         chunks = (max(1, len(states)), chunk_width(len(states), len(head)))
     return ChunkedLogprobs.apply(states, head, targets, divisor, *chunks)
 
@@ -124,10 +124,10 @@ def head_logprobs(states: Tensor, head: Tensor, targets: Tensor, divisor: Tensor
 def refuse_skipped_gradient(
     objective: Tensor, new: Tensor, entropy: Tensor, micro: Batch, is_skipped: Tensor | None
 ) -> None:
-    """Refuse a microbatch's objective that has a gradient for rollouts that the script skips.
+    """Reject a microbatch's objective that has a gradient for rollouts that the script skips.
 
-    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped bool [P, G]: of the step's
-    rollouts; None: no rollout. Raises InputError. Not collective.
+    new, entropy: the results of `score_batch` that `objective` was computed from. is_skipped: bool [P, G] over the
+    step's rollouts, or None if none is skipped. Raises InputError. Not collective.
     """
     if is_skipped is None:
         return
@@ -137,16 +137,16 @@ def refuse_skipped_gradient(
     gradients = torch.autograd.grad(objective, (new, entropy), retain_graph=True, materialize_grads=True)
     refuse(
         any((micro.spread(is_skipped_sequence) & (gradient.abs() > 0)).any() for gradient in gradients),
-        "can_skip: skips rollouts that have a gradient by this script's token_loss or token_advantages. Make their "
-        "advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
+        "can_skip: skips rollouts that get a gradient from this script's token_loss or token_advantages; compute "
+        "their advantages in `advantages`, or train on all rollouts with is_skipped = None in main",
     )
 
 
 class ChunkedLogprobs(torch.autograd.Function):
     """Logprobs and entropies [M] of targets [M], from hidden states [M, D] and a head [V, D].
 
-    Only the logits of `token_chunk` targets and `vocab_chunk` tokens of the vocabulary exist at the same time.
-    Backward computes them again; it also holds one vocabulary chunk of the head's gradient in fp32.
+    Only `token_chunk` x `vocab_chunk` logits exist at a time. Backward recomputes them, and also keeps one vocabulary
+    chunk of the head's gradient in fp32.
 
     With logits z, temperature T (divisor [M, 1]), p = softmax(z / T), target y and entropy H, the gradients are
 
@@ -170,7 +170,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         token_chunks = zip(*(x.split(token_chunk) for x in (hidden, targets[:, None], divisor)), strict=True)
         results = [_score_token_chunk(head_chunks, *chunk) for chunk in token_chunks]
         logprobs, entropies, totals = (torch.cat(parts) for parts in zip(*results, strict=True))
-        # A loss without the entropies does not pay for their gradient.
+        # A loss that does not use entropies does not compute their gradient.
         ctx.set_materialize_grads(False)
         ctx.token_chunk = token_chunk
         ctx.vocab_chunk = vocab_chunk
@@ -183,7 +183,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """See the class."""
         hidden, head, targets, divisor, entropies, totals = ctx.saved_tensors
-        # The incoming gradients, with the 1 / T of the formulas.
+        # The incoming gradients, multiplied by the 1 / T of the formulas.
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropies)
         logprob_grad = grad_logprobs[:, None] / divisor
@@ -192,7 +192,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for i, head_chunk in enumerate(head.split(ctx.vocab_chunk)):
             first = i * ctx.vocab_chunk
-            # In fp32: it is rounded to the head's dtype once, after the sum over all token chunks.
+            # Accumulated in fp32 and rounded to the head's dtype once, after the last token chunk.
             grad_head_chunk = torch.zeros_like(head_chunk, dtype=divisor.dtype)
             for start in range(0, len(hidden), ctx.token_chunk):
                 chunk = slice(start, start + ctx.token_chunk)
@@ -219,17 +219,17 @@ def _score_token_chunk(
     targets: Tensor,
     divisor: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs [n] and entropies [n] of the targets [n, 1] of one token chunk, and the totals [n, chunks].
+    """Return logprobs [n] and entropies [n] of one token chunk's targets [n, 1], and the totals [n, chunks].
 
-    hidden [n, D]; divisor [n, 1]: the temperatures. A total is the logsumexp of the logits of one vocabulary chunk.
-    With a single vocabulary chunk the totals are not needed, and an empty tensor is returned.
+    hidden [n, D]; divisor [n, 1]: the temperatures. A total is the logsumexp of one vocabulary chunk's logits. With a
+    single vocabulary chunk, totals are not needed and an empty tensor is returned.
     """
     if len(head_chunks) == 1:
         logprobs = log_softmax(chunk_logits(hidden, head_chunks[0], divisor), None)
         target_logprobs = logprobs.gather(1, targets)[:, 0]
         return target_logprobs, _entropies(logprobs), divisor.new_empty(0)
-    # Allocate the results before the loop: small tensors between the freed logits of chunks would keep
-    # malloc from using that memory again.
+    # Allocate the results before the loop: small tensors between the freed logits would keep malloc from reusing that
+    # memory.
     totals = divisor.new_empty(len(hidden), len(head_chunks))
     entropies = divisor.new_empty(len(hidden), len(head_chunks))
     target_logits = divisor.new_empty(len(hidden), 1)
@@ -239,7 +239,7 @@ def _score_token_chunk(
         index, is_in_chunk = index_in_chunk(targets - first, len(head_chunk))
         target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
         totals[:, i] = logits.logsumexp(-1)
-        # Logprobs of these tokens, given that the token is one of this vocabulary chunk.
+        # Conditional logprobs, given that the token is in this vocabulary chunk.
         logprobs = logits.sub_(totals[:, i, None])
         entropies[:, i] = _entropies(logprobs)
         first += len(head_chunk)
@@ -251,7 +251,7 @@ def _score_token_chunk(
 
 
 def _entropies(logprobs: Tensor) -> Tensor:
-    """Entropies [n] of logprobs [n, W], which are overwritten, for few passes over memory and one copy."""
+    """Return the entropies [n] of logprobs [n, W], which are overwritten to save memory and passes."""
     logprobs.mul_(logprobs.exp()).nan_to_num_(0.0)  # 0 log 0 is 0
     return -logprobs.sum(-1)
 
@@ -264,11 +264,11 @@ def _logit_gradient(
     logprob_grad: Tensor,
     entropy_grad: Tensor | None,
 ) -> Tensor:
-    """Gradient [n, W] of the logits; it overwrites their logprobs [n, W].
+    """Return the gradient [n, W] of the logits, written over their logprobs [n, W].
 
-    See `ChunkedLogprobs` for the formulas. targets [n, 1] count from the start of the vocabulary chunk,
-    entropies [n, 1] are those of the whole distribution. logprob_grad and entropy_grad [n, 1] are the incoming
-    gradients, divided by the temperature; entropy_grad is None if no entropy has a gradient.
+    See `ChunkedLogprobs` for the formulas. targets [n, 1] count from the start of the vocabulary chunk; entropies [n,
+    1] are over the whole vocabulary. logprob_grad and entropy_grad [n, 1] are the incoming gradients divided by the
+    temperature; entropy_grad is None if no entropy has a gradient.
     """
     # For every token j: -p_j (logprob_grad + entropy_grad (log p_j + H)).
     grad = logprobs

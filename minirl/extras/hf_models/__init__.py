@@ -1,1 +1,1 @@
-"""Every model type that minirl has no modules for, by transformers' own modules."""
+"""Models without modules of minirl's, run with transformers' own modules."""

@@ -1,9 +1,9 @@
 """Compare a small model of a config.json, as minirl runs it, with transformers' eager attention.
 
-What a list of supported features forgets is refused by this measurement: soft caps of logits, states that run from one
-sequence into the next, positions that are ignored, ropes that depend on the longest sequence. The small model has all
-layers of the config and its kinds of attention. Windows and the original positions of a stretched rope are so
-short that the compared sequences pass them.
+This measurement rejects what a list of supported features would miss: logit soft caps, states that leak from one
+sequence into the next, ignored positions, ropes that depend on the longest sequence. The small model has all layers of
+the config and its attention types. Windows, and the original positions of a scaled rope, are short enough for the
+compared sequences to exceed them.
 """
 
 import copy
@@ -25,17 +25,17 @@ from minirl.rollouts import Request, RolloutId
 from minirl.training.batch import Batch, pack
 from minirl.training.scoring import score_batch
 
-MAX_ERROR = 1e-4  # relative; right models have 5e-7, with sharp attention 3e-5
-FIRST_WINDOW = 16  # the least window
+MAX_ERROR = 1e-4  # relative; correct models have 5e-7, with sharp attention 3e-5
+MIN_WINDOW = 16  # the small model's smallest window
 PROMPTS = (5, 30, 82)
 NUM_NEW = 8
-# So high that the tokens are about equally likely.
+# High enough for all tokens to be about equally likely.
 TEMPERATURE = 16.0
 CPU = torch.device("cpu")
 HEADS = 4
 HEAD_DIM = 16
-# The sizes of the small model, by patterns of the whole key; the first that fits. The feed-forward's width is not a
-# multiple of a vector's, so that functions of it have a scalar tail.
+# Sizes of the small model. The first pattern that matches a whole key applies. The feed-forward width is not a multiple
+# of the vector width, so that elementwise functions have a scalar tail.
 _SIZES = {
     r"vocab_size.*": 128,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len": 192,
@@ -54,17 +54,17 @@ _SIZES = {
 _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
 
 
-def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
-    """A config with small sizes, and the real window for each of its windows."""
-    shortened: dict[int, int] = {}  # by the real window
+def shrink_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
+    """Return a config with small sizes, and a map from its windows to the real ones."""
+    shortened: dict[int, int] = {}  # the short window per real window
     text = config.get_text_config()
     heads = text.num_attention_heads
     original = 96 if ends_at_original(text) else 32
 
-    def small(key: str, value: Any) -> Any:
+    def shrink_value(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: small(str(name), inner) for name, inner in value.items()}
-        if isinstance(value, list) and key.endswith("_factor"):  # of each pair of a head's channels
+            return {name: shrink_value(str(name), inner) for name, inner in value.items()}
+        if isinstance(value, list) and key.endswith("_factor"):  # one factor per pair of head channels
             return value[: HEAD_DIM // 2]
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             return value
@@ -73,7 +73,7 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
         if key == "original_max_position_embeddings":
             return original
         if re.fullmatch(_WINDOW, key):
-            return shortened.setdefault(value, FIRST_WINDOW + len(shortened))
+            return shortened.setdefault(value, MIN_WINDOW + len(shortened))
         for pattern, size in _SIZES.items():
             if re.fullmatch(pattern, key):
                 return size
@@ -81,19 +81,19 @@ def small_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
             return HEADS if value == heads else min(value, HEADS // 2)
         return value
 
-    shrunk = type(config).from_dict(small("", config.to_dict()))
+    shrunk = type(config).from_dict(shrink_value("", config.to_dict()))
     return shrunk, {None: None} | {short: real for real, short in shortened.items()}
 
 
 def ends_at_original(config: Any) -> bool:
-    """Whether the rope changes all frequencies for sequences beyond the original positions: cached keys lack that."""
+    """Whether the rope changes all frequencies beyond the original positions, which would invalidate cached keys."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type") in ("dynamic", "longrope")
 
 
 @torch.no_grad()
-def scramble(hf: Any) -> None:
-    """Values at which everything matters: vectors off 0 and 1, and logits that a soft cap would change."""
+def scramble_weights(hf: Any) -> None:
+    """Set weights so that every part matters: vectors off 0 and 1, and logits that a soft cap would change."""
     generator = torch.Generator().manual_seed(0)
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
     for parameter in hf.parameters():
@@ -110,7 +110,7 @@ def scramble(hf: Any) -> None:
 
 
 def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
-    """The shape of a model of transformers' config, without its layers' windows."""
+    """Return the `ModelConfig` of a transformers config, without its layers' windows."""
     text = config.get_text_config()
     inner_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     num_active = getattr(text, "num_experts_per_tok", None) or 1
@@ -139,23 +139,23 @@ def model_config(config: Any, *, is_tied: bool) -> ModelConfig:
 
 
 def make_oracle(small: Any) -> Any:
-    """transformers' model with eager attention and values at which everything matters."""
+    """Make transformers' model with eager attention and the weights of `scramble_weights`."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(small)  # a model changes its config's ropes
     oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
-    scramble(oracle)
+    scramble_weights(oracle)
     return oracle
 
 
 def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) -> None:
-    """Compare minirl's own modules of a config with transformers'. Raises InputError if they differ.
+    """Compare minirl's own modules for a config with transformers'. Raises InputError if they differ.
 
-    read: makes the `ModelConfig` of a config.json.
+    read: converts a config.json to a `ModelConfig`.
     """
-    small, _ = small_config(config)
+    small, _ = shrink_config(config)
     oracle = make_oracle(small)
     model = Transformer(read(small.to_dict()))
     model.load_state_dict(oracle.state_dict(), assign=True)
@@ -164,11 +164,11 @@ def check_native(config: Any, read: Callable[[Mapping[str, Any]], ModelConfig]) 
 
 
 def measure(config: Any) -> tuple[ModelConfig, bool]:
-    """The shape of a model by transformers' modules, and whether decoding had the bits of scoring.
+    """Return the `ModelConfig` of transformers' modules, and whether decoding is bitwise equal to scoring.
 
-    Raises InputError, naming what differs from transformers.
+    Raises InputError naming what differs from transformers.
     """
-    small, real_windows = small_config(config)
+    small, real_windows = shrink_config(config)
     oracle = make_oracle(small)
     refuse(
         not oracle._can_set_attn_implementation(),
@@ -179,21 +179,22 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     model = HFTransformer(build_on_meta(small), shape)
     model.load_state_dict(oracle.state_dict(), strict=False, assign=True)
     model.tie_weights()
-    calls: list[Any] = []
-    model.stream.calls = calls
+    attention_calls: list[Any] = []
+    model.stream.attention_calls = attention_calls
     layout = PackedLayout((Sequence(8),), CPU)
     model(layout.positions + 5, layout.positions, layout)
-    model.stream.calls = None
-    layers, windows, shapes = zip(*calls, strict=True) if calls else ((), (), ())
+    model.stream.attention_calls = None
+    layers, windows, shapes = zip(*attention_calls, strict=True) if attention_calls else ((), (), ())
     refuse(
         layers != tuple(range(shape.num_hidden_layers)),
-        f"attention is called in its layers {list(layers)}, not once in each; others may keep another state",
+        f"attention runs in the layers {list(layers)}, not once in each; others may keep another state",
     )
     found = {tuple(keys[1:]) for keys in shapes}
     refuse(
-        found != {(shape.num_key_value_heads, shape.head_dim)}, f"its layers have keys of the shapes {found}"
+        found != {(shape.num_key_value_heads, shape.head_dim)},
+        f"its layers have keys with the shapes {found}",
     )
-    refuse(set(windows) - real_windows.keys(), "it has windows that its config does not say")
+    refuse(set(windows) - real_windows.keys(), "it has windows that its config does not have")
     model.config = dataclasses.replace(shape, layer_windows=windows)
     real = dataclasses.replace(
         model_config(config, is_tied=is_tied),
@@ -205,7 +206,7 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
 
 @torch.no_grad()
 def _compare(model: Any, oracle: Any) -> bool:
-    """Generate with both; returns whether decoding has the bits of scoring. Raises InputError if the models differ."""
+    """Compare logprobs, and return whether decoding is bitwise equal to scoring. Raises InputError if they differ."""
     engine = Engine(model, max_running_requests=8, cache_tokens=1024, dtype=torch.float32, device=CPU)
     requests = [
         Request(tuple(range(3, 3 + length)), RolloutId(i, 0), i, NUM_NEW, TEMPERATURE, frozenset())
@@ -224,24 +225,24 @@ def _compare(model: Any, oracle: Any) -> bool:
 
     packed = scored(batch)
     decoded = batch.sample_logprobs[batch.loss_index]
-    # In the order in which a difference has the plainest reason.
+    # Ordered so that the first difference has the plainest reason.
     for got, wanted, reason in (
         (
             scored(batch.select(batch.sequences[:1])),
             expected[:1],
-            "its attention, or what it does to logits after the head",
+            "its attention, or its changes to logits after the head",
         ),
-        (scored(batch.select(batch.sequences[1:2])), expected[1:2], "later positions, by windows or ropes"),
+        (scored(batch.select(batch.sequences[1:2])), expected[1:2], "later positions (windows or ropes)"),
         (
             packed,
             expected,
-            "a sequence depends on others, by a state, ignored positions, or a rope of the longest",
+            "a sequence depends on others (a state, ignored positions, or a rope of the longest)",
         ),
-        (decoded, expected, "layers keep another state than keys and values"),
+        (decoded, expected, "layers keep other state than keys and values"),
     ):
         error = float((got - torch.cat(wanted)).norm() / torch.cat(wanted).norm())
         refuse(
             not error < MAX_ERROR,
-            f"logprobs of a small model of it differ from transformers' by {error:.0e}: {reason}",
+            f"a small model's logprobs differ from transformers' by {error:.0e}: {reason}",
         )
     return torch.equal(decoded, packed)

@@ -1,8 +1,8 @@
 """transformers' own modules on packed streams, with the interface of `model.transformer.Transformer`.
 
-Attention is minirl's `attend`, registered through transformers' AttentionInterface. On the CPU products and elementwise
-functions are replaced by batch-invariant ones while the model runs. Parameters have transformers' names; `names` says
-how folders name them. `gate` decides which models may come here.
+Attention is minirl's `attend`, registered through transformers' AttentionInterface. On the CPU, matmuls and elementwise
+functions are replaced with batch-invariant ones while the model runs. Parameters have transformers' names; `types`
+converts them to a checkpoint's names. `gate` decides which models are supported.
 """
 
 import copy
@@ -26,32 +26,32 @@ from minirl.model.layers import Linear
 from minirl.model.shards import ShardGroup
 from minirl.model.transformer import add_adapters
 
-# Arguments of attention functions that change nothing here: no model is in training mode, so none drops anything.
+# Attention arguments that have no effect here. Dropout has none because no model is in training mode.
 _HARMLESS = frozenset(
     "dropout position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "return_dict".split()
 )
-# Least rows of a stream on the CPU, the last ones perhaps padding. Some modules multiply otherwise than by `F.linear`
-# (GPT-2 by `addmm`), and nothing measures how many rows that needs.
+# Minimum number of rows of a stream on the CPU; shorter streams are padded. Some modules multiply without `F.linear`
+# (GPT-2 with `addmm`), and nothing measures how many rows these need.
 MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
-    getattr(place, name)
+    getattr(namespace, name)
     for name in "silu gelu sigmoid softplus tanh exp cos sin".split()
-    for place in (F, torch, Tensor)
-    if hasattr(place, name)
+    for namespace in (F, torch, Tensor)
+    if hasattr(namespace, name)
 }
 
 
 @dataclass
 class Stream:
-    """What the modules of one model know of the stream that they run on.
+    """What a model's modules know about the stream that they run on.
 
-    calls: if a list, gets each call of attention as (layer, window, shape of the keys).
+    attention_calls: if a list, records each attention call as (layer, window, shape of the keys).
     """
 
     layout: Layout = field(default_factory=lambda: PackedLayout((), torch.device("cpu")))
-    calls: list[tuple[int, int | None, torch.Size]] | None = None
+    attention_calls: list[tuple[int, int | None, torch.Size]] | None = None
 
 
 def packed_attention(
@@ -65,19 +65,19 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: `attend` on [1, heads, T, C] -> [1, T, heads, C].
+    """Run `attend` as an attention function of transformers: [1, heads, T, C] -> [1, T, heads, C].
 
-    Raises InputError, naming an argument that would change the result.
+    Raises InputError naming an unsupported argument that would change the result.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
-    refuse(unknown, f"its attention needs {', '.join(unknown)}, which minirl's lacks")
+    refuse(unknown, f"its attention needs {', '.join(unknown)}, which minirl does not support")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refuse(not causal, "its attention is not causal")
     stream: Stream = module.stream
     num_tokens = len(stream.layout.positions)
     q, k, v = (x[0, :, :num_tokens].transpose(0, 1) for x in (query, key, value))
-    if stream.calls is not None:
-        stream.calls.append((module.layer_idx, sliding_window, k.shape))
+    if stream.attention_calls is not None:
+        stream.attention_calls.append((module.layer_idx, sliding_window, k.shape))
     if scaling is not None and scaling != q.shape[-1] ** -0.5:
         q = q * (scaling * q.shape[-1] ** 0.5)
     width = v.shape[-1]
@@ -88,9 +88,9 @@ def packed_attention(
 
 
 class _BatchInvariant(TorchFunctionMode):
-    """Gives each row of a product, and each element of a function, the same bits in any batch on the CPU.
+    """Makes each matmul row and each elementwise result on the CPU bitwise independent of the batch.
 
-    The functions that it calls itself are torch's own: a mode is off while it handles a call.
+    Its own calls go to torch directly, because a mode is off while it handles a call.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,13 +107,13 @@ class _BatchInvariant(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [..., in]."""
+    """Run a batch-invariant `F.linear` on x [..., in]."""
     rows = x.reshape(-1, x.shape[-1])
     return batch_invariance.linear(rows, weight, bias).unflatten(0, x.shape[:-1])
 
 
 class _Linear(Linear):
-    """A linear layer that can have an adapter, and be sharded, on x [1, T, in]."""
+    """A linear layer on x [1, T, in] that supports adapters and sharding."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -121,7 +121,7 @@ class _Linear(Linear):
 
 
 def _fuse_norm(norm: Any) -> None:
-    """Let a norm run `F.rms_norm` with its weight, which keeps less for backward, unless it is another norm."""
+    """Make an RMSNorm run `F.rms_norm`, which keeps less for backward; any other norm stays as it is."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or eps is None or not type(norm).__name__.endswith("RMSNorm"):
@@ -138,7 +138,7 @@ def _fuse_norm(norm: Any) -> None:
 
 
 def build_on_meta(config: Any) -> Any:
-    """transformers' model of its config: parameters without values, buffers that no file has with theirs."""
+    """Build transformers' model of a config, without parameter values but with buffers that no checkpoint stores."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("minirl", packed_attention)
@@ -150,7 +150,7 @@ def build_on_meta(config: Any) -> Any:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in module._non_persistent_buffers_set:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
-            else:  # of a file, and not trained
+            else:  # stored in checkpoints, but not trained
                 del module._buffers[name]
                 module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
         if module._non_persistent_buffers_set:
@@ -160,7 +160,7 @@ def build_on_meta(config: Any) -> Any:
 
 
 class _Parts(NamedTuple):
-    """transformers' model, and modules of it. In a tuple, so that `HFTransformer` does not register them."""
+    """transformers' model and some of its modules. As a tuple, it keeps `HFTransformer` from registering them."""
 
     hf: Any
     layers: nn.ModuleList
@@ -168,16 +168,16 @@ class _Parts(NamedTuple):
     head: Any
 
 
-def _layers_of(hf: Any, num_layers: int) -> nn.ModuleList:
-    """Return the model's layers. Raises InputError if there is no list of as many modules."""
+def _find_layers(hf: Any, num_layers: int) -> nn.ModuleList:
+    """Return the model's layers. Raises InputError if no module list has `num_layers` modules."""
     for module in hf.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise InputError("config.json: it has no list of num_hidden_layers layers")
+    raise InputError("config.json: the model has no list of num_hidden_layers layers")
 
 
 class HFTransformer(nn.Module):
-    """transformers' modules with what minirl uses of a `Transformer`; parameters have transformers' names."""
+    """transformers' modules with the interface of a `Transformer`. Parameters have transformers' names."""
 
     shard_group: ShardGroup | None = None
 
@@ -186,9 +186,9 @@ class HFTransformer(nn.Module):
         self.config = config
         self.stream = Stream()
 
-        # 1. The parts of transformers' model become parts of this one, by the same names.
+        # 1. The children of transformers' model become children of this one, under the same names.
         head = hf.get_output_embeddings()
-        layers = _layers_of(hf, config.num_hidden_layers)
+        layers = _find_layers(hf, config.num_hidden_layers)
         self._parts = _Parts(hf, layers, hf.get_input_embeddings(), head)
         for name, child in hf.named_children():
             if child is not head or not config.scalar_head:
@@ -196,10 +196,10 @@ class HFTransformer(nn.Module):
         if config.scalar_head:
             self.score = Linear(config.hidden_size, 1, bias=False)
 
-        # 2. The caller multiplies by the head; what the model does to logits is then done to hidden states.
+        # 2. The caller multiplies by the head, so whatever the model does to logits is done to hidden states.
         head.forward = lambda states: states
 
-        # 3. Attention finds the stream; linear layers can have adapters.
+        # 3. Attention gets the stream; linear layers get support for adapters.
         for module in hf.modules():
             module.stream = self.stream
             if type(module) is nn.Linear:
@@ -208,11 +208,13 @@ class HFTransformer(nn.Module):
             for layer in layers:
                 layer.forward = functools.partial(self._recompute, layer.forward)
 
-        # 4. The values of buffers are kept, and copied to the device of the first forward (`_move`).
-        self._values = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
-        self._place = torch.device("meta")
+        # 4. Keep the buffers' values, and copy them to the device of the first forward (`_move_buffers`).
+        self._buffer_values = [
+            (m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)
+        ]
+        self._device = torch.device("meta")
 
-        # 5. Parameters that are tied or frozen.
+        # 5. Tie parameters and add adapters, which freeze the others.
         self.tie_weights()
         if config.adapters is not None:
             add_adapters(self, layers, config.adapters)
@@ -229,7 +231,7 @@ class HFTransformer(nn.Module):
 
     @property
     def lm_head(self) -> Any:
-        """The head, by any name."""
+        """The LM head, whatever its name."""
         return self._parts.head
 
     @property
@@ -243,7 +245,7 @@ class HFTransformer(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """See `Transformer`. A bias is one column more, a copy; the hidden states then end with a 1."""
+        """See `Transformer`. A bias becomes an extra column of a copy, and hidden states then end with a 1."""
         weight: Tensor = self.lm_head.weight
         if self.lm_head.bias is None:
             return weight
@@ -253,8 +255,8 @@ class HFTransformer(nn.Module):
         """See `Transformer`."""
         ids = padding.pad_rows(tokens, self.min_rows)
         positions = padding.pad_rows(positions, self.min_rows)
-        if self._place != tokens.device:
-            self._move(tokens.device)
+        if self._device != tokens.device:
+            self._move_buffers(tokens.device)
         self.stream.layout = layout
         hf = self._parts.hf.base_model if self.config.scalar_head else self._parts.hf
         with self._invariance():
@@ -262,23 +264,23 @@ class HFTransformer(nn.Module):
         states: Tensor = out[0][0, : len(tokens)]
         if not self.config.scalar_head and self.lm_head.bias is not None:
             states = F.pad(states, (0, 1), value=1.0)
-        # A copy, as FSDP warns of views.
+        # Copy, because FSDP warns about views.
         return states.to(self.embed_tokens.weight.dtype, copy=True)
 
-    def _move(self, device: torch.device) -> None:
-        """Copy the buffers to the device; whatever else moved or cast the model left them without values."""
-        self._place = device
-        for module, name, buffer in self._values:
+    def _move_buffers(self, device: torch.device) -> None:
+        """Copy the buffers' values to the device. Moving or casting the model has left its buffers without values."""
+        self._device = device
+        for module, name, buffer in self._buffer_values:
             module._buffers[name] = buffer.to(device)
         hf = self._parts.hf
         if hf._can_set_experts_implementation():
             hf.set_experts_implementation("eager" if device.type == "cpu" else "grouped_mm")
 
     def _invariance(self) -> Any:
-        return _BatchInvariant() if self._place.type == "cpu" else nullcontext()
+        return _BatchInvariant() if self._device.type == "cpu" else nullcontext()
 
     def _recompute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A layer's forward, which runs again in backward, on the same stream."""
+        """Run a layer's forward, and again in backward on the same stream."""
         layout = self.stream.layout
 
         def run(*args: Any) -> Any:
