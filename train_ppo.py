@@ -63,8 +63,7 @@ class Config(RunConfig):
     prompts_per_step: int = 128  # prompts per step, over all ranks
     group_size: int = 1  # completions per prompt
     value_model: str | None = None
-    """[Objective] folder or hub id that initializes the value model, with or without a scalar head (default: the
-    policy's)
+    """[Objective] folder or hub id to initialize the value model from; a scalar head is optional (default: the policy)
     """
     value_lr: float | None = None
     """peak learning rate of the value model (default: 1e-5, for the embedded model 1e-3)"""
@@ -112,8 +111,8 @@ def advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Return the advantages and returns fp64 [M] of sampled tokens, on the host (collective).
 
-    scores fp64 [P, G]: NaN where no reward applies; the last sampled token of a sequence gets its rollout's score. kl
-    [T]: old - ref logprobs. end_values [N]: the value of the state after each sequence's last token.
+    scores fp64 [P, G]: NaN where no reward applies; a sequence's last sampled token gets its rollout's score.
+    kl [T]: old - ref logprobs. end_values [N]: the value of the state after each sequence's last token.
 
     Estimates propagate from sampled token to sampled token and skip appended tokens, as in verl.
     """

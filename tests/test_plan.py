@@ -49,7 +49,7 @@ def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may(
     shared = [info(90, 10, 3, sample) for sample in range(8)]
     assert plan_microbatches(shared, num_ranks=1, max_tokens=170) == [[shared]]
     assert len(plan_microbatches(shared, num_ranks=1, max_tokens=169)[0]) == 2
-    with pytest.raises(InputError, match="--max-tokens-per-microbatch 99: .* 100 tokens"):
+    with pytest.raises(InputError, match=r"--max-tokens-per-microbatch 99: .* 100 tokens"):
         plan_microbatches(independent_sequences([100] * 8), num_ranks=1, max_tokens=99)
 
 

@@ -17,7 +17,7 @@ from minirl.data.jsonl import read_rows
 from minirl.data.task import Row, Task, exact_score
 from minirl.errors import refuse
 
-# The sources of rows without --data: NAME:CONFIG:SPLIT on the hub.
+# Default data: NAME:CONFIG:SPLIT on the hub.
 TRAIN_DATA = "openai/gsm8k:main:train"
 TEST_DATA = "openai/gsm8k:main:test"
 INSTRUCTION = '\nThink step by step, then write the final answer after "####".'
@@ -53,7 +53,7 @@ flexible_score = exact_score(flexible_answer)
 
 
 def load_gsm8k(data: str, eval_data: Sequence[str]) -> Task:
-    """Load the task from the rows to train on and, for evaluation, held-out ones."""
+    """Load the task from training data and, for evaluation, held-out data."""
     return Task(
         name="gsm8k",
         train_rows=read_rows(data, _to_row),

@@ -1,4 +1,4 @@
-"""Tasks from files of rows with a prompt, such as JSONL. All rows are checked before the run starts."""
+"""Tasks from data files such as JSONL, whose rows have a prompt. All rows are checked before the run starts."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ from minirl.data.messages import read_prompt
 from minirl.data.task import EPISODE_ARGUMENTS, STANDARD_ARGUMENTS, Row, Task
 from minirl.errors import InputError, refuse
 
-# Whitespace, and the byte order mark of UTF-8 with which a file may begin.
+# Whitespace, and the UTF-8 byte order mark that may begin a file.
 BLANK = b" \t\r\n\xef\xbb\xbf"
 
 
 def load_jsonl_task(data: str, eval_data: Sequence[str]) -> Task:
-    """Load a task without rewards, whose prompts are texts or chats; the rows of the files `eval_data` are held out."""
+    """Load a task without reward functions. Prompts are texts or chats; rows of `eval_data` are held out."""
     return Task(
         name="jsonl",
         train_rows=read_rows(data, _to_row),
@@ -44,10 +44,10 @@ def _to_row(fields: dict[str, Any], origin: str) -> Row:
 
 
 def read_rows(source: str, to_row: Callable[[dict[str, Any], str], Row]) -> list[Row]:
-    """Read the rows of a JSONL, JSON or Parquet file, a dataset folder or a dataset of the hub.
+    """Read the rows of a JSONL, JSON or Parquet file, a dataset folder or a dataset on the hub.
 
-    to_row: makes a row from an object and its origin, "file:line" or "source row N", or raises InputError. Raises
-    InputError naming source and origin if the source is missing or has no rows, or a row is not an object.
+    to_row: converts an object and its origin, "file:line" or "source row N", to a row, or raises InputError. Raises
+    InputError naming the source and origin if the source is missing or has no rows, or if a row is not an object.
     """
     path = Path(source)
     if path.is_file() and path.suffix != ".parquet":
@@ -65,13 +65,13 @@ def read_rows(source: str, to_row: Callable[[dict[str, Any], str], Row]) -> list
 
 
 def _json_objects(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the origin and value of each item of a JSON array, or of each line that is not blank."""
+    """Yield the origin and value of each item of a JSON array, or of each non-blank line."""
     content = path.read_bytes()
     if content.lstrip(BLANK).startswith(b"["):
         for number, item in enumerate(_parse_json(content, str(path)), 1):
             yield f"{path} row {number}", item
         return
-    # Only "\n" ends a line: text may contain other line separators.
+    # Split lines only at "\n", because text may contain other line separators.
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip(BLANK):
             origin = f"{path}:{number}"
@@ -86,10 +86,10 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_json(text: bytes, origin: str) -> Any:
-    """Return the value of a file or line. Raises InputError naming the origin."""
+    """Parse a file or line as JSON. Raises InputError naming the origin."""
     try:
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        # Also for another encoding, a number with thousands of digits, or lists nested thousands deep. The line within
-        # a line would mislead.
+        # Covers other encodings, numbers with thousands of digits and lists nested thousands deep. Drop the line
+        # number, which counts within the text.
         raise InputError(f"{origin}: cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, dataset folders and the hub's datasets, read with datasets: `pip install -e '.[data]'`."""
+"""Read rows of Parquet files, dataset folders and hub datasets with `datasets`: `pip install -e '.[data]'`."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# Fields of nested objects with different keys, which Arrow fills up with nulls; templates would show them.
+# Fields with nested objects, whose missing keys Arrow pads with nulls. Chat templates would show the nulls.
 PADDED_FIELDS = {"prompt", "tools"}
 
 
@@ -14,8 +14,8 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the origin, "source row N", and the fields of each row as Python values.
 
     source: a Parquet file, or NAME[:CONFIG[:SPLIT]], where NAME is a folder or a hub id. One rank downloads and
-    prepares what the cache lacks; the others wait for its file locks, then read the cache. Raises InputError naming the
-    source, and its splits if it has several and SPLIT is none of them.
+    prepares what is not cached; the others wait for its file locks and then read the cache. Raises InputError naming
+    the source, and its splits if SPLIT is missing or unknown.
     """
     is_file_name = source.endswith((".jsonl", ".json", ".parquet"))
     refuse(is_file_name and not os.path.exists(source), f"there is no file {source}")
@@ -31,12 +31,12 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
             splits = {split: datasets.Dataset(ParquetFile(source).read())}
         else:
             splits = datasets.load_dataset(name, config or None)
-    except Exception as error:  # which one depends on the version of datasets
+    except Exception as error:  # its type depends on the version of datasets
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(
             f"{source}: cannot be loaded; expected a file or a dataset NAME[:CONFIG[:SPLIT]]: {reason}"
         ) from None
-    # Without SPLIT, the only one.
+    # Without SPLIT, use the only split.
     split = split or "".join(splits)
     refuse(
         split not in splits,
@@ -49,7 +49,7 @@ def dataset_objects(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a nested value without the null fields of its objects."""
+    """Remove null fields from all objects in a nested value."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
