@@ -1,10 +1,10 @@
-"""Run benchmarks in turn (A B A B ...) and compare their RESULT lines round by round, for machines with noisy timing.
+"""Run benchmarks alternately (A B A B ...) and compare their RESULT lines per round, for machines with noisy timing.
 
     python benchmarks/compare.py --rounds 3 --metric useful_tok_cpu_s \
         "python benchmarks/generate.py MODEL" "python benchmarks/generate.py MODEL --dtype bfloat16"
 
-A command is any program that prints a line of RESULT and a JSON object; its last such line counts. The ratios are to
-the first command in the same round.
+A command is any program that prints RESULT and a JSON object on a line; its last such line counts. Ratios are relative
+to the first command in the same round.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from statistics import median
 
 
 def result_of(command: str, timeout_s: float) -> dict:
-    """Run a command; returns the object on its RESULT line. Raises RuntimeError with its errors if it prints none."""
+    """Run a command and return the object on its RESULT line. Raises RuntimeError with its stderr if it prints none."""
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=timeout_s)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -24,12 +24,12 @@ def result_of(command: str, timeout_s: float) -> dict:
 
 
 def spread(values: list[float]) -> str:
-    """Median and range."""
+    """Format the median and range of values."""
     return f"{median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def print_comparison(metric: str, commands: list[str], results: list[list[dict]]) -> None:
-    """Print a line for each command. results: by command and round; the first command is the base."""
+    """Print one line per command. results: [command][round]; the first command is the baseline."""
     num_rounds = len(results[0])
     print(f"\n{metric}: median (range), ratio to the first: median (range), {num_rounds} rounds")
     for command, found in zip(commands, results, strict=True):
@@ -38,7 +38,7 @@ def print_comparison(metric: str, commands: list[str], results: list[list[dict]]
         for result, base in zip(found, results[0], strict=True):
             value = result.get(metric)
             base_value = base.get(metric)
-            if value is None or base_value is None:  # a level that was not reached
+            if value is None or base_value is None:  # the run did not reach this level
                 continue
             values.append(value)
             if base_value:
@@ -52,12 +52,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("commands", nargs="+", help="quoted; the first is the base")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("commands", nargs="+", help="quoted commands; the first is the baseline")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
     parser.add_argument(
-        "--metric", action="append", help="may be given more than once (default useful_tok_cpu_s)"
+        "--metric", action="append", help="figure to compare; repeatable (default: useful_tok_cpu_s)"
     )
-    parser.add_argument("--timeout-s", type=float, default=900)
+    parser.add_argument("--timeout-s", type=float, default=900, help="timeout (s) per command (default: 900)")
     args = parser.parse_args()
     metrics = args.metric or ["useful_tok_cpu_s"]
     results: list[list[dict]] = [[] for _ in args.commands]

@@ -1,4 +1,4 @@
-"""ATen operations of a default step of train_grpo.py, by source file. The count is the same on a busy machine.
+"""Count the ATen operations of a default step of train_grpo.py per source file, independently of machine load.
 
 OMP_NUM_THREADS=1 python benchmarks/count_operations.py
 """
@@ -21,7 +21,7 @@ STEPS = (6, 7, 8)
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts operations by the file of this project that calls them."""
+    """Counts operations per file of this project that calls them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Decode, prefill and update of models of real sizes with random weights on one GPU, compared with the device's limits.
+"""Measure decode, prefill and update of real-size models with random weights on one GPU, relative to its limits.
 
     python benchmarks/cuda_decode.py qwen2.5-1.5b [--requests 64 256 1024] [--kernels FILE]
 
 Groups of 8 requests share prompts of 512 tokens. The decode roofline is the memory bandwidth: a step reads the weights
-once, and each request's keys and values once. MFU (model-FLOPs utilisation) counts 2 x parameters x tokens in prefill
-and 6 x in update. The shape `tiny` runs on the CPU too, to check the program.
+once, and each request's keys and values once. MFU (model FLOPs utilization) counts 2 x parameters x tokens for prefill
+and 6 x for an update. The shape `tiny` also runs on the CPU, to test the program.
 """
 
 import tempfile
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import profile
-from workload import PhaseClock, make_requests, parser_of, print_result
+from workload import PhaseClock, docstring_parser, make_requests, print_result
 
 from minirl.generation.engine import Engine
 from minirl.model.config import ModelConfig
@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
-# Of these cards: bytes per second of the memory, and bf16 products per second without sparsity.
+# Limits per card: memory bandwidth in bytes/s, and dense bf16 FLOP/s.
 LIMITS = {
     "H100": (3.35e12, 989e12),
     "H200": (4.8e12, 989e12),
@@ -74,10 +74,10 @@ LIMITS = {
 }
 GROUP_SIZE = 8
 PROMPT_LENGTH = 512
-NUM_SCORED = 16  # rollouts of the prefill and update measurements
-NUM_PROFILED = 20  # decode steps in the table of kernels
+NUM_SCORED = 16  # rollouts in the prefill and update measurements
+NUM_PROFILED = 20  # decode steps in the kernel table
 NEEDS_GPU = ("_gib", "_of_plan", "_of_roofline", "_mfu")  # suffixes of figures without a meaning on the CPU
-# Options of the engine by mode.
+# Engine options per mode.
 MODES = {
     "plain": {"async_decoding": False, "cuda_graphs": False},
     "async": {"async_decoding": True, "cuda_graphs": False},
@@ -86,7 +86,7 @@ MODES = {
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """The least seconds of three runs, after one that does not count."""
+    """Return the minimum seconds of three runs after a warm-up."""
     clock = PhaseClock(device)
     seconds = []
     for _ in range(4):
@@ -97,7 +97,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The peak of device memory since the last call, in GiB; 0 on the CPU."""
+    """Return peak device memory since the last call, in GiB; 0 on the CPU."""
     if device.type == "cpu":
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30
@@ -106,23 +106,23 @@ def peak_gib(device: torch.device) -> float:
 
 
 def random_model(shape: str, device: torch.device) -> Transformer:
-    """A random model in bf16."""
+    """Make a model with random bf16 weights."""
     with device:
         model = Transformer(config_from_dict(COMMON | SHAPES[shape])).to(torch.bfloat16)
-    # The embeddings are also the head: at their full size the next token would be all but certain.
+    # Embeddings can be tied to the head: at full scale the next token would be almost certain.
     model.model.embed_tokens.weight.data.mul_(0.05)
     return model
 
 
 def write_random_model(shape: str, folder: Path) -> ModelConfig:
-    """Write a random model in bf16 into a folder, without a tokenizer."""
+    """Write a model with random bf16 weights to a folder, without a tokenizer."""
     model = random_model(shape, torch.device("cpu"))
     write_folder(folder, dict(model.named_parameters()), config=COMMON | SHAPES[shape])
     return model.config
 
 
 def make_policy(shape: str, device: torch.device) -> ShardedModel:
-    """A random model, written to a folder and loaded from it as a run loads it."""
+    """Make a random model by loading it from a folder, as a run does."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_random_model(shape, Path(folder))
         return ShardedModel(config, Path(folder), dtype=torch.bfloat16, device=device, recompute_layers=True)
@@ -136,10 +136,10 @@ def decode(
     device: torch.device,
     kernels: Path | None = None,
 ) -> tuple[float, list[SampledSequence]]:
-    """Tokens per second of decode steps with all requests running, and some rollouts.
+    """Return decode tokens per second with all requests running, and some of the rollouts.
 
-    Requests have 2 x `steps` new tokens, so that all of them run while `timed` decodes `steps` tokens of each.
-    kernels: the file that gets a table of the kernels of NUM_PROFILED further steps.
+    Requests have 2 x `steps` new tokens, so that all of them still run while `timed` decodes `steps` tokens each.
+    kernels: file for a kernel table of NUM_PROFILED more steps.
     """
     max_new_tokens = 2 * steps
     num_prompts = num_requests // GROUP_SIZE
@@ -147,7 +147,7 @@ def decode(
     requests = make_requests(
         list(map(tuple, prompts)), first=0, samples=GROUP_SIZE, max_new=max_new_tokens, stop_ids=frozenset()
     )
-    own_tokens = -(-max_new_tokens // 256) * 256  # of a request, in whole blocks
+    own_tokens = -(-max_new_tokens // 256) * 256  # per request, in whole blocks
     engine = Engine(
         model,
         max_running_requests=num_requests,
@@ -181,8 +181,8 @@ def measure_update(
     flops: float,
     device: torch.device,
 ) -> Iterator[dict[str, float]]:
-    """The logprob gap of some rollouts, MFU of prefill and update, the refresh, and the peak memory of each."""
-    # Each prompt is computed as often as it is there.
+    """Yield the rollouts' logprob gap, MFU of prefill and update, refresh time, and peak memory of each phase."""
+    # Compute each prompt once per rollout, without sharing.
     batch = pack(rollouts).to(device)
     batch = batch.replace(sequences=tuple(one._replace(num_prompt_tokens=0) for one in batch.sequences))
     layout, num_tokens = batch.layout(), len(batch.tokens)
@@ -208,7 +208,7 @@ def measure_update(
 
 
 def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
-    """The memory budget of an update before the optimizer has its moments."""
+    """Return the planned memory of an update before the optimizer has its moments."""
     config = policy.decoder.config
     work = Workload(
         device_type="cuda",
@@ -230,9 +230,10 @@ def planned_update_bytes(policy: ShardedModel, num_tokens: int) -> float:
 def measure(
     shape: str, requests: Sequence[int], steps: int = 128, *, kernels: Path | None = None
 ) -> Iterator[dict[str, float]]:
-    """All figures of a shape, as they are measured.
+    """Yield all figures of a shape as they are measured.
 
-    kernels: only decode, in graphs and without the weights that training needs, and write a table of the kernels there.
+    kernels: file for a kernel table. With it, only decode in CUDA graphs is measured, without the weights that training
+    needs.
     """
     device = process_group.start()
     policy = None if kernels else make_policy(shape, device)
@@ -240,10 +241,10 @@ def measure(
     num_parameters = sum(weight.numel() for weight in model.parameters())
     yield {"parameters": num_parameters, "load_gib": peak_gib(device)}
     card = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    # An unknown card is compared with an H100.
+    # Unknown cards are compared with an H100.
     bandwidth, flops = next((limits for name, limits in LIMITS.items() if name in card), LIMITS["H100"])
 
-    # Keys and values of one token in bf16, in all layers.
+    # Bytes of one token's bf16 keys and values in all layers.
     token_bytes = (
         4 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
     )
@@ -264,12 +265,18 @@ def measure(
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="multiples of 8")
-    parser.add_argument("--steps", type=int, default=128)
     parser.add_argument(
-        "--kernels", type=Path, help="only decode, in graphs; file for a table of the kernels"
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[64, 256, 1024],
+        help="numbers of running requests, multiples of 8",
+    )
+    parser.add_argument("--steps", type=int, default=128, help="decode steps (default: 128)")
+    parser.add_argument(
+        "--kernels", type=Path, help="file for a kernel table; only decode in CUDA graphs is measured"
     )
     args = parser.parse_args()
     result: dict[str, float] = {}

@@ -1,10 +1,9 @@
-"""Decoding throughput of the engine on prompts and completions of uneven length.
+"""Measure the engine's decoding throughput on prompts and completions of uneven length.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py MODEL [--dtype bfloat16]
 
-MODEL is a Hugging Face folder. Useful tokens are the sampled ones up to and including the stop token. `computed_tokens`
-are the tokens that passed the layers to get them: those of prompts and of decode steps.
-`steps` are decode steps.
+MODEL is a Hugging Face folder. Useful tokens are the sampled tokens, including stop tokens. `computed_tokens` counts
+the tokens that pass through the layers, in prefill and decode steps. `steps` counts decode steps.
 """
 
 import torch
@@ -27,7 +26,7 @@ from minirl.model.weights import load_replica
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--runs", type=int, default=5, help="that count, after one that does not")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs, after a warm-up (default: 5)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cpu")

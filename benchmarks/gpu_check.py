@@ -1,13 +1,13 @@
-"""Check on a GPU, unattended, that everything is right and how fast it is.
+"""Check correctness and speed on a GPU, unattended.
 
     python benchmarks/gpu_check.py [--only NAME ...] [--output FOLDER]
-    python benchmarks/gpu_check.py --device cpu    # the same program, small, without a GPU
+    python benchmarks/gpu_check.py --device cpu    # the same checks at small size, without a GPU
 
-A NAME is a check, or a group of checks that ends within ten minutes: `GPU.md` lists them.
+A NAME is a check, or a group of checks that finishes within ten minutes: `GPU.md` lists them.
 
 Each check runs in its own process with a time limit. When it ends, its figures are printed and appended to
-FOLDER/figures.md, with the expected range of each; `!` marks those outside. FOLDER/CHECK.txt has its output. The exit
-code is 1 if a check failed or a figure is outside.
+FOLDER/figures.md with their expected ranges; `!` marks figures out of range. FOLDER/CHECK.txt has its output. The exit
+code is 1 if a check failed or a figure is out of range.
 """
 
 import argparse
@@ -32,21 +32,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from workload import ROOT, parser_of, start_script
+from workload import ROOT, docstring_parser, start_script
 
 from minirl.ranks import launch
 from minirl.run.run_folder import runs_root
 
 PACKAGES = ("torch", "transformers", "numpy", "tyro", "pytest", "triton", "flash-attn", "wandb")
 GRPO, PPO = "train_grpo.py", "train_ppo.py"
-NUM_STEPS = 3  # after which a run is stopped
-SKIPPED = "skipped, needs a GPU"  # instead of a figure
-FIGURES = "FIGURES "  # begins a line of a check's output
-Figures = dict[str, Any]  # numbers are compared with ranges, the rest is shown
+NUM_STEPS = 3  # steps after which a run is stopped
+SKIPPED = "skipped, needs a GPU"  # in place of a figure
+FIGURES = "FIGURES "  # prefix of a check's output lines with figures
+Figures = dict[str, Any]  # numbers are compared with ranges; other values are only shown
 
 
 class Place(NamedTuple):
-    """The check that runs, the device, and the folder for what it leaves."""
+    """Where a check runs: its name, the device, and the output folder."""
 
     name: str
     device: torch.device
@@ -58,15 +58,15 @@ class Place(NamedTuple):
 
     @property
     def log(self) -> Path:
-        """The output of the check and of what it starts."""
+        """File with the output of the check and its subprocesses."""
         return self.output / f"{self.name}.txt"
 
 
 class Check(NamedTuple):
-    """A check, and its time limit in seconds.
+    """A check with its time limit in seconds.
 
-    run: yields figures as it measures them; on the CPU SKIPPED instead of those that only a device reaches.
-    expected: the ranges of figures as (lowest, highest); other figures are only shown.
+    run: yields figures as it measures them. On the CPU, yields SKIPPED for figures that need a GPU.
+    expected: ranges of figures as (lowest, highest); other figures are only shown.
     """
 
     limit_s: int
@@ -75,7 +75,7 @@ class Check(NamedTuple):
 
 
 def environment(place: Place) -> Iterator[Figures]:
-    """Versions, the device, and whether the scripts can be imported."""
+    """Report versions and the device, and check that the scripts can be imported."""
     for name in PACKAGES:
         yield {name: "missing"}
         with contextlib.suppress(PackageNotFoundError):
@@ -91,8 +91,8 @@ def environment(place: Place) -> Iterator[Figures]:
 
 
 def gpu_tests(place: Place) -> Iterator[Figures]:
-    """`pytest -m gpu`; they are skipped without a device."""
-    # Without the project's options, which need pytest-xdist.
+    """Run `pytest -m gpu`, which skips its tests without a device."""
+    # Drop the project's options, which need pytest-xdist.
     command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, "tests/test_gpu.py"], cwd=ROOT, check=False)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", place.log.read_text())
@@ -101,7 +101,7 @@ def gpu_tests(place: Place) -> Iterator[Figures]:
 
 
 def learns(place: Place, script: str, *flags: str) -> Iterator[Figures]:
-    """A script's default run as README starts it: the reward rises, and sampling and training agree."""
+    """Run a script as README does, and check that the reward rises and that sampling and training agree."""
     ranks = min(2, torch.cuda.device_count()) or 2
     metrics = run_script(place, script, "--num-steps", "100" if place.is_cuda else "2", *flags, ranks=ranks)
     rewards = [step["reward/mean"] for step in metrics]
@@ -111,9 +111,10 @@ def learns(place: Place, script: str, *flags: str) -> Iterator[Figures]:
 
 
 def real_size(place: Place, script: str) -> Iterator[Figures]:
-    """Three steps of 1.5B random parameters at the automatic sizes; on the CPU a tiny model.
+    """Run three steps of a random 1.5B model at the automatic sizes; on the CPU, a tiny model.
 
-    The run is killed before it saves: a checkpoint would take 21.6 GB. Entropy has a gradient whatever the rewards.
+    The run is killed before it saves, because a checkpoint would take 21.6 GB. The entropy bonus gives a gradient
+    whatever the rewards.
     """
     from cuda_decode import write_random_model
 
@@ -135,7 +136,7 @@ def real_size(place: Place, script: str) -> Iterator[Figures]:
 
 
 def kill_and_resume(place: Place) -> Iterator[Figures]:
-    """SIGTERM stops a run with a checkpoint, and the same command goes on to the end."""
+    """Check that SIGTERM stops a run with a checkpoint, and that the same command resumes it to the end."""
     flags = ("--num-steps", "12", "--save-every", "2")
     yield {"steps_before": len(run_script(place, GRPO, *flags, stop=signal.SIGTERM))}
     steps = [step["step"] for step in run_script(place, GRPO, *flags)]
@@ -143,7 +144,7 @@ def kill_and_resume(place: Place) -> Iterator[Figures]:
 
 
 def waits(place: Place) -> Iterator[Figures]:
-    """How often the host waits for the device in a microbatch; of a decode step tests/test_gpu.py says it."""
+    """Count how often the host waits for the device in a microbatch; tests/test_gpu.py does so for a decode step."""
     from cuda_decode import random_model
 
     from minirl.training.batch import Batch, independent_sequences
@@ -162,7 +163,7 @@ def waits(place: Place) -> Iterator[Figures]:
 
 
 def compiled(place: Place) -> Iterator[Figures]:
-    """Milliseconds of what no kernel computes, with backward, as it is and by `torch.compile`."""
+    """Time functions without a custom kernel, forward and backward in ms, eagerly and with `torch.compile`."""
     from cuda_decode import timed
 
     from minirl.model.rotation import rotate
@@ -179,7 +180,7 @@ def compiled(place: Place) -> Iterator[Figures]:
 
 
 def speed(place: Place, shape: str, *requests: int, **options: Any) -> Iterator[Figures]:
-    """The figures of `cuda_decode.py`."""
+    """Yield the figures of `cuda_decode.py`."""
     from cuda_decode import NEEDS_GPU, measure
 
     if place.is_cuda:
@@ -191,12 +192,12 @@ def speed(place: Place, shape: str, *requests: int, **options: Any) -> Iterator[
 
 
 def kernels(place: Place, shape: str) -> Iterator[Figures]:
-    """Decode only, with a table of the kernels in a file."""
+    """Measure only decode, and write a kernel table to a file."""
     return speed(place, shape, 128, kernels=place.log.with_suffix(".md"))
 
 
 def sweep(place: Place) -> Iterator[Figures]:
-    """Microseconds of the decode kernel by how it is compiled and split: 128 requests of 1,024 tokens."""
+    """Time the decode kernel in microseconds under each setting, for 128 requests of 1,024 tokens."""
     if not place.is_cuda:
         yield {"microseconds": SKIPPED}
         return
@@ -209,7 +210,7 @@ def sweep(place: Place) -> Iterator[Figures]:
     blocks = torch.arange(1024, dtype=torch.int32, device=place.device).view(128, 8)
     lengths = torch.full((128,), 1024, dtype=torch.int32, device=place.device)
     make = functools.partial(torch.randn, device=place.device, dtype=torch.bfloat16)
-    for num_heads, num_kv_heads in ((12, 2), (28, 4)):  # of 1.5B and 7B
+    for num_heads, num_kv_heads in ((12, 2), (28, 4)):  # the 1.5B and 7B models
         keys = make(1024, num_kv_heads, 128, 128)
         inputs = (make(128, num_heads, 128), keys, keys.mT.contiguous(), blocks, lengths)
         decode = functools.partial(paged_attention.decode, *inputs, window=None)
@@ -218,7 +219,7 @@ def sweep(place: Place) -> Iterator[Figures]:
             name = f"{num_heads} heads, {num_programs} programs, {options}"
             try:
                 yield {name: 1e3 * do_bench_cudagraph(decode)}
-            except Exception as error:  # a setting that does not fit the device
+            except Exception as error:  # the setting does not fit the device
                 yield {name: repr(error)}
 
 
@@ -232,8 +233,8 @@ SPEED = SMALL_GAP | {
     "update_of_plan": (0.7, 1.1),
 }
 KILLED = {"steps_before": (3, 11), "steps_in_order": (1, 1)}
-LORA = ("--lora-rank", "8", "--kl-coef", "0.001")  # its reference is the base
-# The most important first. The limits of a group sum to less than ten minutes.
+LORA = ("--lora-rank", "8", "--kl-coef", "0.001")  # the base model is the reference
+# Most important first. The time limits in a group add up to less than ten minutes.
 GROUPS = {
     "right": {
         "environment": Check(40, environment),
@@ -265,9 +266,9 @@ CHECKS = {name: check for group in GROUPS.values() for name, check in group.item
 def run_script(
     place: Place, script: str, *flags: str, ranks: int = 1, stop: signal.Signals | None = None
 ) -> list[dict[str, float]]:
-    """Run a training script, small without a device; returns its metrics.
+    """Run a training script, at small size without a GPU, and return its metrics.
 
-    stop: the signal that it gets after NUM_STEPS steps. Raises RuntimeError if it fails without one.
+    stop: signal to send after NUM_STEPS steps. Raises RuntimeError if the script fails without one.
     """
     flags += ("--run-name", place.name)
     if not place.is_cuda:
@@ -285,7 +286,7 @@ def run_script(
 
 
 def figures_of(metrics: list[dict[str, float]]) -> Figures:
-    """What every run shows."""
+    """Return the figures that every run reports."""
     return {
         "steps": len(metrics),
         "gap_mean": max(step["policy/logp_gap_mean"] for step in metrics),
@@ -294,13 +295,13 @@ def figures_of(metrics: list[dict[str, float]]) -> Figures:
 
 
 def run_here(place: Place) -> None:
-    """Run a check in this process, and print its figures."""
+    """Run a check in this process and print its figures."""
     for figures in CHECKS[place.name].run(place):
         print(FIGURES + json.dumps(figures), flush=True)
 
 
 def run_alone(place: Place) -> tuple[str, Figures]:
-    """Run a check in its own process; returns "ok", "failed" or "too slow", and the figures, whatever came after."""
+    """Run a check in its own process. Return "ok", "failed" or "too slow", and the figures that it printed."""
     command = [sys.executable, __file__, "--here", place.name, "--output", str(place.output)]
     began = time.monotonic()
     with place.log.open("w") as file:
@@ -309,7 +310,7 @@ def run_alone(place: Place) -> tuple[str, Figures]:
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = "failed" if job.wait(CHECKS[place.name].limit_s) else "ok"
-    finally:  # also when this process is stopped
+    finally:  # even if this process is stopped
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
@@ -319,8 +320,8 @@ def run_alone(place: Place) -> tuple[str, Figures]:
     return status, figures
 
 
-def judged(name: str, status: str, figures: Figures) -> tuple[str, bool]:
-    """The rows of a check in a Markdown table, and whether it passed with all figures in their ranges."""
+def format_check(name: str, status: str, figures: Figures) -> tuple[str, bool]:
+    """Format a check as rows of a Markdown table. Also return whether it passed with all figures in range."""
     ranges = CHECKS[name].expected
     rows, is_good = [f"| **{name}** | {status} | | |"], status == "ok"
     for figure in {**figures, **ranges}:
@@ -336,7 +337,7 @@ def judged(name: str, status: str, figures: Figures) -> tuple[str, bool]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=[*GROUPS, *CHECKS], default=list(GROUPS), metavar="NAME")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu_check", metavar="FOLDER")
@@ -352,7 +353,7 @@ def main() -> int:
     if args.here:
         launch.run(lambda: run_here(Place(args.here, device, args.output)))
     if device.type != args.device:
-        print("there is no CUDA device here; --device cpu runs the same checks, small")
+        print("no CUDA device is available; --device cpu runs the same checks at small size")
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -363,7 +364,7 @@ def main() -> int:
         for name in itertools.chain.from_iterable(GROUPS.get(name, [name]) for name in args.only):
             place = Place(name, device, args.output)
             status, figures = run_alone(place)
-            rows, is_good = judged(name, status, figures)
+            rows, is_good = format_check(name, status, figures)
             are_good.append(is_good)
             print(rows, file=file)
             print(rows, flush=True)

@@ -1,12 +1,12 @@
-"""One whole GRPO step (generate, reward, score, update) as `train_grpo.py` does it, and where its seconds go.
+"""Time one complete GRPO step (generate, reward, score, update) like that of `train_grpo.py`, per phase.
 
     OMP_NUM_THREADS=1 python benchmarks/grpo_step.py MODEL
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/grpo_step.py MODEL
 
-MODEL is a Hugging Face folder; the reward is the share of the letter e. The first step does not count. Phases and CPU
-seconds are rank 0's, `useful_tok_cpu_s` is per rank. `train_waste` is the share of padding in the tokens that pass the
-layers in an update, counted there. `shared_frac` is the share of the update's tokens that are not computed because they
-belong to a prompt that the same microbatch already has.
+MODEL is a Hugging Face folder; the reward is the fraction of the letter e. The first step is a warm-up. Phases and CPU
+seconds are rank 0's; `useful_tok_cpu_s` is per rank. `train_waste` is the fraction of padding among the tokens that
+pass through the layers in an update. `shared_frac` is the fraction of the update's tokens that need no computation,
+because their prompt is already in the microbatch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from workload import (
     print_result,
 )
 
-import train_grpo  # found by workload
+import train_grpo  # importable because workload extends sys.path
 from minirl.data.tokenizer import Tokenizer
 from minirl.episodes.step_groups import select_step
 from minirl.model.families import read_config
@@ -44,7 +44,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class GrpoLoop:
-    """The phases of a step of `train_grpo.py` with one update, as methods. All ranks call them in order."""
+    """The phases of a `train_grpo.py` step with one update, as methods. All ranks call them in order."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -67,7 +67,7 @@ class GrpoLoop:
         self.metrics = StepMetrics()
 
     def generate(self, step: int) -> list[Rollout]:
-        """This rank's share of the step's rollouts. Not collective."""
+        """Generate this rank's part of the step's rollouts. Not collective."""
         self.weight_version = step
         requests = make_requests(
             self.prompts,
@@ -84,7 +84,7 @@ class GrpoLoop:
         ]
 
     def reward(self, rollouts: list[Rollout]) -> list[float]:
-        """The share of the letter e in each completion. Not collective."""
+        """Return the fraction of the letter e in each completion. Not collective."""
         rewards = []
         for rollout in rollouts:
             text = self.tokenizer.decode(rollout.completion)
@@ -92,7 +92,7 @@ class GrpoLoop:
         return rewards
 
     def score(self, rollouts: list[Rollout], rewards: list[float]) -> tuple[Batch, list[Microbatch]]:
-        """This rank's batch, ready for the update, and its microbatches (collective)."""
+        """Return this rank's batch, ready for the update, and its microbatches (collective)."""
         args = self.args
         column = torch.tensor(rewards, dtype=torch.float64)[:, None]
         rewarded = RewardedRollouts(rollouts, [""] * len(rollouts), column)
@@ -115,7 +115,7 @@ class GrpoLoop:
         return batch, microbatches
 
     def backward(self, batch: Batch, microbatches: Sequence[Microbatch]) -> None:
-        """Forward and backward of every microbatch (collective)."""
+        """Run forward and backward of every microbatch (collective)."""
         config = self.config
         for i, sequences in enumerate(microbatches):
             micro = batch.select(sequences)
@@ -128,7 +128,7 @@ class GrpoLoop:
             add_clip(self.metrics, micro, ratio, clip_low=config.clip_low, clip_high=config.clip_high)
 
     def step(self) -> dict[str, float]:
-        """The optimizer's step and the refresh; returns the metrics of the update (collective)."""
+        """Step the optimizer, refresh the weights, and return the update's metrics (collective)."""
         norm = self.policy.step(self.optimizer, lr=self.args.lr, max_grad_norm=1.0)
         self.metrics.add("optim/grad_norm", norm)
         values = self.metrics.reduce()
@@ -137,19 +137,19 @@ class GrpoLoop:
 
 
 def make_step_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of `GrpoLoop`."""
+    """Make a parser with the options of `GrpoLoop`."""
     parser = make_parser(doc)
     parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--steps", type=int, default=2, help="steps that count")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after a warm-up (default: 2)")
     return parser
 
 
 def measure_step(
     loop: GrpoLoop, step: int, clock: PhaseClock, computed_tokens: ComputedTokens
 ) -> dict[str, float]:
-    """One step and its figures (collective)."""
+    """Run one step and return its figures (collective)."""
     with clock.phase("step"):
         with clock.phase("generate"):
             rollouts = loop.generate(step)
@@ -157,7 +157,7 @@ def measure_step(
             rewards = loop.reward(rollouts)
         with clock.phase("score"):
             batch, microbatches = loop.score(rollouts, rewards)
-        computed_tokens.take()  # those of generate and score do not count
+        computed_tokens.take()  # discard the tokens of generate and score
         with clock.phase("update"):
             loop.backward(batch, microbatches)
             metrics = loop.step()

@@ -1,11 +1,11 @@
-"""Kill whole jobs at random times until they have finished, and compare their results with an uninterrupted run's.
+"""Kill jobs at random times until they finish, and compare their results with an uninterrupted run's.
 
     python benchmarks/kill_jobs.py [--kills 25] [--seed 0] [--script train_ppo.py]
 
-A job is two ranks under torchrun, with a checkpoint after every step and two epochs of two updates. A kill hits rank 0,
-rank 1, torchrun or all of them, by SIGKILL or SIGTERM, at a random time or in the middle of a save; then the same
-command is started again. At the end every tensor of the checkpoints, every rollout and the columns of metrics.jsonl but
-times must be bitwise those of the uninterrupted run. Linux only.
+A job is two ranks under torchrun, with a checkpoint after every step and two epochs of two updates. SIGKILL or SIGTERM
+hits rank 0, rank 1, torchrun or all of them, at a random time or in the middle of a save; then the same command is
+started again. In the end, every tensor of the checkpoints, every rollout and every column of metrics.jsonl except times
+must be bitwise equal to the uninterrupted run's. Linux only.
 """
 
 import contextlib
@@ -18,28 +18,28 @@ import tempfile
 import time
 from pathlib import Path
 
-from workload import ROOT, parser_of, start_script
+from workload import ROOT, docstring_parser, start_script
 
 FLAGS = "--num-steps 30 --save-every 1 --eval-every 10 --num-epochs 2 --prompts-per-step 6"
 
 
 def start(script: str, runs: Path, name: str) -> subprocess.Popen:
-    """Start the job of the run `name`, or start it again; its output is added to NAME.log."""
+    """Start or restart the job of the run `name`. Its output is appended to NAME.log."""
     log = (runs / f"{name}.log").open("a")
     flags = ("--run-name", name, *FLAGS.split())
     return start_script(script, *flags, runs=runs, stdout=log, stderr=log, start_new_session=True)
 
 
 def ranks_of(job: subprocess.Popen) -> list[int]:
-    """The process ids of torchrun's children, in order of their ranks."""
+    """Return the process ids of torchrun's children in rank order."""
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 
 
-def kill_at_random(job: subprocess.Popen, folder: Path, rng: random.Random, most_s: float) -> str:
-    """Send a random signal to a random part of the job, unless it ends first; returns a description of it."""
+def kill_at_random(job: subprocess.Popen, folder: Path, rng: random.Random, max_wait_s: float) -> str:
+    """Send a random signal to a random part of the job, unless it ends first. Return a description of the kill."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(rng.uniform(2, most_s))
+        job.wait(rng.uniform(2, max_wait_s))
     in_save = rng.random() < 0.5
     while in_save and job.poll() is None and not any(folder.glob("checkpoints/.half-*/resume")):
         time.sleep(0.0005)
@@ -63,7 +63,7 @@ def kill_at_random(job: subprocess.Popen, folder: Path, rng: random.Random, most
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--script", default="train_grpo.py")

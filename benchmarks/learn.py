@@ -1,16 +1,16 @@
-"""How soon a model learns: CPU seconds and steps until the reward reaches a level. On one rank.
+"""Measure how fast a model learns: CPU seconds and steps until the reward reaches a level, on one rank.
 
     OMP_NUM_THREADS=1 python benchmarks/learn.py MODEL [--seed 1] [--csv CURVE.csv]
     python benchmarks/learn.py CURVE.csv --read
 
-MODEL is a Hugging Face folder, preferably of random weights: the reward is the share of the letter e. The recipe: the
-same prompts every step (`workload.prompt_texts`), advantages normalised by the group's std + 1e-4 (ddof 1), token-mean
-loss, one update per batch (so the ratio is 1 and no clip acts), no KL, AdamW (0.9, 0.999) without decay, constant rate,
-gradient norm clipped to 1, fp32. A level is reached when the mean reward of 10 steps in a row reaches it. Seconds are
-counted from the first step, after the models are loaded.
+MODEL is a Hugging Face folder, preferably with random weights: the reward is the fraction of the letter e. The recipe:
+the same prompts every step (`workload.prompt_texts`), advantages divided by the group's std + 1e-4 (ddof 1), token-mean
+loss, one update per batch (so the ratio is 1 and the clip is inactive), no KL, AdamW (0.9, 0.999) without weight decay,
+constant learning rate, gradient norm clipped to 1, fp32. A level is reached when the mean reward over 10 consecutive
+steps reaches it. Seconds count from the first step, after the models are loaded.
 
-A CSV needs the columns step, cpu_seconds, reward and mean_len. --read prints the RESULT line for a CSV of any trainer,
-so that `compare.py` can run another trainer on this recipe:
+A CSV needs the columns step, cpu_seconds, reward and mean_len. --read prints the RESULT line for any trainer's CSV, so
+that `compare.py` can run another trainer on this recipe:
 
     python benchmarks/compare.py --metric cpu_s_to_0.5 --metric step_to_0.5 "python benchmarks/learn.py MODEL" \
         'sh -c "python OTHER.py MODEL --csv other.csv && python benchmarks/learn.py other.csv --read"'
@@ -29,26 +29,26 @@ from workload import print_figures, print_result
 from minirl.ranks import launch
 from minirl.training.advantages import group_advantages
 
-LEVELS = (0.3, 0.5, 0.7, 0.8)  # of the mean reward
-SPAN = 10  # steps
-STD_EPS = 1e-4  # as TRL's; minirl's scripts add 1e-6
-NOISE_STRIDE = 10_000  # a seed's sampling noise is that of the steps from seed x NOISE_STRIDE on
+LEVELS = (0.3, 0.5, 0.7, 0.8)  # levels of the mean reward
+SPAN = 10  # steps to average over
+STD_EPS = 1e-4  # like TRL; minirl's scripts add 1e-6
+NOISE_STRIDE = 10_000  # a seed uses the sampling noise of steps from seed x NOISE_STRIDE on
 COLUMNS = ("step", "cpu_seconds", "reward", "mean_len")
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_step_parser(__doc__)
     parser.set_defaults(max_new=128, lr=1e-3, steps=30)
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
-    parser.add_argument("--csv", type=Path, help="write the curve there")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
+    parser.add_argument("--csv", type=Path, help="file to write the curve to")
     parser.add_argument(
-        "--read", action="store_true", help="MODEL is the CSV of an earlier run: report on that"
+        "--read", action="store_true", help="report on an earlier run, whose CSV is given as MODEL"
     )
     return parser.parse_args()
 
 
 def learn(args: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """Train; yields the curve's point (values of COLUMNS) after each step."""
+    """Train, and yield a point of the curve (values of COLUMNS) after each step."""
     loop = GrpoLoop(args)
     train_grpo.group_advantages = functools.partial(group_advantages, eps=STD_EPS)
     loop.optimizer = loop.policy.make_optimizer(betas=(0.9, 0.999), weight_decay=0.0)
@@ -69,14 +69,14 @@ def learn(args: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 def read(path: Path) -> Iterator[dict[str, float]]:
-    """The points of a curve from its CSV."""
+    """Yield the points of a curve from its CSV."""
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
             yield {name: float(line[name]) for name in COLUMNS}
 
 
 def write(path: Path, curve: list[dict[str, float]]) -> None:
-    """Write a curve as CSV."""
+    """Write a curve to a CSV file."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -84,12 +84,12 @@ def write(path: Path, curve: list[dict[str, float]]) -> None:
 
 
 def mean_reward(points: list[dict[str, float]]) -> float:
-    """The mean reward of SPAN points."""
+    """Return the mean reward of SPAN points."""
     return sum(point["reward"] for point in points) / SPAN
 
 
 def first_at(curve: list[dict[str, float]], level: float) -> dict[str, float] | None:
-    """The first point at which the mean reward of the last SPAN points reaches the level."""
+    """Return the first point at which the mean reward over the last SPAN points reaches the level."""
     for end in range(SPAN, len(curve) + 1):
         if mean_reward(curve[end - SPAN : end]) >= level:
             return curve[end - 1]

@@ -1,9 +1,9 @@
-"""Registers, spills and shared memory of the decode kernel on GPUs of several generations, compiled without one.
+"""Compile the decode kernel for several GPU generations, without a GPU, and report registers, spills and shared memory.
 
     python benchmarks/paged_resources.py [--dtypes bfloat16] [--dims 128] [--groups 1 8] [--sweep]
 
-Needs Triton, whose package has an assembler. Exits with 1 if registers are spilled anywhere, or if a program takes more
-shared memory than such a device gives to one.
+Needs Triton, whose package includes an assembler. Exits with code 1 if any kernel spills registers, or needs more
+shared memory than the device allows per program.
 """
 
 import argparse
@@ -15,21 +15,21 @@ import tempfile
 from pathlib import Path
 
 import torch
-from workload import parser_of
+from workload import docstring_parser
 
 from minirl.extras.kernels import paged_attention
 from minirl.model.attention import PAGED_BLOCK
 
-# Compute capability x 10: bytes of shared memory that a program can have.
+# Maximum bytes of shared memory per program, keyed by compute capability x 10.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TRITON_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NUM_KV = 8
-# Ways to compile it that `gpu_check.py` compares on a device.
+# Compile options that `gpu_check.py` compares on a GPU.
 SETTINGS = [{"num_warps": warps, "num_stages": stages} for warps in (4, 8) for stages in (3, 4, 5)]
 
 
 def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tuple[int, int, int]:
-    """Registers of a thread, bytes spilled by a thread, and bytes of shared memory of a program."""
+    """Return registers per thread, spilled bytes per thread, and bytes of shared memory per program."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -38,7 +38,7 @@ def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tup
     constants = paged_attention.constants(NUM_KV, groups, dim, PAGED_BLOCK, dtype)
     types = {"q": data, "keys": data, "values": data, "blocks": "*i32", "lengths": "*i32"}
     types |= {"means": data, "log_weights": "*fp32"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}  # torch's tensors are
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}  # torch aligns its tensors
     types |= {"max_blocks": "i32", "window": "i32", "scale": "fp32"}
     source = ASTSource(
         paged_attention.attend_blocks,
@@ -54,28 +54,28 @@ def resources(capability: int, dtype: torch.dtype, dim: int, groups: int) -> tup
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [tool, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # Registers that are spilled lie on the stack, which the kernel does not use otherwise.
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # Spilled registers go to the stack, which the kernel does not use otherwise.
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     return int(registers), int(stack), compiled.metadata.shared
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = docstring_parser(__doc__)
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TRITON_TYPES]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 80, 128, 256])
     parser.add_argument("--groups", type=int, nargs="+", default=list(range(1, 9)))
-    parser.add_argument("--sweep", action="store_true", help="with all SETTINGS")
+    parser.add_argument("--sweep", action="store_true", help="try all SETTINGS")
     args = parser.parse_args()
-    # Compile again, whatever an earlier run left in the cache.
+    # Use an empty cache, so that every kernel is compiled.
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        return show(args)
+        return print_cases(args)
 
 
-def show(args: argparse.Namespace) -> int:
-    """Print a line for each case, and return the exit code."""
+def print_cases(args: argparse.Namespace) -> int:
+    """Print one line per case and return the exit code."""
     all_fit = True
     settings = SETTINGS if args.sweep else [paged_attention.OPTIONS]
     cases = itertools.product(SHARED_BYTES, settings, args.dtypes, args.dims, args.groups)

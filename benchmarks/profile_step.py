@@ -1,11 +1,11 @@
-"""Where the CPU seconds of generate and of update go, by kind of work. On one rank, on the CPU.
+"""Break down the CPU seconds of generate and update by kind of work. On one rank, on the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/profile_step.py MODEL [--dtype bfloat16]
 
-The totals come from steps without torch's profiler. The seconds inside operators come from the same step under the
-profiler: the operators' self time, which is wall time, times CPU / wall of that step. The rest of the total is Python,
-dispatch between operators and the freeing of memory. In generate, operators inside `sample` count as sampling, and
-those outside both `sample` and the model as the engine's; all others are sorted by operator, as in update.
+Totals come from steps without torch's profiler. Seconds inside operators come from the same step under the profiler:
+the operators' self time, which is wall time, scaled by that step's CPU / wall ratio. The rest of the total is Python,
+dispatch between operators and freeing memory. In generate, operators inside `sample` count as sampling, and operators
+outside both `sample` and the model count as the engine's; all others are grouped by operator, as in update.
 """
 
 import gc
@@ -26,11 +26,11 @@ from minirl.model.transformer import Transformer
 from minirl.ranks import launch
 
 REPEATS = 3  # steps without the profiler
-NUM_LISTED = 6  # operators of no kind that are listed by name
+NUM_LISTED = 6  # unclassified operators to list by name
 SAMPLE = "minirl::sample"
 MODEL = "minirl::model"
 OTHER = "views, allocations, others"
-# Operators by kind of work; their names without "aten::" and without the underscore of in-place operators.
+# Operators per kind of work, without "aten::" and the trailing underscore of in-place operators.
 KINDS = {
     "matrix products": "mm addmm",
     "attention products": "bmm baddbmm",
@@ -54,16 +54,16 @@ FSDP_PREFIXES = (
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU seconds of this process in `work`."""
+    """Return the CPU seconds that this process spends in `work`."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def kind_of(name: str, region: str | None, outside: str | None) -> str:
-    """The kind of an operator. region: SAMPLE or MODEL if it ran inside one of them.
+    """Return the kind of an operator. region: SAMPLE or MODEL if it ran inside one of them.
 
-    outside: the kind of operators outside both regions; None: they are sorted by name like those of the model.
+    outside: the kind of operators outside both regions, or None to group them by name like the model's.
     """
     if name.startswith(FSDP_PREFIXES):
         return "FSDP"
@@ -77,14 +77,14 @@ def kind_of(name: str, region: str | None, outside: str | None) -> str:
 
 
 def region_of(event: Any) -> Any:
-    """The innermost event around (or at) a profiler's event that is the region SAMPLE or MODEL, or None."""
+    """Return the innermost SAMPLE or MODEL event that is or contains a profiler event, or None."""
     while event is not None and event.name not in (SAMPLE, MODEL):
         event = event.cpu_parent
     return event
 
 
 def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter, Counter]:
-    """CPU seconds in operators by kind, or by name without a kind."""
+    """Return CPU seconds in operators per kind, and those of unclassified operators per name."""
     kinds: Counter[str] = Counter()
     others: Counter[str] = Counter()
     marked_sample = record_function(SAMPLE)(sample)
@@ -99,14 +99,14 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
         cpu_share = cpu_s / (time.perf_counter() - wall)
     for event in profiled.events():
         region = region_of(event)
-        if event is region:  # the mark itself, no operator
+        if event is region:  # the region itself, not an operator
             continue
         kind = kind_of(event.name, None if region is None else region.name, outside)
         seconds = event.self_cpu_time_total / 1e6 * cpu_share
         kinds[kind] += seconds
         if kind == OTHER:
             others[event.name] += seconds
-    # A million events in reference cycles: collect them now, or the next phase would pay for it.
+    # Collect the million events in reference cycles now, or the next phase would pay for it.
     del profiled, event, region
     gc.collect()
     return kinds, others
@@ -115,9 +115,9 @@ def by_kind(work: Callable[[], object], *, outside: str | None) -> tuple[Counter
 def report(
     phase: str, unit: str, count: float, total: float, found: tuple[Counter, Counter]
 ) -> dict[str, float]:
-    """Print a phase's table in ms per `unit`, of which there are `count`; returns its part of the result.
+    """Print a phase's table in ms per `unit` (`count` units in all), and return its part of the result.
 
-    total: CPU seconds of the phase. found: what `by_kind` returned.
+    total: CPU seconds of the phase. found: the result of `by_kind`.
     """
     kinds, others = found
     kinds["Python, dispatch, freeing"] = total - kinds.total()
@@ -135,7 +135,7 @@ def report(
 
 def main() -> None:
     parser = make_step_parser(__doc__)
-    parser.set_defaults(lr=0.0)  # so that every run does the same
+    parser.set_defaults(lr=0.0)  # so that all runs are identical
     args = parser.parse_args()
     loop = GrpoLoop(args)
     rollouts = loop.generate(0)
@@ -149,8 +149,8 @@ def main() -> None:
     def generate() -> object:
         return loop.generate(0)
 
-    update()  # a warm-up
-    # Take all times before the profiler runs, which leaves much memory allocated.
+    update()  # warm-up
+    # Take all timings before profiling, which leaves much memory allocated.
     generate_s = median(cpu_seconds(generate) for _ in range(REPEATS))
     update_s = median(cpu_seconds(update) for _ in range(REPEATS))
     found = by_kind(generate, outside="engine")

@@ -1,11 +1,11 @@
-"""The cost of waiting for replies: 256 episodes of 4 turns, whose environment takes 50 ms for each of 3 replies.
+"""Measure the cost of waiting for replies: 256 episodes of 4 turns, with 50 ms per environment reply.
 
     python benchmarks/replies.py MODEL [--seconds 0.05] [--threads] [--slow-seconds 10] [--reward-seconds 5]
         [--num-steps 9] [--max-staleness 2]
 
-MODEL is a Hugging Face folder, preferably of random weights. Runs train_grpo.py on one CPU rank and prints the means of
-a step's seconds by cause, and the tokens that are trained on a second. The first third of the steps is left out.
---slow-seconds: of one reply in 32. --reward-seconds: of the reward of a prompt's completions.
+MODEL is a Hugging Face folder, preferably with random weights. Runs train_grpo.py on one CPU rank, and prints each
+cause's mean seconds per step and the trained tokens per second. Skips the first third of the steps. --slow-seconds:
+delay of one reply in 32. --reward-seconds: delay of the reward for a prompt's completions.
 """
 
 import json
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import fmean
 
-from workload import parser_of, print_figures, print_result, prompt_texts, start_script
+from workload import docstring_parser, print_figures, print_result, prompt_texts, start_script
 
 FUNCTIONS = """
 import asyncio, random, time
@@ -42,7 +42,7 @@ def length(completions):
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--seconds", type=float, default=0.05)
     parser.add_argument("--slow-seconds", type=float)

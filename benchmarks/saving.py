@@ -1,8 +1,8 @@
-"""Seconds in which saving a checkpoint stops training, for each GB, beside a plain write of the same bytes.
+"""Measure how many seconds per GB saving a checkpoint stops training, compared with a plain write of the same bytes.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/saving.py MODEL --folder FOLDER [--dtype bfloat16]
 
-FOLDER is on the disk to measure; its files are deleted. The optimizer's state is there and 0.
+FOLDER is on the disk to measure; the benchmark's files are deleted. The optimizer's state is allocated and 0.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from workload import parser_of, print_figures
+from workload import docstring_parser, print_figures
 
 from minirl.files import durable
 from minirl.model.families import read_config
@@ -23,7 +23,7 @@ from minirl.training.sharded_model import ShardedModel
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")

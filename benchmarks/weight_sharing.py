@@ -1,17 +1,17 @@
-"""Show that generate, score and update use one weight storage: switching between them moves no weights.
+"""Check that generate, score and update share one weight storage: switching between them moves no weights.
 
     OMP_NUM_THREADS=1 python benchmarks/weight_sharing.py MODEL [--dtype bfloat16]
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/weight_sharing.py MODEL
 
-Checked on every rank, for a few GRPO steps and the generation after them:
+Every rank checks a few GRPO steps and the generation after them:
 
-- generate, score and backward leave each compute weight at its address, with its bits and its write counter
-  (`Tensor._version`);
-- the optimizer's step writes each weight exactly once, at its address. Then the weight is the fp32 master rounded to
-  the compute dtype, bit for bit;
+- generate, score and backward leave each compute weight's address, bits and write counter (`Tensor._version`)
+unchanged;
+- the optimizer's step writes each weight exactly once, at its address, after which the weight is bitwise equal to the
+fp32 master rounded to the compute dtype;
 - the modules that decode, score and train have these very tensors as their parameters.
 
-A failed check stops the program. Then the refresh, the only copy of weights in a step, is timed.
+A failed check stops the program. Afterwards, the refresh, the only copy of weights in a step, is timed.
 """
 
 import statistics
@@ -36,18 +36,20 @@ class WeightWatch:
         self.policy = policy
         self.addresses = {name: weight.data_ptr() for name, weight in policy.compute_weights.items()}
         self.checks = 0
-        self.bytes_written = 0  # by phases that must not write
+        self.bytes_written = 0  # in phases that must not write
         self.accept()
 
     def accept(self) -> None:
-        """Take the current write counters and bits as the state to compare with. Addresses stay the first ones."""
+        """Take the current write counters and bits as the state to compare with. Addresses stay those of the
+        constructor.
+        """
         weights = self.policy.compute_weights
         self.versions = {name: weight._version for name, weight in weights.items()}
         self.bits = {name: weight.detach().clone() for name, weight in weights.items()}
 
     def expect_untouched(self, phase: str) -> None:
-        """Check that nothing moved and nothing was written."""
-        for name, weight in self._check_places(phase):
+        """Check that no weight was moved or written."""
+        for name, weight in self._check_addresses(phase):
             is_untouched = weight._version == self.versions[name] and torch.equal(weight, self.bits[name])
             if not is_untouched:
                 self.bytes_written += weight.nbytes
@@ -56,10 +58,10 @@ class WeightWatch:
     def expect_refreshed(self) -> float:
         """Check that each weight was written once, in place, with its rounded master (collective).
 
-        Returns the share of values that changed.
+        Returns the fraction of values that changed.
         """
         changed = 0
-        for name, weight in self._check_places("refresh"):
+        for name, weight in self._check_addresses("refresh"):
             writes = weight._version - self.versions[name]
             self._require(writes == 1, f"refresh wrote {writes} times to {name}")
             master = self.policy.masters[name].detach().to(weight.dtype).full_tensor()  # type: ignore[attr-defined]
@@ -68,8 +70,8 @@ class WeightWatch:
         self.accept()
         return changed / sum(weight.numel() for weight in self.bits.values())
 
-    def _check_places(self, phase: str) -> list[tuple[str, Tensor]]:
-        """Check that both modules have these tensors, at their first addresses; returns them."""
+    def _check_addresses(self, phase: str) -> list[tuple[str, Tensor]]:
+        """Check that both modules have these tensors at their first addresses, and return the tensors."""
         for module in (self.policy.module, self.policy.decoder):
             weights = dict(module.named_parameters())
             self._require(weights.keys() == self.addresses.keys(), f"{phase}: a module has other parameters")
@@ -86,7 +88,7 @@ class WeightWatch:
 
 
 def time_refresh(policy: ShardedModel, device: torch.device) -> float:
-    """Median seconds of a refresh (collective)."""
+    """Return the median seconds of a refresh (collective)."""
     seconds = []
     for _ in range(NUM_REFRESHES):
         start = time.perf_counter()

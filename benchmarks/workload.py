@@ -1,7 +1,7 @@
-"""Shared by the benchmarks: the prompts, the clocks and the RESULT line. Not a program.
+"""Shared code of the benchmarks: prompts, clocks and the RESULT line. Not a program.
 
-The prompts are random characters, 12 to 120 of them, the same in every run. With a character-level tokenizer and random
-weights over a vocabulary of V, the lengths of completions are about geometric with mean V, so that requests end at all
+The prompts are 12 to 120 random characters, the same in every run. With a character-level tokenizer and random weights
+over a vocabulary of size V, completion lengths are about geometric with mean V, so requests keep ending at different
 times.
 """
 
@@ -37,9 +37,9 @@ LETTERS = string.digits + string.ascii_lowercase + " +-*/=().,:;?!'\""
 def start_script(
     script: str, *flags: str, runs: Path | str, ranks: int = 2, **options: Any
 ) -> subprocess.Popen:
-    """Start a training script of this checkout, under torchrun if there are several ranks.
+    """Start a training script of this checkout, under torchrun for several ranks.
 
-    runs: the folder for the run's folder. options: for `subprocess.Popen`.
+    runs: parent folder of the run's folder. options: for `subprocess.Popen`.
     """
     command = [sys.executable]
     if ranks > 1:
@@ -51,7 +51,7 @@ def start_script(
 
 
 def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
-    """`count` texts, the same in every run. Their lengths in characters are PROMPT_LENGTHS in turn."""
+    """Return `count` texts, the same in every run. Their lengths in characters cycle through PROMPT_LENGTHS."""
     rng = random.Random(seed)
     texts = []
     for i in range(count):
@@ -60,28 +60,34 @@ def prompt_texts(count: int, *, seed: int = 0) -> list[str]:
     return texts
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help shows a docstring as it is written."""
+def docstring_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser whose help shows a docstring verbatim."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of the workload and of the engine that decodes it."""
-    parser = parser_of(doc)
+    """Make a parser with the options of the workload and the engine."""
+    parser = docstring_parser(doc)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of compute")
-    parser.add_argument("--prompts", type=int, default=8, help="over all ranks")
-    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--max-new", type=int, default=256, help="limit of a completion")
-    parser.add_argument("--max-running-requests", type=int, default=64, help="that a rank decodes at a time")
     parser.add_argument(
-        "--cache-tokens", type=int, default=24576, help="64 x 3 blocks of 128: all of the default work"
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="compute dtype (default: float32)"
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="prompts over all ranks (default: 8)")
+    parser.add_argument("--samples", type=int, default=8, help="completions per prompt (default: 8)")
+    parser.add_argument(
+        "--max-new", type=int, default=256, help="maximum tokens per completion (default: 256)"
+    )
+    parser.add_argument(
+        "--max-running-requests", type=int, default=64, help="requests that a rank decodes at a time"
+    )
+    parser.add_argument(
+        "--cache-tokens", type=int, default=24576, help="tokens in the KV cache (default: 64 x 3 x 128)"
     )
     return parser
 
 
 def make_engine(args: argparse.Namespace, model: Transformer, device: torch.device) -> Engine:
-    """An engine as the options of `make_parser` say."""
+    """Make an engine with the options of `make_parser`."""
     return Engine(
         model,
         max_running_requests=args.max_running_requests,
@@ -92,7 +98,7 @@ def make_engine(args: argparse.Namespace, model: Transformer, device: torch.devi
 
 
 def encode_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
-    """`prompt_texts` as token ids, without special tokens."""
+    """Return `prompt_texts` as token ids, without special tokens."""
     encoded = [tokenizer.backend(text, add_special_tokens=False) for text in prompt_texts(count)]
     return [tuple(tokens["input_ids"]) for tokens in encoded]
 
@@ -100,9 +106,9 @@ def encode_prompts(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
 def make_requests(
     prompts: Sequence[tuple[int, ...]], *, first: int, samples: int, max_new: int, stop_ids: frozenset[int]
 ) -> list[Request]:
-    """`samples` requests for each prompt (token ids) at temperature 1.
+    """Make `samples` requests per prompt (token ids) at temperature 1.
 
-    first: the ordinal of the first prompt, on which the sampling noise depends.
+    first: the ordinal of the first prompt, which determines the sampling noise.
     """
     requests = []
     for prompt_ordinal, prompt_ids in enumerate(prompts, start=first):
@@ -114,14 +120,14 @@ def make_requests(
 
 
 class ComputedTokens:
-    """Counts the tokens that pass the first layer of a model, padding included."""
+    """Counts the tokens that pass through the first layer of a model, padding included."""
 
     def __init__(self, model: Transformer):
         self.total = 0
         model.model.layers[0].register_forward_pre_hook(self._count)
 
     def take(self) -> int:
-        """Tokens since the last call."""
+        """Return the number of tokens since the last call."""
         total = self.total
         self.total = 0
         return total
@@ -131,7 +137,7 @@ class ComputedTokens:
 
 
 class PhaseClock:
-    """Wall and CPU seconds of this process by phase, under the names `<phase>` and `<phase>_cpu`."""
+    """Measures wall and CPU seconds of this process per phase, named `<phase>` and `<phase>_cpu`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -139,7 +145,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to phase `name`."""
+        """Add the block's time to phase `name`."""
         wall = time.perf_counter()
         cpu = time.process_time()
         yield
@@ -149,7 +155,7 @@ class PhaseClock:
         self._add(f"{name}_cpu", time.process_time() - cpu)
 
     def take(self) -> dict[str, float]:
-        """Seconds since the last call."""
+        """Return the seconds per phase since the last call."""
         seconds = self.seconds
         self.seconds = {}
         return seconds
@@ -159,25 +165,25 @@ class PhaseClock:
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median over the runs of each figure."""
+    """Return each figure's median over the runs."""
     return {name: median(figures[name] for figures in runs) for name in runs[0]}
 
 
 def print_figures(figures: Mapping[str, float]) -> None:
-    """Print one run on one line, for a human."""
+    """Print a run's figures on one line, for humans."""
     print("  ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
 
 
 def print_result(**values: object) -> None:
-    """Print the RESULT line, the last one of a benchmark, for machines (`compare.py`)."""
-    shown: dict[str, object] = {}
+    """Print the RESULT line, the last line of a benchmark, for programs (`compare.py`)."""
+    rounded: dict[str, object] = {}
     for name, value in values.items():
-        shown[name] = float(f"{value:.6g}") if isinstance(value, float) else value
-    shown["torch"] = torch.__version__
-    print("RESULT " + json.dumps(shown), flush=True)
+        rounded[name] = float(f"{value:.6g}") if isinstance(value, float) else value
+    rounded["torch"] = torch.__version__
+    print("RESULT " + json.dumps(rounded), flush=True)
 
 
 def peak_rss_mib() -> float:
-    """Peak resident memory of this process in MiB, since its start."""
+    """Return this process's peak resident memory in MiB since its start."""
     unit = 1024 if sys.platform == "linux" else 1024**2  # ru_maxrss is in KiB on Linux, in bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

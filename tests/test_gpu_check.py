@@ -21,7 +21,7 @@ from support.texts import TOKENS, save_tokenizer
 )
 def test_only_figures_as_expected_are_a_success(figures, mark):
     """A figure outside is marked."""
-    rows, is_good = gpu_check.judged("waits", "ok", figures)
+    rows, is_good = gpu_check.format_check("waits", "ok", figures)
     assert is_good == (not mark)
     assert "| x | 0 |" in rows
     assert f"{figures.get('of_microbatch', 'nan')}{mark} | 0 to 2" in rows
@@ -52,7 +52,7 @@ def test_a_check_that_fails_or_hangs_ends_with_the_figures_that_it_has(
     monkeypatch.setitem(gpu_check.CHECKS, "waits", gpu_check.Check(limit_s, gpu_check.waits))
     found, figures = gpu_check.run_alone(gpu_check.Place("waits", "cpu", tmp_path))
     assert (found, figures["x"]) == (status, 1)
-    assert not gpu_check.judged("waits", found, figures)[1]
+    assert not gpu_check.format_check("waits", found, figures)[1]
 
 
 KILLED = """
