@@ -74,7 +74,7 @@ class Config(RunConfig):
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     bootstrap_truncated: bool = False
-    """bootstrap completions that --max-new-tokens truncated from the value of their last state, instead of from 0"""
+    """bootstrap truncated completions (--max-new-tokens) from the value of their last state instead of 0"""
 
     num_value_models = 1
 

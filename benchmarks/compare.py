@@ -3,8 +3,8 @@
     python benchmarks/compare.py --rounds 3 --metric useful_tok_cpu_s \
         "python benchmarks/generate.py MODEL" "python benchmarks/generate.py MODEL --dtype bfloat16"
 
-A command is any program that prints RESULT and a JSON object on a line; its last such line counts. Ratios are relative
-to the first command in the same round.
+A command is any program that prints a line with RESULT and a JSON object; its last such line counts. Ratios are
+relative to the first command in the same round.
 """
 
 import argparse

@@ -21,7 +21,7 @@ STEPS = (6, 7, 8)
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts operations per file of this project that calls them."""
+    """Counts operations per calling file of this project."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ GROUP_SIZE = 8
 PROMPT_LENGTH = 512
 NUM_SCORED = 16  # rollouts in the prefill and update measurements
 NUM_PROFILED = 20  # decode steps in the kernel table
-NEEDS_GPU = ("_gib", "_of_plan", "_of_roofline", "_mfu")  # suffixes of figures without a meaning on the CPU
+NEEDS_GPU = ("_gib", "_of_plan", "_of_roofline", "_mfu")  # suffixes of figures that mean nothing on the CPU
 # Engine options per mode.
 MODES = {
     "plain": {"async_decoding": False, "cuda_graphs": False},
@@ -232,8 +232,8 @@ def measure(
 ) -> Iterator[dict[str, float]]:
     """Yield all figures of a shape as they are measured.
 
-    kernels: file for a kernel table. With it, only decode in CUDA graphs is measured, without the weights that training
-    needs.
+    kernels: file for a kernel table. If given, only decode in CUDA graphs is measured, without the weights that
+    training needs.
     """
     device = process_group.start()
     policy = None if kernels else make_policy(shape, device)

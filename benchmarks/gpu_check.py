@@ -46,7 +46,7 @@ Figures = dict[str, Any]  # numbers are compared with ranges; other values are o
 
 
 class Place(NamedTuple):
-    """Where a check runs: its name, the device, and the output folder."""
+    """The running check's name, device and output folder."""
 
     name: str
     device: torch.device
@@ -225,7 +225,7 @@ def sweep(place: Place) -> Iterator[Figures]:
 
 SMALL_GAP = {"gap_mean": (0.0, 0.05)}
 LEARNS = SMALL_GAP | {"rise": (0.15, 1)}
-THREE_STEPS = SMALL_GAP | {"steps": (3, 4)}  # a fourth may end before the kill
+THREE_STEPS = SMALL_GAP | {"steps": (3, 4)}  # a fourth step may end before the kill
 SPEED = SMALL_GAP | {
     "graphs_128_of_roofline": (0.2, 1),
     "graphs_512_of_roofline": (0.2, 1),

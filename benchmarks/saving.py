@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/saving.py MODEL --folder FOLDER [--dtype bfloat16]
 
-FOLDER is on the disk to measure; the benchmark's files are deleted. The optimizer's state is allocated and 0.
+FOLDER is on the disk to measure; the benchmark's files are deleted. The optimizer's state is allocated but zero.
 """
 
 import os

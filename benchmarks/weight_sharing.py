@@ -40,8 +40,8 @@ class WeightWatch:
         self.accept()
 
     def accept(self) -> None:
-        """Take the current write counters and bits as the state to compare with. Addresses stay those of the
-        constructor.
+        """Take the current write counters and bits as the state to compare with. The first addresses stay the
+        reference.
         """
         weights = self.policy.compute_weights
         self.versions = {name: weight._version for name, weight in weights.items()}

@@ -230,8 +230,8 @@ class ChatTokenizer(Tokenizer):
     def render_checked(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
         """Render messages with the chat template. Raises InputError also if it drops a message, tool call or tool.
 
-        Templates silently drop tools, and roles that they do not know, so this also renders marks in place of the
-        texts.
+        Templates silently drop tools and unknown roles. So the messages are also rendered with marks in place of their
+        texts, and every mark must appear.
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
         marked, tools, marks = replace_with_marks(messages, self.tools)

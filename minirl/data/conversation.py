@@ -20,7 +20,7 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
 
     messages: the conversation of the last branch; [] if that branch begins with token ids. segments: all tokens after
     the row's prompt, branch by branch, with special tokens as text; the sampled segments are the turns. Returns {} for
-    a single answer to the prompt without tools.
+    a rollout without tools whose only turn answers the prompt.
     """
     first, *further = turns = rollout.episode.turns
     is_one_answer = not further and first.start == first.branch == 0 and first.parse_error is None

@@ -31,7 +31,7 @@ _NUMBER = re.compile(
 
 
 def strict_answer(text: str) -> float | None:
-    """Return the number after the last "####" with a digit after it, or None if it is malformed."""
+    """Return the number after the last "####" that precedes a digit, or None if the number is malformed."""
     return _last_number(rf"####\s*(-?\$?{_DIGITS})", text)
 
 

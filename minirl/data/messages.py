@@ -22,8 +22,8 @@ def read_message(message: Any, origin: str) -> dict[str, Any]:
     """Normalize a message for chat templates: text as content, and objects as tool-call arguments.
 
     Accepts what users and clients write: content that is null, missing or a list of text parts, and arguments as JSON
-    text. A tool's result may be any other list, which stays a list. Raises InputError naming `origin` for anything
-    else.
+    text. Any other list is valid only as a tool's result, and stays a list. Raises InputError naming `origin` for
+    anything else.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InputError(f"{origin}: {message!r:.80}: expected a message, an object with role and content")

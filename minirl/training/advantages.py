@@ -94,7 +94,7 @@ def select_groups(is_zero_variance: Tensor, count: int) -> list[int]:
     This is DAPO's dynamic sampling (arXiv:2503.14476 eq. 11). It compares accuracies, not rewards with a length
     penalty, which would give every group some variance.
     """
-    # A stable sort of 0 and 1 keeps the order within both kinds of groups.
+    # A stable sort keeps the order among groups with a signal, and among groups without one.
     return sorted(is_zero_variance.int().argsort(stable=True)[:count].tolist())
 
 

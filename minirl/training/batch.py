@@ -162,7 +162,7 @@ class Batch:
         return self.replace(**{name: stream.to(device) for name, stream in self._streams().items()})
 
     def token_index(self, sequences: Sequence[SequenceInfo]) -> Tensor:
-        """Return the stream indices of these sequences' tokens, int64. The batch must have the sequences' ids."""
+        """Return the stream indices of these sequences' tokens, int64. The sequences are looked up by id."""
         starts = itertools.accumulate(self.lengths, initial=0)
         start_of = {sequence.id: start for sequence, start in zip(self.sequences, starts, strict=False)}
         stream_indices = concatenated_ranges(
@@ -172,7 +172,7 @@ class Batch:
         return upload(stream_indices, self.tokens.device)
 
     def select(self, sequences: Sequence[SequenceInfo]) -> Self:
-        """Return a batch of these sequences, in this order. This batch must have their ids."""
+        """Return a batch of these sequences in this order, looked up by id."""
         token_index = self.token_index(sequences)
         streams = {name: stream[token_index] for name, stream in self._streams().items()}
         return self.replace(sequences=tuple(sequences), **streams)

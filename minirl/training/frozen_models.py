@@ -66,7 +66,7 @@ class FrozenModel:
     def add_streams(self, batch: Batch, microbatches: Iterable[Microbatch]) -> Batch:
         """Return the batch with this model's streams for the sequences in these microbatches, and NaN elsewhere.
 
-        batch: on the model's device. Collective if the model's weights are sharded.
+        The batch must be on the model's device. Collective if the model's weights are sharded.
         """
         streams: dict[str, Tensor] = {}
         with on_device(self.model, self._device) if self._is_offloaded else nullcontext():

@@ -251,7 +251,7 @@ def _score_token_chunk(
 
 
 def _entropies(logprobs: Tensor) -> Tensor:
-    """Return the entropies [n] of logprobs [n, W], which are overwritten to save memory and passes."""
+    """Return the entropies [n] of logprobs [n, W], which are overwritten to save a copy and passes over memory."""
     logprobs.mul_(logprobs.exp()).nan_to_num_(0.0)  # 0 log 0 is 0
     return -logprobs.sum(-1)
 

@@ -399,7 +399,7 @@ def _first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _assign_weights(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Replace the model's parameters of these names with the given tensors, whose storage it then shares."""
+    """Replace the model's parameters with the given tensors of the same names, so that both share storage."""
     for name, weight in weights.items():
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, weight)

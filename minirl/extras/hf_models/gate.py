@@ -142,7 +142,7 @@ def make_oracle(small: Any) -> Any:
     """Make transformers' model with eager attention and the weights of `scramble_weights`."""
     from transformers import AutoModelForCausalLM
 
-    small = copy.deepcopy(small)  # a model changes its config's ropes
+    small = copy.deepcopy(small)  # building a model changes its config's ropes
     oracle = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
     if oracle._can_set_experts_implementation():
         oracle.set_experts_implementation("eager")
@@ -187,12 +187,12 @@ def measure(config: Any) -> tuple[ModelConfig, bool]:
     layers, windows, shapes = zip(*attention_calls, strict=True) if attention_calls else ((), (), ())
     refuse(
         layers != tuple(range(shape.num_hidden_layers)),
-        f"attention runs in the layers {list(layers)}, not once in each; others may keep another state",
+        f"attention runs in layers {list(layers)}, not once in each layer; others may keep another state",
     )
     found = {tuple(keys[1:]) for keys in shapes}
     refuse(
         found != {(shape.num_key_value_heads, shape.head_dim)},
-        f"its layers have keys with the shapes {found}",
+        f"its layers' keys have the shapes {found}",
     )
     refuse(set(windows) - real_windows.keys(), "it has windows that its config does not have")
     model.config = dataclasses.replace(shape, layer_windows=windows)

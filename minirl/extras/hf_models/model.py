@@ -31,8 +31,8 @@ _HARMLESS = frozenset(
     "dropout position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits "
     "return_dict".split()
 )
-# Minimum number of rows of a stream on the CPU; shorter streams are padded. Some modules multiply without `F.linear`
-# (GPT-2 with `addmm`), and nothing measures how many rows these need.
+# Minimum number of rows per forward on the CPU; shorter streams are padded. Some modules multiply without `F.linear`
+# (GPT-2 with `addmm`), and nothing measures how many rows their results need to be batch-invariant.
 MIN_ROWS = 16
 # Elementwise functions whose vectorised kernel and scalar tail differ in the last bit.
 _ELEMENTWISE = {
@@ -45,7 +45,7 @@ _ELEMENTWISE = {
 
 @dataclass
 class Stream:
-    """What a model's modules know about the stream that they run on.
+    """The stream that a model's modules run on, which they all share.
 
     attention_calls: if a list, records each attention call as (layer, window, shape of the keys).
     """
