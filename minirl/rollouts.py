@@ -130,9 +130,11 @@ class TurnRecord:
         """The turn's end, as a number of tokens after the branch's prompt."""
         return self.start + self.num_tokens
 
-    def numbers(self) -> dict[str, Any]:
+    def json_fields(self) -> dict[str, Any]:
         """Return all fields except `inserted`, as JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(TurnRecord) if one.name != "inserted"}
+        return {
+            field.name: getattr(self, field.name) for field in fields(TurnRecord) if field.name != "inserted"
+        }
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_what_a_turn_notes_is_read_as_json_or_refused_when_its_episode_ends():
         turn.extra["noted"] = noted
 
     rollout = make_collector(rollout=noting).collect(1).rewarded.rollouts[0]
-    extra = json.loads(json_text(rollout.episode.turns[0].numbers()))["extra"]
+    extra = json.loads(json_text(rollout.episode.turns[0].json_fields()))["extra"]
     assert extra == {"noted": {"a": 0.5, "b": [1], "c": "x", "d": [1.0, 1.0]}}
     noted[(1, 2)] = 3
     with pytest.raises(

@@ -53,17 +53,17 @@ def parse_answer(tokenizer: ChatTokenizer, ids: Sequence[int], before: NDArray[n
 def check_calls_parsable(tokenizer: ChatTokenizer) -> None:
     """Raise InputError if tool calls cannot be parsed: not in Hermes format, and no usable response template."""
     if not uses_hermes_format(tokenizer):
-        why = _parse_with_template(tokenizer, "", "").get("parse_error")
+        reason = _parse_with_template(tokenizer, "", "").get("parse_error")
         refuse(
-            why is not None,
-            f"{tokenizer.folder}: its tokenizer's response template cannot be used: {why}",
+            reason is not None,
+            f"{tokenizer.folder}: its tokenizer's response template cannot be used: {reason}",
         )
 
 
 def uses_hermes_format(tokenizer: ChatTokenizer) -> bool:
     """Whether the model writes Hermes calls: its chat template shows one and its tokenizer has no response template."""
-    is_shown = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
-    return is_shown and getattr(tokenizer.backend, "response_template", None) is None
+    shows_call = _SHOWN_HERMES_CALL.search(str(tokenizer.backend.chat_template)) is not None
+    return shows_call and getattr(tokenizer.backend, "response_template", None) is None
 
 
 def _parse_with_template(tokenizer: ChatTokenizer, text: str, prefix: str) -> dict[str, Any]:

@@ -63,9 +63,9 @@ class ChatTokenizer(Tokenizer):
         """Return a copy whose prompts show these tools, or self for None. Raises InputError like `tool_schemas`."""
         if tools is None or tools == self.tools:
             return self
-        other = copy.copy(self)
-        other.tools = tool_schemas(tools)
-        return other
+        tokenizer = copy.copy(self)
+        tokenizer.tools = tool_schemas(tools)
+        return tokenizer
 
     def is_chat(self, prompt: Prompt) -> bool:
         """Whether a prompt goes through the chat template. True for token ids, which may come from it."""
@@ -132,10 +132,10 @@ class ChatTokenizer(Tokenizer):
             f"{row.origin}: both the row and the run have tools; leave out one of them",
         )
         try:
-            shown = self.with_tools(row.tools)
+            tokenizer = self.with_tools(row.tools)
         except InputError as error:
             raise InputError(f"{row.origin}: {error}") from None
-        return shown.render_checked(as_messages(row.prompt), row.origin, is_prompt=True)
+        return tokenizer.render_checked(as_messages(row.prompt), row.origin, is_prompt=True)
 
     def encode_after(self, after: After, origin: str, *, end_id: int | None) -> list[int]:
         """Return the ids to append between two turns. Text is tokenized without a leading space.
@@ -197,14 +197,14 @@ class ChatTokenizer(Tokenizer):
             "append its beginning as text",
         )
         marked, _, marks = replace_with_marks(messages)
-        outline = self.render_after_answer(marked, origin)
-        self._check_marks_shown(marks, outline, origin)
+        marked_text = self.render_after_answer(marked, origin)
+        self._check_marks_shown(marks, marked_text, origin)
         ids = self.encode_appended(self.render_after_answer(messages, origin), origin)
         # What the template writes between the answer and the first message.
-        head = self.encode_appended(outline.partition(next(iter(marks)))[0], origin)
-        # A stop string may also have ended the answer, with an ordinary token that also occurs in the head.
-        if end_id in head and (end_id in self.chat_stop_ids or end_id == head[0]):
-            return ids[head.index(end_id) + 1 :]
+        separator_ids = self.encode_appended(marked_text.partition(next(iter(marks)))[0], origin)
+        # A stop string may also have ended the answer, with an ordinary token that also occurs in the separator.
+        if end_id in separator_ids and (end_id in self.chat_stop_ids or end_id == separator_ids[0]):
+            return ids[separator_ids.index(end_id) + 1 :]
         return ids
 
     def render_after_answer(self, messages: Messages, origin: str) -> str:
@@ -235,8 +235,8 @@ class ChatTokenizer(Tokenizer):
         """
         text = self.render(messages, origin, is_prompt=is_prompt)
         marked, tools, marks = replace_with_marks(messages, self.tools)
-        outline = self.with_tools(tools).render(marked, origin, is_prompt=is_prompt)
-        self._check_marks_shown(marks, outline, origin)
+        marked_text = self.with_tools(tools).render(marked, origin, is_prompt=is_prompt)
+        self._check_marks_shown(marks, marked_text, origin)
         return text
 
     def render(self, messages: Messages, origin: str, *, is_prompt: bool) -> str:
@@ -269,11 +269,11 @@ class ChatTokenizer(Tokenizer):
 
     def _check_marks_shown(self, marks: Mapping[str, str], text: str, origin: str) -> None:
         """Raise InputError for the first mark from `replace_with_marks` that is missing from a rendered text."""
-        for mark, what in marks.items():
+        for mark, description in marks.items():
             refuse(
                 mark not in text,
-                f"{origin}: the chat template of {self.folder} does not show {what}; write it in another role, or as "
-                "text",
+                f"{origin}: the chat template of {self.folder} does not show {description}; write it in another "
+                "role, or as text",
             )
 
     def check_arguments(self, flag: str) -> None:
@@ -305,9 +305,9 @@ def replace_with_marks(
     messages, schemas = copy.deepcopy((messages, list(tools)))
     marks: dict[str, str] = {}
 
-    def mark(what: str) -> str:
+    def mark(description: str) -> str:
         word = _MARK.format(len(marks))
-        marks[word] = what
+        marks[word] = description
         return word
 
     for message in messages:

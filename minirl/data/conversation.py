@@ -22,14 +22,14 @@ def conversation_record(rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str,
     the row's prompt, branch by branch, with special tokens as text; the sampled segments are the turns. Returns {} for
     a rollout without tools whose only turn answers the prompt.
     """
-    first, *further = turns = rollout.episode.turns
-    is_one_answer = not further and first.start == first.branch == 0 and first.parse_error is None
+    first, *later_turns = turns = rollout.episode.turns
+    is_one_answer = not later_turns and first.start == first.branch == 0 and first.parse_error is None
     if is_one_answer and not tokenizer.with_tools(rollout.episode.tools).tools:
         return {}
     return {
         "messages": rollout_messages(rollout, tokenizer),
         "segments": list(_segments(rollout, tokenizer)),
-        "turns": [turn.numbers() for turn in turns],
+        "turns": [turn.json_fields() for turn in turns],
     }
 
 
@@ -62,8 +62,8 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
 
     Answers have no special tokens. If the model has tools, an answer of one turn also has its tool calls.
     """
-    begun = rollout.episode.prompt
-    if begun is None or is_token_ids(begun):
+    branch_prompt = rollout.episode.prompt
+    if branch_prompt is None or is_token_ids(branch_prompt):
         return []
     tokenizer = tokenizer.with_tools(rollout.episode.tools)
     branch = rollout.branches[-1]
@@ -82,7 +82,7 @@ def rollout_messages(rollout: Rollout, tokenizer: ChatTokenizer) -> Messages:
         # Keep the text, which shows the malformed call.
         return message if message.pop("parse_error", None) is None else message | {"content": text}
 
-    return branch_messages(cast(str | Messages, begun), turns, answer)
+    return branch_messages(cast(str | Messages, branch_prompt), turns, answer)
 
 
 def branch_messages(

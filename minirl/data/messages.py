@@ -37,14 +37,14 @@ def read_message(message: Any, origin: str) -> dict[str, Any]:
         f"{origin}: content is {content!r:.80}; only text content is supported",
     )
     refuse(message.get("function_call"), f"{origin}: function_call is deprecated; use tool_calls")
-    read = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    read["content"] = "" if content is None else content
+    normalized = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    normalized["content"] = "" if content is None else content
     if calls:
         try:
-            read["tool_calls"] = list(map(_read_call, calls))
+            normalized["tool_calls"] = list(map(_read_call, calls))
         except (TypeError, LookupError):
             raise InputError(f"{origin}: tool_calls: only function calls are supported") from None
-    return read
+    return normalized
 
 
 def _is_text_part(part: Any) -> bool:
@@ -58,8 +58,8 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise TypeError("a function's name must be text")
     arguments: Any = call["function"]["arguments"] or {}
     with contextlib.suppress(TypeError, ValueError, RecursionError):
-        read = json.loads(arguments)
-        arguments = read if isinstance(read, dict) else arguments
+        parsed = json.loads(arguments)
+        arguments = parsed if isinstance(parsed, dict) else arguments
     call_fields = {key: call[key] for key in ("id", "type") if key in call}
     return {**call_fields, "function": {"name": name, "arguments": arguments}}
 

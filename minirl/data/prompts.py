@@ -104,8 +104,10 @@ class PromptStream:
             prompt_ids = tuple(self.tokenizer.encode(row))
             for sample in range(group_size + num_greedy):
                 rollout_id = RolloutId(prompt_ordinal, sample)
-                sampled_at = temperature if sample < group_size else 0.0
-                requests.append(self.request(rollout_id, row.prompt, prompt_ids, sampled_at, truncation))
+                request_temperature = temperature if sample < group_size else 0.0
+                requests.append(
+                    self.request(rollout_id, row.prompt, prompt_ids, request_temperature, truncation)
+                )
         return requests
 
     def branch_request(
@@ -128,10 +130,10 @@ class PromptStream:
             self.tokenizer.check_ids(prompt, origin)
             prompt_ids = tuple(prompt)
         else:
-            shown = self.tokenizer.with_tools(tools)
-            prompt_ids = tuple(shown.encode(Row(cast(str | Messages, prompt), {}, origin)))
-            if tools and shown is not self.tokenizer:
-                check_calls_parsable(shown)
+            tokenizer = self.tokenizer.with_tools(tools)
+            prompt_ids = tuple(tokenizer.encode(Row(cast(str | Messages, prompt), {}, origin)))
+            if tools and tokenizer is not self.tokenizer:
+                check_calls_parsable(tokenizer)
         rollout_id = first.rollout_id._replace(branch=branch)
         return self.request(rollout_id, prompt, prompt_ids, first.temperature, first.truncation)
 

@@ -43,8 +43,8 @@ class Tokenizer:
 
         source = model_file(folder, "tokenizer_config.json").parent
         # Without any of these files, transformers would create an empty tokenizer.
-        has_one = any((source / name).is_file() for name in TOKENIZER_FILES)
-        refuse(not has_one, f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
+        has_tokenizer_file = any((source / name).is_file() for name in TOKENIZER_FILES)
+        refuse(not has_tokenizer_file, f"{folder}: has no tokenizer ({', '.join(TOKENIZER_FILES)})")
         try:
             self.backend: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:
@@ -97,8 +97,8 @@ class Tokenizer:
             before = self.encode_text(anchor, origin)
             ids = self.encode_text(anchor + text, origin)
             # Some tokenizers turn a newline into a space.
-            is_kept = before and self._decode(before, False).removeprefix(" ") == anchor
-            if is_kept and ids[: len(before)] == before:
+            is_anchor_kept = before and self._decode(before, False).removeprefix(" ") == anchor
+            if is_anchor_kept and ids[: len(before)] == before:
                 return ids[len(before) :]
         return self.encode_text(text, origin)
 
@@ -134,11 +134,11 @@ def find_stop_ids(folder: Path, eos_id: int | None) -> frozenset[int]:
     for name in ("config.json", "generation_config.json"):
         path = model_file(folder, name)
         # One id, a list of ids, or null.
-        listed = read_json_object(path).get("eos_token_id") if path.is_file() else None
-        ids = listed if isinstance(listed, list) else [listed]
+        eos_value = read_json_object(path).get("eos_token_id") if path.is_file() else None
+        ids = eos_value if isinstance(eos_value, list) else [eos_value]
         refuse(
             any(i is not None and (type(i) is not int or i < 0) for i in ids),
-            f"{path}: eos_token_id is {listed!r}; expected a token id or a list of them",
+            f"{path}: eos_token_id is {eos_value!r}; expected a token id or a list of them",
         )
         stop_ids.update(ids)
     return frozenset(stop_ids - {None})

@@ -54,21 +54,21 @@ def plan_microbatches(
     for sequence in sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence)):
         by_prompt[sequence.prompt_id].append(sequence)
     pieces = list(map(_make_piece, by_prompt.values()))
-    equal_share = -sum(piece.minus_size for piece in pieces) / num_ranks
+    equal_share = -sum(piece.negated_size for piece in pieces) / num_ranks
     heapq.heapify(pieces)
     ranks = [_Rank() for _ in range(num_ranks)]
     while pieces:
         piece = heapq.heappop(pieces)
         rank = min(ranks, key=lambda rank: rank.load_with(piece))
-        is_too_large = rank.load_with(piece) > equal_share or -piece.minus_size > max_tokens
+        is_too_large = rank.load_with(piece) > equal_share or -piece.negated_size > max_tokens
         if is_too_large and len(piece.members) > 1:
             # The members are sorted by length, so every second one makes about half of the tokens.
             heapq.heappush(pieces, _make_piece(piece.members[::2]))
             heapq.heappush(pieces, _make_piece(piece.members[1::2]))
             continue
         refuse(
-            -piece.minus_size > max_tokens,
-            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-piece.minus_size} tokens; raise the limit",
+            -piece.negated_size > max_tokens,
+            f"--max-tokens-per-microbatch {max_tokens}: a rollout has {-piece.negated_size} tokens; raise the limit",
         )
         fitting = [micro for micro in rank.microbatches if micro.load_with(piece) <= max_tokens]
         if not fitting:
@@ -78,14 +78,14 @@ def plan_microbatches(
         min(fitting, key=lambda micro: piece.prompt_id not in micro.prompts).add(piece)
     microbatches_per_rank = [[sorted(micro.members) for micro in rank.microbatches] for rank in ranks]
     num_microbatches = max(map(len, microbatches_per_rank))
-    return [own + [[]] * (num_microbatches - len(own)) for own in microbatches_per_rank]
+    return [micros + [[]] * (num_microbatches - len(micros)) for micros in microbatches_per_rank]
 
 
 class _Piece(NamedTuple):
     """Sequences with one prompt, placed together. Pieces sort by size, largest first, then by first sequence."""
 
     # Negated number of tokens to compute for these sequences: the prompt once and every completion.
-    minus_size: int
+    negated_size: int
     members: list[SequenceInfo]  # longest first
     prompt_id: RolloutId
     num_prompt_tokens: int
@@ -109,8 +109,8 @@ class _Load:
 
     def load_with(self, piece: _Piece) -> int:
         """Return the number of tokens with this piece added. Its prompt is free if it is already present."""
-        shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
-        return self.num_tokens - piece.minus_size - shared
+        num_shared = piece.num_prompt_tokens if piece.prompt_id in self.prompts else 0
+        return self.num_tokens - piece.negated_size - num_shared
 
     def add(self, piece: _Piece) -> None:
         """Add the piece."""

@@ -205,12 +205,12 @@ class Batch:
 
 def gather_infos(rollouts: Sequence[Rollout], rewards: Tensor) -> list[RolloutInfo]:
     """Gather the infos of all ranks' rollouts, sorted (collective). rewards: fp64 [n, K] of this rank's n rollouts."""
-    own = [
+    local_infos = [
         RolloutInfo(list(map(_sequence_info, rollout.branches)), rollout.is_truncated, rollout_rewards)
         for rollout, rollout_rewards in zip(rollouts, rewards.tolist(), strict=True)
     ]
     # Ids are unique, so sorting never compares the other fields.
-    return sorted(itertools.chain(*gather_objects(own)))
+    return sorted(itertools.chain(*gather_objects(local_infos)))
 
 
 def gather_to_rollouts(batch: Batch, values: Tensor, num_rollouts: int) -> Tensor:
@@ -247,7 +247,7 @@ def exchange(
         rank 0 sends 0, 4 to rank 1, and receives 3
         rank 1 sends 3 to rank 0 and 1 to itself, and receives 0, 4 and 1, which it sorts
     """
-    own = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
+    local_batch = pack(all_branches(rollouts), batch_type).replace(**(streams or {}))
     ranks = range(world_size())
     # The sequences that each rank trains on, over all minibatches.
     planned = [[sequence for per_rank in plan for micro in per_rank[r] for sequence in micro] for r in ranks]
@@ -256,13 +256,13 @@ def exchange(
     num_sent, num_received = (
         [sum(sequence.num_tokens for sequence in part) for part in parts] for parts in (sent, received)
     )
-    outgoing = own.select(list(itertools.chain(*sent)))
+    outgoing = local_batch.select(list(itertools.chain(*sent)))
     incoming = {}
     with spent_on("wait_ranks"):
         for name, stream in outgoing._streams().items():
             incoming[name] = stream.new_empty(sum(num_received), *stream.shape[1:])
             dist.all_to_all_single(incoming[name], stream, num_received, num_sent)
-    unsorted = own.replace(sequences=tuple(itertools.chain(*received)), **incoming)
+    unsorted = local_batch.replace(sequences=tuple(itertools.chain(*received)), **incoming)
     batch = unsorted.select(sorted(unsorted.sequences))
     # Shared prompts must be equal, because the model computes them only once.
     parts = zip(batch.sequences, batch.tokens.split(batch.lengths), strict=True)

@@ -191,7 +191,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=divisor.dtype)
         grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         for i, head_chunk in enumerate(head.split(ctx.vocab_chunk)):
-            first = i * ctx.vocab_chunk
+            chunk_start = i * ctx.vocab_chunk
             # Accumulated in fp32 and rounded to the head's dtype once, after the last token chunk.
             grad_head_chunk = torch.zeros_like(head_chunk, dtype=divisor.dtype)
             for start in range(0, len(hidden), ctx.token_chunk):
@@ -200,7 +200,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 logprobs = log_softmax(logits, totals[chunk] if totals.numel() else None)
                 grad = _logit_gradient(
                     logprobs,
-                    targets[chunk, None] - first,
+                    targets[chunk, None] - chunk_start,
                     entropies[chunk, None],
                     logprob_grad=logprob_grad[chunk],
                     entropy_grad=None if entropy_grad is None else entropy_grad[chunk],
@@ -209,7 +209,7 @@ class ChunkedLogprobs(torch.autograd.Function):
                 if grad_head is not None:
                     grad_head_chunk.add_(mm_fp32_out(grad.t(), hidden[chunk], head.dtype))
             if grad_head is not None:
-                grad_head[first : first + ctx.vocab_chunk] = grad_head_chunk
+                grad_head[chunk_start : chunk_start + ctx.vocab_chunk] = grad_head_chunk
         return grad_hidden.to(hidden.dtype), grad_head, *[None] * 4
 
 
@@ -233,16 +233,16 @@ def _score_token_chunk(
     totals = divisor.new_empty(len(hidden), len(head_chunks))
     entropies = divisor.new_empty(len(hidden), len(head_chunks))
     target_logits = divisor.new_empty(len(hidden), 1)
-    first = 0
+    chunk_start = 0
     for i, head_chunk in enumerate(head_chunks):
         logits = chunk_logits(hidden, head_chunk, divisor)
-        index, is_in_chunk = index_in_chunk(targets - first, len(head_chunk))
+        index, is_in_chunk = index_in_chunk(targets - chunk_start, len(head_chunk))
         target_logits.copy_(torch.where(is_in_chunk, logits.gather(1, index), target_logits))
         totals[:, i] = logits.logsumexp(-1)
         # Conditional logprobs, given that the token is in this vocabulary chunk.
         logprobs = logits.sub_(totals[:, i, None])
         entropies[:, i] = _entropies(logprobs)
-        first += len(head_chunk)
+        chunk_start += len(head_chunk)
     target_logprobs = log_softmax(target_logits, totals)[:, 0]
     # The entropy of choosing a chunk, plus the mean entropy of choosing a token within one.
     log_chunk_probs = torch.log_softmax(totals, -1)

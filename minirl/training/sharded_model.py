@@ -225,8 +225,8 @@ class ShardedModel:
         gradients = {name: master.grad for name, master in self.masters.items() if master.grad is not None}
         norm = _total_norm(gradients.values()) if gradients else 0.0
         if not math.isfinite(norm):
-            where = _first_nonfinite(gradients)
-            raise GuardError(f"gradient norm is {norm}: {where}. Nothing was updated; try a lower --lr")
+            culprit = _first_nonfinite(gradients)
+            raise GuardError(f"gradient norm is {norm}: {culprit}. Nothing was updated; try a lower --lr")
         if norm == 0:
             optimizer.zero_grad()
             return norm
@@ -242,9 +242,9 @@ class ShardedModel:
         optimizer.zero_grad()
         weight_norm = _total_norm(self.masters.values())
         if not math.isfinite(weight_norm):
-            where = _first_nonfinite(self.masters)
+            culprit = _first_nonfinite(self.masters)
             raise GuardError(
-                f"after this update the norm of the weights is {weight_norm}: {where}. They are not saved, and the "
+                f"after this update the norm of the weights is {weight_norm}: {culprit}. They are not saved, and the "
                 "last checkpoint is unchanged; try a lower --lr"
             )
         self.refresh()
@@ -257,8 +257,8 @@ class ShardedModel:
         """
         tensors = {}
         for name, master in self.masters.items():
-            for kind, tensor in {"masters": master, **optimizer.state.get(master, {})}.items():
-                tensors[f"{kind}.{name}"] = _local_shard(tensor).detach()
+            for state_name, tensor in {"masters": master, **optimizer.state.get(master, {})}.items():
+                tensors[f"{state_name}.{name}"] = _local_shard(tensor).detach()
         return tensors
 
     @torch.no_grad()
@@ -273,21 +273,21 @@ class ShardedModel:
         Raises InputError naming `origin` and the tensor if the state belongs to another model.
         """
         # "exp_avg.model.norm.weight" is the "exp_avg" of "model.norm.weight".
-        parts = {key: key.split(".", 1) for key in saved[0]}
-        unmatched = {name for _, name in parts.values()} ^ self.masters.keys()
+        split_keys = {key: key.split(".", 1) for key in saved[0]}
+        unmatched = {name for _, name in split_keys.values()} ^ self.masters.keys()
         refuse(unmatched, f"{origin}: belongs to another model: {sorted(unmatched)[:5]} (first five)")
-        for key, (kind, name) in parts.items():
+        for key, (state_name, name) in split_keys.items():
             master = self.masters[name]
-            state = {"masters": master} if kind == "masters" else optimizer.state[master]
+            state = {"masters": master} if state_name == "masters" else optimizer.state[master]
             shards = [tensors[key] for tensors in saved]
             if shards[0].ndim == 0:  # the step count, which every rank has
-                state[kind] = shards[0].to(master.device, copy=True)
+                state[state_name] = shards[0].to(master.device, copy=True)
                 continue
-            if kind not in state:  # some optimizers create their state in the first step
-                state[kind] = torch.zeros_like(master)
+            if state_name not in state:  # some optimizers create their state in the first step
+                state[state_name] = torch.zeros_like(master)
             full = torch.cat(shards)
             check_shape(full.shape, master, f"{origin}: {key}")
-            fill_parameter(state[kind], full, f"{origin}: {key}")
+            fill_parameter(state[state_name], full, f"{origin}: {key}")
         self.refresh()
 
     @torch.no_grad()
@@ -320,13 +320,13 @@ class ShardedModel:
         """Fill full weights from all ranks' shards (collective). pairs: (full weight, this rank's shard)."""
         # FSDP splits the rows into chunks of equal size; the last chunks may be smaller, or empty.
         sizes = [math.ceil(len(weight) / world_size()) * weight[0].numel() for weight, _ in pairs]
-        own = pairs[0][0].new_zeros(sum(sizes))
-        for slot, (_, shard) in zip(own.split(sizes), pairs, strict=True):
+        send_buffer = pairs[0][0].new_zeros(sum(sizes))
+        for slot, (_, shard) in zip(send_buffer.split(sizes), pairs, strict=True):
             slot[: shard.numel()].copy_(shard.flatten(), non_blocking=True)
-        per_rank = own.new_empty(world_size(), len(own))
+        per_rank = send_buffer.new_empty(world_size(), len(send_buffer))
         # torch 2.13 warns about the old name, the only one in 2.11.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(per_rank.view(-1), own)
+        gather(per_rank.view(-1), send_buffer)
         for (weight, _), chunks in zip(pairs, per_rank.split(sizes, 1), strict=True):
             weight.copy_(chunks.reshape(-1, *weight.shape[1:])[: len(weight)])
 
@@ -376,7 +376,7 @@ def sharded_storage(
     decoder.to(dtype).requires_grad_(False)
     decoder.layers._apply(lambda tensor: torch.zeros_like(tensor, device=device))
     _assign_weights(decoder, root_weights)
-    layers = {name: own for name, own in decoder.named_parameters() if name not in root_weights}
+    layers = {name: weight for name, weight in decoder.named_parameters() if name not in root_weights}
     for name in frozen.keys() & layers.keys():
         shard = _local_shard(frozen[name])
         if shard.shape == layers[name].shape and shard.device == layers[name].device:
