@@ -248,7 +248,7 @@ def main(config: Config) -> int:
 
 
 def add_scoring(metrics: StepMetrics, groups: Groups, batch: Batch, kl: Tensor, returns: Tensor) -> None:
-    """Add the value model's metrics and, with a reference, those of the KL [T] (collective). returns: [M]."""
+    """Add metrics of the value model and, with a reference, of the KL [T] (collective). returns: [M]."""
     old_values = batch.values[batch.loss_mask].double()
     has_score = batch.spread_rollouts(~groups.weighted_rewards.isnan())[batch.loss_mask]
     explained = explained_variance(old_values[has_score], returns[has_score])

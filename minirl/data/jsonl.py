@@ -90,6 +90,6 @@ def _parse_json(text: bytes, origin: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        # Covers other encodings, numbers with thousands of digits and lists nested thousands deep. Drop the line
-        # number, which counts within the text.
+        # Covers other encodings, numbers with thousands of digits and lists nested thousands deep. Drop "line 1", which
+        # counts within the line and not within the file.
         raise InputError(f"{origin}: cannot be read as JSON: {str(error).replace('line 1 ', '')}") from None

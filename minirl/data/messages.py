@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from minirl.errors import InputError, refuse
 
-# As returned by `read_message`. Reward functions also get TRL's extra keys, such as `tool_calls`.
+# Messages as returned by `read_message`. Reward functions also get TRL's extra keys, such as `tool_calls`.
 Messages = list[dict[str, Any]]
 # The prompt of an episode's branch: text, messages or token ids.
 Prompt = str | Messages | list[int]

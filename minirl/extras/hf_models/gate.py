@@ -56,7 +56,7 @@ _WINDOW = r".*(window|window_size|chunk_size|local_attention)"
 
 def shrink_config(config: Any) -> tuple[Any, dict[int | None, int | None]]:
     """Return a config with small sizes, and a map from its windows to the real ones."""
-    shortened: dict[int, int] = {}  # the short window per real window
+    shortened: dict[int, int] = {}  # maps real windows to short ones
     text = config.get_text_config()
     heads = text.num_attention_heads
     original = 96 if ends_at_original(text) else 32
