@@ -36,13 +36,13 @@ class HFModel:
             return HFTransformer(hf, config, recompute_layers=recompute_layers)
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a folder, by its names, from those of parameters, by the model's."""
+        """Convert parameters, under the model's names, to a checkpoint's tensors and names."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(_cached_hf(self.text), dict(tensors))
 
     def join_stored(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """Return the one parameter that a folder stores in these tensors."""
+        """Join a checkpoint's tensors into the one parameter that they store."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
