@@ -115,7 +115,7 @@ UNNAMED = {
     "mine.py:": NO_SPEC,
     ":score": NO_SPEC,
     "folder/mine.txt:f": NO_SPEC,
-    "none.py:f": "there is no file none.py",
+    "none.py:f": "file none.py does not exist",
     "no_such_package.rewards:f": "raised\nTraceback",
     "minirl.data.gsm8k:f": "minirl.data.gsm8k has no function f",
 }

@@ -181,7 +181,7 @@ for now in (0.0, 0.9, 1.1):
 """
     with started(tmp_path, [python(tmp_path, body, before=ignore)]) as job:
         assert job.codes() == [143]
-        said = "SIGTERM: stopping after this step; again to leave at once"
+        said = "SIGTERM: stopping after this step; send it again to exit at once"
         assert job.output(0).splitlines() == ["joined", "0.0", said, "0.9", "1.1"]
 
 
@@ -368,12 +368,12 @@ for differing in (*names, "restarts", "devices"):
 """
     said = outputs_of(tmp_path, body, [0, 0])
     node = socket.gethostname()
-    different = f" must be the same on all nodes, and differs between {node} and {node}\n"
+    different = f" must be the same on all nodes, but {node} and {node} differ\n"
     for message in (
         f"/a: the run's folder ($MINIRL_RUNS){different}",
         f".: the weights{different}",
         f"the prompts{different}",
-        f"the command line, and the kind of device,{different}",
+        f"the command line and the device type{different}",
         "--max-restarts: works on one node only",
         "use --nproc-per-node 1, or CUDA_VISIBLE_DEVICES= for the CPU\n",
     ):

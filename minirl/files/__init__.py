@@ -1,1 +1,1 @@
-"""Files that are complete or absent, JSON files and safetensors files."""
+"""Atomic writes, JSON files, safetensors files and user code."""

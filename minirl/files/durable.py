@@ -1,6 +1,6 @@
-"""Write files and folders that are complete or absent, whenever the process is killed.
+"""Write files and folders atomically: they are complete or absent, whenever the process is killed.
 
-A file's content reaches the disk before it gets its name; a folder is filled under a temporary name (with a
+A file's content reaches the disk before the file gets its name. A folder is filled under a temporary name (with a
 leading dot) and then renamed.
 """
 
@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; at the end of the block its content is on the disk. Raises OSError naming the file."""
+    """Open a new file for writing, and sync it to disk when the block ends. Raises OSError naming the file."""
     with add_path_to_oserror(path), path.open("wb") as file:
         yield file
         file.flush()
@@ -22,7 +22,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Write a text file so that readers see either the old content or the new one, never a part."""
+    """Write a text file atomically: readers see either the old content or the new, never part of it."""
     temporary = path.with_name(f".half-{path.name}")
     with new_file(temporary) as file:
         file.write(content.encode())
@@ -30,7 +30,7 @@ def replace_file(path: Path, content: str) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Append all of the content to a file or, if that fails, nothing. Raises OSError naming the file."""
+    """Append the whole content to a file, or nothing if a write fails. Raises OSError naming the file."""
     with add_path_to_oserror(path), path.open("ab", buffering=0) as file:
         end = file.tell()
         try:
@@ -44,7 +44,7 @@ def append_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def add_path_to_oserror(path: Path) -> Iterator[None]:
-    """Give an OSError of the block this path if it has none: a write to a full disk names no file."""
+    """Add this path to an OSError in the block that names no file, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -53,8 +53,8 @@ def add_path_to_oserror(path: Path) -> Iterator[None]:
 
 
 def publish(half_made: Path, folder: Path) -> None:
-    """Give a complete folder its final name. Raises OSError if that name is taken by a folder with files."""
-    # The files are on the disk already (`new_file`); the lists of files in the folders are not.
+    """Sync a complete folder and rename it. Raises OSError if `folder` already exists and is not empty."""
+    # `new_file` has synced the files to disk already, but not the directory entries.
     for inner in [*half_made.rglob("*/"), half_made]:
         fsync_path(inner)
     os.rename(half_made, folder)
@@ -62,14 +62,14 @@ def publish(half_made: Path, folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a folder, then delete it, so that a half-deleted folder never has the name of a complete one."""
+    """Rename a folder before deleting it, so that a half-deleted folder never has the name of a complete one."""
     renamed = folder.with_name(f".old-{folder.name}")
     os.rename(folder, renamed)
     shutil.rmtree(renamed, ignore_errors=True)
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
+    """Sync a file, or a folder's directory entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

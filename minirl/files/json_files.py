@@ -1,4 +1,4 @@
-"""JSON in files."""
+"""Read and write JSON and JSON Lines."""
 
 import contextlib
 import json
@@ -10,9 +10,9 @@ from minirl.errors import InputError
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Return a value as JSON: sets and arrays as lists, numbers of numpy and torch as numbers, other objects as text.
+    """Serialize a value: sets and arrays become lists, numpy and torch scalars numbers, other objects strings.
 
-    Raises TypeError or ValueError for keys that are not text, and for a value that contains itself.
+    Raises TypeError for keys that JSON lacks, and ValueError for a value that contains itself.
     """
     return json.dumps(value, indent=indent, default=_plain)
 
@@ -24,7 +24,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a run's file of one object per line, and skip other lines, such as a kill leaves. Raises OSError."""
+    """Read one JSON object per line; skip other lines, such as one cut off by a kill. Raises OSError."""
     values = []
     for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -33,7 +33,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises InputError naming the file if it holds something else."""
+    """Read a JSON file that contains an object. Raises InputError naming the file if it does not."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Safetensors files: read lazily, and written through to the disk."""
+"""Read safetensors files lazily, and write them durably."""
 
 import errno
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ from torch import Tensor
 from minirl.errors import InputError
 from minirl.files import durable
 
-# The file that names the shards of a model's folder.
+# Index file of a model folder, which lists its weight files.
 INDEX = "model.safetensors.index.json"
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file with `safe_open`. Raises InputError, also in the block, for a file or tensor that cannot be read."""
+    """Open a file with `safe_open`. Raises InputError if the file, or a tensor read in the block, is unreadable."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -30,25 +30,25 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Read a tensor of a file. Raises like `open_tensors`."""
+    """Read one tensor from a file. Raises like `open_tensors`."""
     with open_tensors(path) as file:
         return file.get_tensor(name)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; there must be one.
+    """Return whether all values of a non-empty tensor are finite.
 
     Ten times as fast as `isfinite().all()`, which allocates a tensor.
     """
-    # Both are NaN if any value is.
+    # Both extremes are NaN if any value is.
     lowest, highest = tensor.aminmax()
     return bool(lowest.isfinite() & highest.isfinite())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file of these tensors, on any device, and wait until it is on the disk.
+    """Write tensors, which may be on any device, to a file and sync it to disk.
 
-    The host takes a copy of those that are on a GPU or not contiguous. Raises OSError naming the file.
+    Tensors on a GPU and non-contiguous ones are first copied to host memory. Raises OSError naming the file.
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with durable.add_path_to_oserror(path):
@@ -58,5 +58,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             save_file(whole, path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
-        path.chmod(mode)  # `save_file` lets only the owner read it
+        path.chmod(mode)  # `save_file` makes the file readable only by its owner
         durable.fsync_path(path)

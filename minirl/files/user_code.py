@@ -1,4 +1,4 @@
-"""Find a user's functions, and show their exceptions. Standard library only: a reward worker starts quickly."""
+"""Load user functions and format their exceptions. Only the standard library, so that reward workers start fast."""
 
 import builtins
 import contextlib
@@ -13,9 +13,9 @@ from typing import Any
 
 from minirl.errors import InputError, refuse
 
-# This package's folder: tracebacks for users begin after the frames of its files.
+# Folder of this package, whose frames are cut from the start of users' tracebacks.
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# The most characters of a traceback and of a value that the trainer shows.
+# Maximum characters of a traceback and of a value in messages.
 MAX_TRACEBACK = 4000
 MAX_REPR = 80
 
@@ -23,7 +23,8 @@ MAX_REPR = 80
 def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[str, str]:
     """Split a flag's value, "file.py:name" or "module:name", into the file or module and the name.
 
-    expected: what the name stands for, in messages. Raises InputError for another value, and if the file is missing.
+    expected: kind of object that the name denotes, for the message. Raises InputError for a malformed value or a
+    missing file.
     """
     source, _, name = spec.rpartition(":")
     is_file = source.endswith(".py")
@@ -32,13 +33,13 @@ def source_and_name(flag: str, spec: str, expected: str = "function") -> tuple[s
         not name or not (is_file or is_module),
         f"{flag} {spec}: expected file.py:{expected} or module:{expected}",
     )
-    refuse(is_file and not os.path.isfile(source), f"{flag} {spec}: there is no file {source}")
+    refuse(is_file and not os.path.isfile(source), f"{flag} {spec}: file {source} does not exist")
     return source, name
 
 
 @contextlib.contextmanager
 def loading_user_code(what: str) -> Iterator[None]:
-    """Raise errors of user code, which the block loads, as InputError that begins with `what`."""
+    """Turn errors of the user code that the block loads into an InputError whose message begins with `what`."""
     try:
         yield
     except InputError as reason:
@@ -48,7 +49,7 @@ def loading_user_code(what: str) -> Iterator[None]:
 
 
 def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
-    """Return functions of one file or module. Raises InputError; exceptions of its code pass through."""
+    """Return functions from a file or module. Raises InputError for a missing one; the code's own errors propagate."""
     module = _run_file(source) if source.endswith(".py") else importlib.import_module(source)
     for name in names:
         refuse(not callable(getattr(module, name, None)), f"{source} has no function {name}")
@@ -56,16 +57,16 @@ def find_functions(source: str, *names: str) -> list[Callable[..., Any]]:
 
 
 def _run_file(file: str) -> types.ModuleType:
-    """Run a Python file as a module, once per process; its imports look in its own folder first."""
+    """Run a Python file as a module, once per process; its imports search its own folder first."""
     path = os.path.abspath(file)
-    name = f"user_file:{path}".replace(".", ":")  # no parts of a package
+    name = f"user_file:{path}".replace(".", ":")  # a dot would mean a submodule
     if name in sys.modules:
         return sys.modules[name]
-    sys.path.append(os.path.dirname(path))  # for packages
+    sys.path.append(os.path.dirname(path))  # for imports of packages
     module = types.ModuleType(name)
     module.__file__ = path
-    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(_import_beside, path)}
-    # dataclasses and pickle look a class's module up there.
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": partial(_import_sibling, path)}
+    # dataclasses and pickle look up a class's module in sys.modules.
     sys.modules[name] = module
     try:
         with open(path, "rb") as source:
@@ -77,25 +78,25 @@ def _run_file(file: str) -> types.ModuleType:
     return module
 
 
-def _import_beside(file: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Import for a user's file. A file beside it becomes its own module: another folder's may have the same name."""
+def _import_sibling(file: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Import a module for a user's file. Files in its folder are keyed by path, as other folders may reuse a name."""
     path = os.path.join(os.path.dirname(file), f"{name}.py")
-    is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # by the script, for example
+    is_loaded = getattr(sys.modules.get(name), "__file__", None) == path  # for example by the script
     if path == file or is_loaded or not os.path.isfile(path):
         return builtins.__import__(name, *arguments, **options)
     return _run_file(path)
 
 
 def short_repr(value: Any) -> str:
-    """Return the beginning of a value's repr, or its type if repr fails (an int of thousands of digits)."""
+    """Return the start of a value's repr, or its type if repr fails (as for an int with thousands of digits)."""
     try:
         return repr(value)[:MAX_REPR]
     except Exception:
-        return f"a value of {type(value)} that cannot be shown"
+        return f"a value of {type(value)} whose repr failed"
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return a traceback without this package's frames at its beginning, and without the middle of a very long one."""
+    """Format a traceback without this package's leading frames, and without the middle of a very long one."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
         frames = frames.tb_next

@@ -1,1 +1,1 @@
-"""The processes of a run: how each begins and ends, and the process group."""
+"""Rank processes: startup, signals, errors, timing and the process group."""

@@ -1,7 +1,7 @@
-"""How a rank ends: by an error, by a signal after its step, or because another rank is lost.
+"""Run a script's `main` on a rank, and end the process after an error, a signal or the loss of another rank.
 
-Ranks wait for each other in collectives. There torch.distributed raises when the connection to another rank breaks, and
-when a rank has not come after --hang-timeout seconds. torchrun ends the other ranks when one ends.
+Ranks wait for each other in collectives. torch.distributed raises there if the connection to another rank breaks or
+if a rank does not arrive within --hang-timeout seconds. When one rank exits, torchrun ends the others.
 """
 
 import contextlib
@@ -27,25 +27,25 @@ from minirl.errors import InputError, refuse
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Times in seconds.
-START_TIMEOUT_S = 300.0  # between the starts of two ranks
-REPEAT_DELAY_S = 1.0  # a second signal sooner than this is ignored: torchrun may deliver one signal twice
-REPORT_S = 3.0  # from an error on one rank to its report, in which the other ranks may meet the same one
-POLL_S = 0.1  # between two looks at the other ranks
+START_TIMEOUT_S = 300.0  # maximum time between the starts of two ranks
+REPEAT_DELAY_S = 1.0  # a second signal within this delay is ignored: torchrun may deliver one signal twice
+REPORT_S = 3.0  # time that a failed rank waits for the others to hit the same error before it reports
+POLL_S = 0.1  # polling interval for the other ranks
 GLOO_SOURCE = re.compile(r"/gloo/\S+\.cc:\d+\]")
-# The errors of allocators: those of Python, the host, CUDA and its libraries.
+# Out-of-memory errors of Python, the host, CUDA and the CUDA libraries.
 OUT_OF_MEMORY = re.compile(r"MemoryError|out of memory|allocate memory|ALLOC_FAILED")
-STARTUP_PHASE = "before the first step"  # the phase of a rank that has nothing to save
+STARTUP_PHASE = "before the first step"  # phase of a rank that has nothing to save yet
 
 
 @dataclass
 class _ProcessState:
-    """What this process does, and the requests to it."""
+    """Current phase of this process, and its pending stop request."""
 
-    phase: str = STARTUP_PHASE  # the step and its phase
-    stop_signal: int = 0  # number of the signal that asked for a stop at the end of the step; 0: none did
-    stop_requested_at: float = 0.0  # by time.monotonic()
-    pid: int = 0  # of the process that called `run`
-    # The bytes that were planned for a phase, and the flags that lower them.
+    phase: str = STARTUP_PHASE  # current step and phase
+    stop_signal: int = 0  # number of the signal that requested a stop after the step; 0 if none did
+    stop_requested_at: float = 0.0  # time of that signal, from time.monotonic()
+    pid: int = 0  # pid of the process that called `run`
+    # Returns the memory planned for a phase and the flags that lower it.
     memory_advice: Callable[[str], str] = lambda phase: "nothing yet"
 
 
@@ -53,15 +53,15 @@ this_process = _ProcessState()
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's `main` and end the process with what it returns (None: 0), or with the code of its error.
+    """Run a script's `main` and exit with the code that it returns (None: 0), or with the exit code of its error.
 
-    Every rank calls it (collective at the end). An error that all ranks meet is printed once. One with an `exit_code`
-    (`minirl.errors`) is a message, any other a traceback.
+    Every rank calls this function (collective at the end). An error that all ranks raise is printed once: errors with
+    an `exit_code` (`minirl.errors`) as a message, all others with their traceback.
 
-    SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask for a stop at the end of the step
-    (`process_group.stop_requested`); a second one, or one before the first step, ends the process at once. A signal
-    that is ignored stays so, as SIGHUP by nohup. SIGUSR1 prints the stacks of all threads. The process dies with
-    torchrun.
+    SIGTERM, SIGINT and SIGHUP (a closed terminal) request a stop at the end of the step
+    (`process_group.stop_requested`). A second signal, or one before the first step, ends the process at once. Signals
+    that were ignored at startup stay ignored, as SIGHUP under nohup. SIGUSR1 prints the stacks of all threads. The
+    process dies with torchrun.
     """
     _prepare_process()
     try:
@@ -74,23 +74,23 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    # In the interpreter's normal exit gloo's threads now and then abort a finished run ("terminate called without an
+    # During a normal interpreter exit, gloo's threads occasionally abort a finished run ("terminate called without an
     # active exception", torch 2.13), and torchrun would report it as failed.
     os._exit(exit_code)
 
 
 def announce_phase(phase: str) -> None:
-    """Tell the other ranks the step and phase that begin on this one. Not collective."""
+    """Publish the step and phase that begin on this rank, for the error reports of others. Not collective."""
     this_process.phase = phase
     rendezvous().set(f"phase/{_rank()}", phase)
 
 
 @functools.cache
 def rendezvous() -> Any:
-    """The key-value store of all ranks: torchrun's, or one that rank 0 hosts; a process that is alone has its own.
+    """Return the key-value store of all ranks: torchrun's, one that rank 0 hosts, or a single process's own.
 
-    Raises InputError without all of torchrun's variables, and torch's DistError if it cannot be reached in
-    START_TIMEOUT_S.
+    Raises InputError if only some of torchrun's environment variables are set, and torch's DistError if the store
+    cannot be reached within START_TIMEOUT_S.
     """
     missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if {"RANK", "WORLD_SIZE"} <= missing:
@@ -100,12 +100,12 @@ def rendezvous() -> Any:
         f"RANK or WORLD_SIZE is set without {', '.join(sorted(missing))}: use torchrun, or unset them",
     )
     store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT_S)))
-    # torchrun may restart all ranks and keep its store: keys of an earlier attempt must not count.
+    # torchrun keeps its store when it restarts the ranks, so the keys of an earlier attempt need another prefix.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def _prepare_process() -> None:
-    """Make the process die with torchrun, handle signals, and print any character in any locale."""
+    """Make the process die with torchrun, install signal handlers, and make stdout accept any character."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -115,12 +115,12 @@ def _prepare_process() -> None:
             signal.signal(number, _handle_stop_signal)
     faulthandler.register(signal.SIGUSR1)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the locale cannot encode would raise otherwise, and end the run.
+        # Otherwise printing a character that the locale cannot encode would raise and end the run.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
-    """Ask for a stop at the end of the step, or end the process: see `run`."""
+    """Request a stop at the end of the step, or exit at once: see `run`."""
     now = time.monotonic()
     is_repeated = this_process.stop_signal and now - this_process.stop_requested_at > REPEAT_DELAY_S
     is_forked_child = os.getpid() != this_process.pid
@@ -130,17 +130,17 @@ def _handle_stop_signal(number: int, frame: FrameType | None) -> None:
         this_process.stop_signal = number
         this_process.stop_requested_at = now
         if _rank() == 0:
-            text = f"{signal.Signals(number).name}: stopping after this step; again to leave at once\n"
-            with contextlib.suppress(OSError):  # print could meet itself here, in the middle of a line
+            text = f"{signal.Signals(number).name}: stopping after this step; send it again to exit at once\n"
+            with contextlib.suppress(OSError):  # the signal may interrupt a print, which is not reentrant
                 os.write(2, text.encode())
 
 
 def _report_error(error: BaseException) -> int:
-    """Print the error of `main`, unless another rank was the first to meet one; return the exit code."""
-    for number in STOP_SIGNALS:  # torchrun's, if another rank leaves first
+    """Print the error of `main`, unless another rank failed first; return the exit code."""
+    for number in STOP_SIGNALS:  # torchrun sends them if another rank exits first
         signal.signal(number, signal.SIG_IGN)
     is_first, missing = True, []
-    # The store ended with torchrun or rank 0, or there is none.
+    # The store may be missing, or may have ended with torchrun or rank 0.
     with contextlib.suppress(dist.DistError, InputError):
         is_first = rendezvous().add("num_errors", 1) == 1
         missing = _ranks_without_error()
@@ -149,12 +149,12 @@ def _report_error(error: BaseException) -> int:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
     if _rank() == 0:
-        time.sleep(2 * POLL_S)  # without torchrun it keeps the store, which other ranks still read
+        time.sleep(2 * POLL_S)  # without torchrun, rank 0 hosts the store, and other ranks still read it
     return exit_code
 
 
 def _ranks_without_error() -> list[str]:
-    """Wait until all ranks have met an error, REPORT_S at most; those that have not, with their phases."""
+    """Wait up to REPORT_S for all ranks to fail; return the ranks that have not, with their phases."""
     store = rendezvous()
     store.set(f"phase/{_rank()}", "")
     ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
@@ -170,24 +170,24 @@ def _ranks_without_error() -> list[str]:
 
 
 def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tuple[int, str]:
-    """The exit code for an error that `main` raised, and the message ("": print nothing).
+    """Return the exit code and the message ("": print nothing) for an error that `main` raised.
 
-    missing: the ranks that have met no error.
+    missing: the ranks that have not failed.
     """
     where = f"rank {_rank()}, {this_process.phase}"
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code, ""  # the parser of flags has printed why
+        return error.code, ""  # the flag parser has already printed the reason
     cause = str(error).partition("\n")[0]
     exit_code = getattr(error, "exit_code", 0)
     if not exit_code and OUT_OF_MEMORY.search(repr(error)):
         advice = this_process.memory_advice(this_process.phase)
         return InputError.exit_code, f"error: out of memory; planned: {advice} [{where}: {cause}]"
-    # gloo's errors have no class of their own, but begin with the place in its source.
+    # gloo raises plain RuntimeErrors, whose messages begin with a location in its source.
     is_gloo_error = type(error) is RuntimeError and GLOO_SOURCE.search(cause)
     if isinstance(error, dist.DistError) or is_gloo_error:
         lost = ", ".join(missing) or "another rank"
         return 1, f"error: {lost} has ended, hangs or is slower than --hang-timeout [{where}: {cause}]"
-    # A full disk, a folder that cannot be written to.
+    # The disk may be full, or a folder read-only.
     if isinstance(error, OSError) and this_process.phase == STARTUP_PHASE:
         exit_code = InputError.exit_code
     if exit_code:
@@ -196,5 +196,5 @@ def _exit_code_and_message(error: BaseException, missing: Sequence[str]) -> tupl
 
 
 def _rank() -> int:
-    """This process's rank. Does not need the process group, unlike `process_group.rank`."""
+    """Return this process's rank. Unlike `process_group.rank`, it works without the process group."""
     return int(os.environ.get("RANK", 0))

@@ -1,4 +1,4 @@
-"""The process group, with one process per rank: how it starts, and the collectives on host values.
+"""Start the process group, choose each rank's device, and run collectives on host values.
 
 Under torchrun the ranks come from its environment variables; otherwise this process is the only rank. Every
 rank runs the same script.
@@ -18,10 +18,10 @@ from minirl.errors import refuse
 from minirl.ranks import launch
 from minirl.ranks.time_account import spent_on
 
-# Compute capability of Ampere, the oldest GPUs used. Those before it have no bf16 products, and neither flash-attn nor
-# torch's varlen kernel runs there.
+# Compute capability of Ampere, the oldest supported GPUs. Older ones have no bf16 matmuls, and neither flash-attn nor
+# torch's varlen kernel supports them.
 OLDEST_CAPABILITY = (8, 0)
-# Variables with which the user may have set torch's CUDA allocator: the present name, and the older one.
+# Environment variables that configure torch's CUDA allocator: the current name and the older one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -30,22 +30,21 @@ def start(
 ) -> torch.device:
     """Join the process group and return this rank's device. All ranks call it (collective).
 
-    shares_cores: on CUDA, the CPU computes on this rank's share of the cores; else on one thread. On the CPU it is
-    always one: with more, matrix products are not batch-invariant (`minirl.model.batch_invariance`).
+    shares_cores: on CUDA, give each rank an equal share of the CPU cores instead of one thread. On the CPU every rank
+    uses one thread: with more, matmuls are not batch-invariant (`minirl.model.batch_invariance`).
 
-    hang_timeout: seconds after which a collective fails that some rank has not come to. may_use_cpu: see
-    `select_device`.
+    hang_timeout: seconds after which a collective fails if a rank has not arrived. may_use_cpu: see `select_device`.
 
-    CUDA's allocator gets expandable segments, so that memory freed by one phase can hold a larger block of the next,
-    unless ALLOCATOR_SETTINGS say otherwise; and sums of bf16 products stay in fp32.
+    Unless one of ALLOCATOR_SETTINGS is set, the CUDA allocator uses expandable segments, so that memory freed by one
+    phase can hold a larger block of the next. bf16 matmuls accumulate in fp32.
 
-    Raises InputError for an unusable device, for --max-restarts on several nodes, and on all ranks if their devices or
-    command lines differ; torch's DistError if another rank does not come.
+    Raises InputError for an unusable device and for --max-restarts on several nodes. Raises it on all ranks if their
+    device types or command lines differ. Raises torch's DistError if another rank does not arrive.
     """
     refuse(
         local_world_size() < world_size() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        "--max-restarts: works on one node only, as each node's torchrun counts its own restarts; instead start all "
-        "nodes again with the same --run-name",
+        "--max-restarts: works on one node only, because each node's torchrun counts its own restarts; instead start "
+        "all nodes again with the same --run-name",
     )
     if os.environ.keys().isdisjoint(ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # torch reads it when CUDA starts
@@ -55,7 +54,7 @@ def start(
         torch.cuda.set_device(device)
         if shares_cores:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
-        # Otherwise products summed in parts are rounded to bf16 in between, by shape: errors of 3e-3 instead of 3e-5.
+        # Otherwise split-k matmuls round partial sums to bf16, depending on the shape: errors of 3e-3 instead of 3e-5.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if not dist.is_initialized():
         timeout = timedelta(seconds=hang_timeout)
@@ -68,15 +67,15 @@ def start(
             rank=rank(),
             world_size=world_size(),
         )
-    require_same((device.type, sys.argv), "the command line, and the kind of device,")
+    require_same((device.type, sys.argv), "the command line and the device type")
     return device
 
 
 def select_device(*, may_use_cpu: bool) -> torch.device:
-    """The CUDA device of this rank, or the CPU where torch sees none: CUDA_VISIBLE_DEVICES= (empty) hides all.
+    """Return this rank's CUDA device, or the CPU if torch sees none. An empty CUDA_VISIBLE_DEVICES hides all devices.
 
-    may_use_cpu: if this node has more ranks than devices, hide these and print a line that says so. Not collective.
-    Raises InputError if the ranks cannot each use a CUDA device.
+    may_use_cpu: if this node has more ranks than CUDA devices, hide the devices and print a line that says so. Not
+    collective. Raises InputError if the ranks cannot each use a CUDA device.
     """
     num_devices = torch.cuda.device_count()
     if num_devices < local_world_size():
@@ -87,47 +86,47 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
                 f"{fault}: use --nproc-per-node {num_devices}, or CUDA_VISIBLE_DEVICES= for the CPU",
             )
             print0(f"{fault}: the ranks compute on the CPU")
-            # FSDP would make a second process group, with NCCL, if it saw a device.
+            # If FSDP saw a device, it would create a second process group with NCCL.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", rank()))
     found = torch.cuda.get_device_capability(index)
     refuse(
         found < OLDEST_CAPABILITY,
-        f"CUDA device {index} has compute capability {found}, and at least {OLDEST_CAPABILITY} (Ampere) is "
-        "needed: leave it out by CUDA_VISIBLE_DEVICES",
+        f"CUDA device {index} has compute capability {found}, but {OLDEST_CAPABILITY} (Ampere) or newer is "
+        "required: exclude it with CUDA_VISIBLE_DEVICES",
     )
     return torch.device("cuda", index)
 
 
 def stop_requested() -> int:
-    """The number of the signal that asked any rank to stop, or 0. Called at the end of a step (collective).
+    """Return the number of the signal that asked any rank to stop, or 0. Called at the end of a step (collective).
 
-    All ranks get the same number, so that they stop after the same step.
+    All ranks get the same number and therefore stop after the same step.
     """
     return max(gather_objects(launch.this_process.stop_signal))
 
 
 def rank() -> int:
-    """This process's rank. Before `start`, torchrun's, or 0 without torchrun."""
+    """Return this process's rank. Before `start`, it is torchrun's, or 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """The number of ranks. Before `start`, torchrun's, or 1 without torchrun."""
+    """Return the number of ranks. Before `start`, it is torchrun's, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def local_world_size() -> int:
-    """The number of ranks on this node, by torchrun; without torchrun all ranks are on one."""
+    """Return the number of ranks on this node, from torchrun; without torchrun all ranks share one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def print0(*parts: Any) -> None:
-    """Print on rank 0 and flush; output that cannot be written stops no run. Not collective.
+    """Print on rank 0 and flush; a failed write never stops the run. Not collective.
 
-    When the reader of the output has gone (as in `| head`), this and all later output is dropped. On a full disk
-    the last lines are written with later output, once there is room.
+    After a broken pipe (as with `| head`), this and all later output is dropped. On a full disk, the pending lines are
+    written with later output, once there is room.
     """
     if rank() != 0:
         return
@@ -135,20 +134,20 @@ def print0(*parts: Any) -> None:
         print(*parts, flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115, it stays open
-    except OSError:  # a full disk, a terminal that has gone
+    except OSError:  # a full disk or a closed terminal
         pass
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank (collective)."""
+    """Return rank 0's value on every rank (collective)."""
     return gather_objects(value)[0]
 
 
 @spent_on("wait_ranks")
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value in rank order, on every rank (collective).
+    """Return every rank's value, in rank order, on every rank (collective).
 
-    A process that has not joined the process group, as in a notebook, is alone.
+    A process that has not joined the process group, as in a notebook, gets only its own value.
     """
     if not dist.is_initialized():
         return [value]
@@ -158,11 +157,11 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def require_same(value: Any, what: str) -> None:
-    """Raise InputError on every rank, naming `what` and two nodes, unless all have the same value (collective)."""
+    """Raise InputError on every rank, naming `what` and two nodes, unless all values are equal (collective)."""
     for other, node in gather_objects((value, socket.gethostname())):
         refuse(
             other != value,
-            f"{what} must be the same on all nodes, and differs between {node} and {socket.gethostname()}",
+            f"{what} must be the same on all nodes, but {node} and {socket.gethostname()} differ",
         )
 
 

@@ -1,7 +1,7 @@
-"""The account of time: at every moment this rank's main thread spends its time on exactly one cause.
+"""Time breakdown of a rank: at every moment the main thread spends its time on exactly one cause.
 
-So the seconds of all causes add up to the wall clock; unattributed time goes to "host". docs/metrics.md lists the
-causes. A phase of the step sets the cause (`StepMetrics.begin`), and `spent_on` sets another one for a block. The
+The seconds of all causes therefore add up to wall time; unattributed time goes to "host". docs/metrics.md lists the
+causes. Each phase of the step sets a cause (`StepMetrics.begin`), and `spent_on` sets another one for a block. The
 module's only state is `this_process`.
 """
 
@@ -13,33 +13,33 @@ from contextlib import contextmanager
 
 import torch
 
-# Counted whole, whatever happens inside: the cost of an evaluation, a save or a refresh.
+# Causes that include all time spent inside them: the full cost of an evaluation, a save or a refresh.
 WHOLE_CAUSES = ("eval", "save", "refresh")
 GENERATION_CAUSES = ("prefill", "decode", "decode_comm")
 
 
 class TimeAccount:
-    """Seconds by cause, of the thread that began the account."""
+    """Seconds per cause, for the thread that called `begin`."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Start over, under "host". Call it before the first step, so that set-up counts in no step."""
+        """Reset all seconds and switch to "host". Call it before the first step, so that setup counts in no step."""
         self._thread = threading.get_ident()
         self._cause = "host"
         self._since = self._started_at = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def switch(self, cause: str) -> None:
-        """Count the time from now on under another cause."""
+        """Count time under another cause from now on."""
         now = time.perf_counter()
         self._seconds[self._cause] += now - self._since
         self._since = now
         self._cause = cause
 
     def take(self) -> tuple[float, dict[str, float]]:
-        """Return the wall seconds since the last `take` or `begin`, and the seconds by cause."""
+        """Return the wall seconds since the last `take` or `begin`, and the seconds per cause; reset both."""
         self.switch(self._cause)
         elapsed, seconds = self._since - self._started_at, self._seconds
         self._started_at = self._since
@@ -48,10 +48,10 @@ class TimeAccount:
 
     @contextmanager
     def spent_on(self, cause: str) -> Iterator[None]:
-        """For the block, or the calls of a decorated function, the time is spent on another cause.
+        """Count the time of the block, or of each call of a decorated function, under another cause.
 
-        It costs a few microseconds and never waits for the device. Without effect in another thread and inside of a
-        cause that is counted whole.
+        Costs a few microseconds and never waits for the device. Has no effect in other threads or inside one of
+        WHOLE_CAUSES.
         """
         if self._cause in WHOLE_CAUSES or threading.get_ident() != self._thread:
             yield
@@ -69,6 +69,6 @@ spent_on = this_process.spent_on
 
 
 def wait_for_device() -> None:
-    """Wait until all CUDA kernels launched so far have finished, so that their time is not another cause's."""
+    """Wait for all CUDA kernels launched so far, so that their time is not counted under the next cause."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
