@@ -295,7 +295,7 @@ def test_row_40_a_full_disk_costs_neither_the_run_nor_a_step_s_metrics(make_logg
         logger.log(2, {"a": 1.0}, num_steps=3)
         assert path.read_bytes() == before
         logger.log_rollouts(2, [{"id": [0, 0], "text": "longer than the limit"}])
-        with pytest.raises(SaveError, match="metrics of the last 1 steps were not written"):
+        with pytest.raises(SaveError, match="metrics of the last 1 steps could not be written"):
             logger.finish()
     logger.log(3, {"b": math.nan, "c": -math.inf}, num_steps=3)
     assert steps_in(tmp_path) == [

@@ -1,4 +1,4 @@
-"""Log a run to Weights & Biases: metrics, tables of completions, and the best held-out score in the summary."""
+"""Log metrics, completion tables and the best held-out score to Weights & Biases."""
 
 import json
 import os
@@ -8,21 +8,21 @@ from typing import Any
 
 from minirl.files.json_files import read_json_lines
 
-# Limits of a table of completions: its rows, and the characters of each text.
+# Maximum rows of a completion table, and maximum characters of each text.
 TABLE_ROWS = 32
 TABLE_CHARS = 4_000
 
 
 class WandbRun:
-    """A run in wandb, of rank 0. Methods raise what wandb raises, even SystemExit."""
+    """wandb run of rank 0. Its methods raise whatever wandb raises, even SystemExit."""
 
     def __init__(self, folder: Path, args: dict[str, Any], mode: Any):
-        """Start the run, or resume it. args: its config, with its `wandb_id`. mode: see `wandb.init`."""
+        """Start or resume the run. args: the run's config, including its `wandb_id`. mode: see `wandb.init`."""
         import wandb
 
         self._metrics_file = folder / "metrics.jsonl"
         self.run = wandb.init(
-            # An argument hides its environment variable: entity, group and tags have only these.
+            # An argument overrides its WANDB_* variable, so entity, group and tags are left to theirs.
             project=os.environ.get("WANDB_PROJECT") or "minirl",
             name=folder.name,
             id=args["wandb_id"],
@@ -33,17 +33,17 @@ class WandbRun:
         )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log a step's metrics, which metrics.jsonl already has, and update the best held-out score in the summary."""
+        """Log a step's metrics, already written to metrics.jsonl, and update the best held-out score in the summary."""
         self.run.log(metrics, step=step)
         if "eval/reward" in metrics:
-            # The file also has the steps before a resume.
+            # Unlike this object, the file also has the steps before a resume.
             lines = read_json_lines(self._metrics_file)
             self.run.summary["best/eval_reward"], self.run.summary["best/step"] = max(
                 (line["eval/reward"], line["step"]) for line in lines if line.get("eval/reward") is not None
             )
 
     def log_completions(self, step: int, lines: Sequence[str]) -> None:
-        """Log a table of the first records of a step, which are lines of rollouts/*.jsonl. Long texts are cut."""
+        """Log a table of a step's first records, given as lines of rollouts/*.jsonl; truncate long texts."""
         import wandb
 
         records = [json.loads(line) for line in lines[:TABLE_ROWS]]

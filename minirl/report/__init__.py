@@ -1,1 +1,1 @@
-"""Report on a run: metrics, console lines, log files and Weights & Biases."""
+"""Metrics, console lines, log files and progress bars."""

@@ -1,8 +1,8 @@
-"""Log a run: console lines, metrics.jsonl, rollouts/*.jsonl and, on demand, wandb.
+"""Log a run to the console, metrics.jsonl, rollouts/*.jsonl and optionally wandb.
 
-No logging stops a run. What metrics.jsonl cannot take (a full disk) is kept and written with a later step; a step's
-rollouts that cannot be written are lost, and a warning says so. After wandb's first failure one line is printed and it
-is not called again. A resumed run continues its files and its wandb run after the step of its checkpoint.
+Logging errors never stop a run. If metrics.jsonl cannot be written (a full disk), its lines are buffered and written
+with a later step. If a step's rollouts cannot be written, they are dropped with a warning. After its first error, wandb
+is turned off with one printed line. A resumed run continues its files and its wandb run after the checkpoint's step.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from minirl.files.json_files import json_text, read_json_lines
 from minirl.ranks.process_group import print0, rank, world_size
 from minirl.ranks.time_account import spent_on
 
-# Of a console line: titles, metrics and formats.
+# Columns of a console line: title, metric and format.
 COLUMNS = (
     ("reward", "reward/mean", "6.3f"),
     ("gap", "policy/logp_gap_max", ".0e"),
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class Logger:
-    """Writes args.json when constructed, then metrics, rollouts and console lines. Only rank 0 writes."""
+    """Writer of a run's args.json, metrics, rollouts and console lines. Only rank 0 writes."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Logger:
         wandb_mode: str = "off",
         after_step: int = 0,
     ):
-        """Open the logs in `folder`, which must exist.
+        """Write args.json and open the logs in `folder`, which must exist.
 
-        args: what args.json takes, with the run's `wandb_id`.
-        after_step: the last step whose metrics stay in metrics.jsonl; those of later steps are deleted.
-        wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder cannot be written to.
+        args: content of args.json, including the run's `wandb_id`.
+        after_step: last step to keep in metrics.jsonl; later lines are deleted.
+        wandb_mode: "off", or a mode of `wandb.init`. Raises OSError if the folder is not writable.
         """
         self.folder = folder
         self._wandb: Any = None
@@ -62,13 +62,13 @@ class Logger:
         self._after_step = after_step
         self._started_at = time.monotonic()
         self._metrics_file = folder / "metrics.jsonl"
-        # Lines that metrics.jsonl could not take yet.
+        # Lines that still have to be written to metrics.jsonl.
         self._pending_lines = b""
         if rank() == 0:
             (folder / "rollouts").mkdir(exist_ok=True)
             durable.replace_file(folder / "args.json", json_text(args, indent=2) + "\n")
             if self._metrics_file.exists():
-                lines = read_json_lines(self._metrics_file)  # without damaged lines
+                lines = read_json_lines(self._metrics_file)  # skips corrupt lines
                 kept = [
                     json.dumps(line) + "\n" for line in lines if line.get("step") in range(after_step + 1)
                 ]
@@ -80,7 +80,7 @@ class Logger:
         """Write a step's metrics to the console, metrics.jsonl and wandb."""
         if rank() != 0:
             return
-        # JSON has neither NaN nor infinity.
+        # JSON has no NaN or infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._pending_lines += json.dumps({"step": step, **finite}).encode() + b"\n"
         self._write_metrics()
@@ -92,13 +92,13 @@ class Logger:
     def log_rollouts(
         self, step: int, records: Iterable[Mapping[str, Any]], *, to_wandb: bool = False
     ) -> None:
-        """Write all ranks' records of a step, in order of their ids, to rollouts/<step>.jsonl (collective).
+        """Write a step's records from all ranks, ordered by id, to rollouts/<step>.jsonl (collective).
 
-        to_wandb: whether wandb, if it is on, gets a table of the first ones, which must have an `advantage`.
+        to_wandb: whether to log a table of the first records to wandb, if it is on; they must have an `advantage`.
         """
-        # Each rank encodes its own: rank 0 only puts the lines in order.
+        # Each rank encodes its own records, so that rank 0 only has to sort the lines.
         lines = [(record["id"], json_text(record) + "\n") for record in records]
-        # They may have megabytes: no other rank gets them.
+        # The lines can take megabytes, so only rank 0 gets them.
         gathered: list[Any] = [None] * world_size()
         with spent_on("wait_ranks"):
             dist.gather_object(lines, gathered if rank() == 0 else None)
@@ -108,55 +108,55 @@ class Logger:
             try:
                 path.write_text("".join(in_order))
             except OSError as error:
-                with contextlib.suppress(OSError):  # a partly written file does not stay
+                with contextlib.suppress(OSError):  # remove a partially written file
                     path.unlink()
                 print0(
-                    f"warning: {path}: {error.strerror or error}; the run goes on without this step's rollouts"
+                    f"warning: {path}: {error.strerror or error}; the run continues without this step's rollouts"
                 )
             if to_wandb:
                 self._try_wandb(lambda: self._wandb.log_completions(step, in_order))
 
     def finish(self) -> None:
-        """Close wandb, if it is on. Raises SaveError if metrics.jsonl still lacks lines."""
+        """Close wandb, if it is on. Raises SaveError if lines of metrics.jsonl still cannot be written."""
         self._try_wandb(lambda: self._wandb.run.finish())
         if self._pending_lines and not self._write_metrics():
             num_steps = self._pending_lines.count(b"\n")
             raise SaveError(
-                f"{self._metrics_file}: the metrics of the last {num_steps} steps were not written"
+                f"{self._metrics_file}: the metrics of the last {num_steps} steps could not be written"
             )
 
     def _write_metrics(self) -> bool:
-        """Append the lines that metrics.jsonl lacks; return whether that succeeded."""
+        """Append the pending lines to metrics.jsonl; return whether that succeeded."""
         try:
             durable.append_whole(self._metrics_file, self._pending_lines)
         except OSError as error:
-            kept = "its lines are kept and written with a later step"
-            print0(f"warning: {self._metrics_file}: {error.strerror or error}; the run goes on, {kept}")
+            outcome = "the run continues and retries with the next step"
+            print0(f"warning: {self._metrics_file}: {error.strerror or error}; {outcome}")
             return False
         self._pending_lines = b""
         return True
 
     def _start_wandb(self, args: dict[str, Any], mode: str) -> None:
-        """Start or resume the run in wandb."""
+        """Start or resume the wandb run."""
         from minirl.extras.wandb_run import WandbRun
 
         self._wandb = WandbRun(self.folder, args, mode)
 
     def _try_wandb(self, action: Callable[[], Any]) -> None:
-        """Call wandb, if it is on. If that fails, print the error and turn wandb off."""
+        """Run an action on wandb, if it is on. On an error, print it and turn wandb off."""
         if not self._uses_wandb:
             return
         try:
             action()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # not installed, no network, SystemExit: training goes on
-            print0(f"wandb failed and is off from here on: {error!r}")
+        except BaseException as error:  # not installed, no network, even SystemExit: training continues
+            print0(f"wandb failed and is off from now on: {error!r}")
             self._uses_wandb = False
 
 
 def console_line(step: int, num_steps: int, metrics: Mapping[str, float], *, left_s: float) -> str:
-    """One line about a step, with the metrics that it has."""
+    """Format a step's console line, with those of COLUMNS that have a metric."""
     columns = [f"step {step:>{len(str(num_steps))}}/{num_steps} {timedelta(seconds=round(left_s))} left"]
     for title, metric, spec in COLUMNS:
         if metric in metrics:

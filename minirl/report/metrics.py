@@ -1,4 +1,4 @@
-"""Metrics of a training step: collected on each rank, reduced over the ranks at its end."""
+"""Metrics of a training step, collected on each rank and reduced over all ranks at the end of the step."""
 
 import itertools
 import math
@@ -18,22 +18,23 @@ from minirl.training.advantages import have_zero_variance
 from minirl.training.batch import Batch, SequenceInfo
 from minirl.training.kl import kl_penalty
 
-# How the numbers of each kind of metric are merged, over a step and over ranks: the number before the first, and the
-# function. A mean is divided by its weight in the end. `np.maximum` keeps a NaN.
+# Initial value and merge function of each kind of metric, over a step and over ranks. Means are divided by their weight
+# at the end. `np.maximum` propagates NaN.
 KINDS: dict[str, tuple[float, Callable[[float, float], float]]] = {
     "mean": (0.0, operator.add),
     "total": (0.0, operator.add),
     "maximum": (-math.inf, np.maximum),
 }
-# A kind and a name, a number, and its weight: for how many values it stands. Without weight a metric is left out.
+# ((kind, name), number, weight). The weight is the number of values behind the number; a total weight of 0 omits the
+# metric.
 Entry = tuple[tuple[str, str], float | Tensor, float | Tensor]
 
 
 class StepMetrics:
-    """The metrics of one step on one rank, by name: weighted means, maxima and totals.
+    """Metrics of one step on one rank: weighted means, maxima and totals, keyed by name.
 
-    A tensor that is added is kept on its device until `reduce`: to read each at once would make the host wait for the
-    device many times per microbatch.
+    Added tensors stay on their device until `reduce`: reading each one at once would synchronize with the device many
+    times per microbatch.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -43,7 +44,7 @@ class StepMetrics:
     def add(
         self, name: str, total: float | Tensor, weight: float | Tensor = 1.0, *, kind: str = "mean"
     ) -> None:
-        """Add `weight` values that sum to `total` to a mean, or to another of KINDS."""
+        """Add `weight` values that sum to `total` to a mean, or to a metric of another kind in KINDS."""
         kept = total.detach() if isinstance(total, Tensor) else total
         self._entries.append(((kind, name), kept, weight))
 
@@ -52,39 +53,39 @@ class StepMetrics:
         self.add(name, values.double().sum(), values.numel())
 
     def add_max(self, name: str, values: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Raise a maximum to the greatest element of `values`, if any. weight: 0 if that element does not count."""
+        """Update a maximum with the elements of `values`, if any. weight: 0 if they do not count as values."""
         if values.numel():
             self.add(name, values.max(), weight, kind="maximum")
 
     def add_total(self, name: str, amount: float | Tensor) -> None:
-        """Add to a total, which is summed over ranks too."""
+        """Add to a total, which is also summed over ranks."""
         self.add(name, amount, kind="total")
 
     def begin(self, phase: str) -> None:
-        """Begin a phase; the one before ends when the device has finished it.
+        """Begin a phase, after the device has finished the previous one.
 
-        From now on the account of time counts seconds under this name (for "generate" under "host"), except in blocks
-        of `time_account.spent_on`. Other ranks report the phase if this one hangs (`launch.announce_phase`).
+        Time is counted under the phase's name from now on ("generate" counts as "host"), except in blocks of
+        `time_account.spent_on`. If this rank hangs, other ranks report the phase (`launch.announce_phase`).
         """
         time_account.wait_for_device()
         time_account.this_process.switch("host" if phase == "generate" else phase)
         launch.announce_phase(f"step {self._step}, phase {phase}")
 
     def end(self) -> None:
-        """Add the seconds of the step by cause, each a mean over all ranks.
+        """Add the step's seconds per cause, each a mean over all ranks.
 
-        A step lasts from the previous `end` to its own; later work counts in the next step.
+        A step lasts from the previous `end` to this one; later work counts in the next step.
         """
         time_account.wait_for_device()
         elapsed, seconds = time_account.this_process.take()
         for name, spent in {"step": elapsed, **seconds}.items():
-            # Not a mean of `add`: a rank that has spent nothing on a cause does not name it.
+            # `add` would average only over the ranks that spent time on this cause.
             self.add_total(f"time/{name}", spent / world_size())
 
     def reduce(self) -> dict[str, float]:
-        """Means, maxima and totals so far over all ranks; the same on every rank (collective).
+        """Return all means, maxima and totals over all ranks; the same on every rank (collective).
 
-        A mean or maximum without values is left out.
+        Means and maxima without values are omitted.
         """
         per_rank = gather_objects(_merge(self._entries))
         merged = _merge(itertools.chain(*per_rank))
@@ -96,7 +97,7 @@ class StepMetrics:
 
 
 def _merge(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float]]:
-    """Merge the numbers of each metric, in their order. The first tensor of a device waits for it."""
+    """Merge the entries of each metric in order. The first tensor on a device synchronizes with it."""
     merged: dict[tuple[str, str], tuple[float, float]] = {}
     for key, number, weight in entries:
         start, merge = KINDS[key[0]]
@@ -111,9 +112,9 @@ def add_rollouts(
     *,
     grouped_rewards: Tensor,
 ) -> None:
-    """Add this rank's rollouts, and the rewards [P, G] of all groups, which every rank holds.
+    """Add this rank's rollouts, and the rewards [P, G] of all groups, which are the same on every rank.
 
-    Rewards that are NaN (no reward function applied) are left out of the statistics and counted.
+    NaN rewards (no reward function applied) are excluded from the statistics and counted separately.
     """
     for rollout in rollouts:
         num_sampled, turns = rollout.num_sampled, rollout.episode.turns
@@ -136,7 +137,7 @@ def add_rollouts(
 
 
 def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
-    """Add the wasted share of this rank's decode steps, how full they were, and how many requests lost their cache."""
+    """Add this rank's wasted decode tokens, decode occupancy, and counts of preempted and evicted requests."""
     metrics.add("perf/decode_waste", stats.wasted_tokens, stats.computed_tokens)
     metrics.add("perf/decode_occupancy", stats.decode_tokens, stats.decode_steps * stats.peak_running)
     if stats.preemptions:
@@ -148,26 +149,26 @@ def add_generation(metrics: StepMetrics, stats: EngineStats) -> None:
 def add_skipped(
     metrics: StepMetrics, sequences: Iterable[SequenceInfo], skipped: Collection[SequenceInfo]
 ) -> None:
-    """Add the fraction of the step's completion tokens that the update leaves out.
+    """Add the fraction of the step's completion tokens that the update skips.
 
-    sequences: those of all ranks, the same on every rank. skipped: those left out.
+    sequences: the sequences of all ranks, the same on every rank. skipped: the sequences that the update skips.
     """
     total = sum(sequence.num_loss_tokens for sequence in sequences)
     metrics.add("perf/skipped_tokens", sum(sequence.num_loss_tokens for sequence in skipped), total)
 
 
 def add_rewards(metrics: StepMetrics, functions: Collection[str], rewards: Tensor) -> None:
-    """Add the mean and the standard deviation of each of K functions' rewards, as reward/name and reward/name/std.
+    """Add the mean and std of each of the K reward functions, as reward/NAME and reward/NAME/std.
 
-    rewards fp64 [P, G, K]: those of all groups, equal on every rank, so that no number depends on which rank holds
-    which rollout. Rewards that are NaN do not apply to their completion and are left out.
+    rewards: fp64 [P, G, K], the rewards of all groups. They are the same on every rank, so the numbers do not depend on
+    how rollouts are distributed. NaN rewards do not apply to their completion and are excluded.
     """
     for name, values in zip(functions, rewards.flatten(0, 1).T, strict=True):
         _add_statistics(metrics, values, f"reward/{name}", f"reward/{name}/std")
 
 
 def _add_statistics(metrics: StepMetrics, rewards: Tensor, mean: str, std: str) -> None:
-    """Add the mean and the standard deviation of the rewards that are not NaN, if there are enough of them."""
+    """Add the mean and std of the rewards that are not NaN; the std needs at least two."""
     scored = rewards[~rewards.isnan()]
     metrics.add_values(mean, scored)
     if len(scored) > 1:
@@ -184,10 +185,10 @@ def add_tokens(
     *,
     weight_version: int,
 ) -> None:
-    """Add the results of a microbatch's forward pass: logprobs, importance ratio and entropy, all [T].
+    """Add a microbatch's logprobs, importance ratios and entropies from the forward pass, all [T].
 
-    weight_version: that of the weights of this pass. Of the tokens that they sampled, the gap between the logprobs of
-    sampling and of training is measured; after an update these are none.
+    weight_version: version of the weights in this pass. The gap between sampled and training logprobs is measured only
+    on tokens that these weights sampled, so no token counts after the step's first update.
     """
     index = micro.loss_index
     metrics.add_values("policy/entropy", entropy[index])
@@ -200,7 +201,7 @@ def add_tokens(
     gap = (logprobs - micro.sample_logprobs)[index].abs()
     chosen = micro.weight_version[index] == weight_version
     num_chosen = chosen.sum()
-    # Not with a mask as an index, for which the host would wait.
+    # Indexing with a mask would make the host wait for the device.
     metrics.add("policy/logp_gap_mean", gap.where(chosen, 0.0).double().sum(), num_chosen)
     metrics.add_max("policy/logp_gap_max", gap.where(chosen, -math.inf), num_chosen)
     metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), num_chosen)
@@ -216,10 +217,10 @@ def add_clip(
     clip_high: float,
     is_weight: bool = False,
 ) -> None:
-    """Add the shares of a microbatch's sampled tokens that the lower and the upper clip act on. ratio [T].
+    """Add the fractions of a microbatch's sampled tokens that the lower and the upper clip affect. ratio: [T].
 
-    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper one where ratio > 1 + clip_high and A > 0.
-    is_weight: the ratio is only a weight of the loss (CISPO) and is clipped for any advantage A.
+    The lower clip acts where ratio < 1 - clip_low and A < 0, the upper clip where ratio > 1 + clip_high and A > 0.
+    is_weight: whether the ratio only weights the loss (CISPO) and is clipped for any advantage A.
     """
     low = ratio < 1 - clip_low
     high = ratio > 1 + clip_high
@@ -231,16 +232,16 @@ def add_clip(
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The reduced metrics, with those that follow from them.
+    """Return the reduced metrics together with derived ones.
 
-    Adds completion tokens per second of generation and of the update, if it has any. Replaces counts of finish reasons
-    by shares.
+    Adds completion tokens per second of generation and of the update, if they took any time. Turns counts of finish
+    reasons into fractions.
     """
     all_metrics = dict(metrics)
     for name in metrics:
         if name.startswith("finish/"):
             all_metrics[name] /= metrics["count/rollouts"]
-    counts = defaultdict(float, metrics)  # names that no rank has counted are missing
+    counts = defaultdict(float, metrics)  # counts that are 0 on every rank are missing
     num_trained = counts["count/tokens"] * (1 - counts["perf/skipped_tokens"])
     generation_s = sum(counts[f"time/{cause}"] for cause in time_account.GENERATION_CAUSES)
     if generation_s > 0:

@@ -1,20 +1,20 @@
-"""A progress bar for a long phase, in a terminal only."""
+"""Progress bar for long phases, shown only in a terminal."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from minirl.ranks.process_group import rank
 
-DELAY_S = 3.0  # a phase that ends sooner shows nothing
+DELAY_S = 3.0  # shorter phases show no bar
 
 
 def show_progress(
     name: str, items: Sequence[Any] | None = None, *, total: int | None = None, unit: str = "microbatches"
 ) -> Any:
-    """A tqdm bar on rank 0, which vanishes at its end. Not collective.
+    """Return a tqdm bar, shown on rank 0 and cleared at its end. Not collective.
 
-    It gives the items one by one; without items, `update(n)` advances it towards the total. It shows only where stderr
-    is a terminal, so log files stay free of it.
+    Iterating over the bar yields `items`; without items, `update(n)` advances it towards `total`. The bar is shown only
+    if stderr is a terminal, so that it does not clutter log files.
     """
     from tqdm import tqdm
 
@@ -25,6 +25,6 @@ def show_progress(
         unit=f" {unit}",
         delay=DELAY_S,
         leave=False,
-        disable=None if rank() == 0 else True,  # None: unless stderr is a terminal
+        disable=None if rank() == 0 else True,  # None: disabled unless stderr is a terminal
         dynamic_ncols=True,
     )

@@ -1,4 +1,4 @@
-"""The records of rollouts: the lines of rollouts/*.jsonl, and the metrics of an evaluation, which are means of them."""
+"""Rollout records, which are the lines of rollouts/*.jsonl, and the evaluation metrics averaged from them."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from minirl.data.task import Task
 from minirl.rewards.reward_queue import RewardedRollouts
 from minirl.training.advantages import weighted_rewards
 
-Record = Mapping[str, Any]  # of a rollout, with `reward`, see `rollout_records`
+Record = Mapping[str, Any]  # one rollout as `rollout_records` returns it
 
 
 def rollout_records(
@@ -27,10 +27,10 @@ def rollout_records(
     weights: Tensor,
     **columns: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """The records of this rank's N rollouts, JSON values, as in rollouts/*.jsonl. Not collective.
+    """Return this rank's N rollouts as JSON-serializable records, the lines of rollouts/*.jsonl. Not collective.
 
-    functions: the names of the K rewards of `rewarded`, whose sum with these weights, fp64 [K], is the `reward`.
-    columns: further numbers [N] of the rollouts.
+    functions: names of the K reward functions. weights: fp64 [K]; the weighted sum of a rollout's rewards is its
+    `reward`. columns: additional numbers [N], one per rollout.
     """
     columns = {"reward": weighted_rewards(rewarded.rewards, weights).tolist(), **columns}
     rewards = rewarded.rewards.tolist()
@@ -57,9 +57,9 @@ def rollout_records(
 
 
 def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
-    """The metrics of evaluated rollouts: their mean reward, also by file, and that of each of several functions.
+    """Return the metrics of an evaluation: mean rewards overall, per file and per reward function. Not collective.
 
-    Rewards that do not apply are left out. Not collective.
+    Means per file (or function) are omitted if there is only one. Rewards that do not apply are excluded.
     """
     given: dict[str, list[float]] = defaultdict(list)
     for sample in records:
@@ -76,5 +76,5 @@ def mean_rewards(records: Iterable[Record], task: Task) -> dict[str, float]:
 
 
 def _json_number(number: float) -> float | None:
-    """The number, or None for NaN, which JSON lacks."""
+    """Return the number, or None for NaN, which JSON lacks."""
     return None if math.isnan(number) else number
