@@ -342,7 +342,7 @@ def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):
     for value in (np.float64(1), len):
         with (
             saving() as saver,
-            pytest.raises(InputError, match=r"^progress.extra: a checkpoint holds numbers"),
+            pytest.raises(InputError, match=r"^progress.extra: use only numbers, strings"),
         ):
             saver.save(2, extra={"fine": 1, "level": [0, {"x": value}]})
     differing = mock.patch("minirl.run.checkpoint.gather_objects", lambda own: [own, f"{own} of rank 1"])

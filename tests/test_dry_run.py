@@ -79,7 +79,7 @@ CASES = {
         "shard_weights True",
     ),
     # Less 2 x 128 rows: it is cut to the policy's vocabulary.
-    "a teacher": (train_grpo, QWEN_05B, "--gpus 1x80 --teacher {}/teacher", {"a parked model": 15.2}, ""),
+    "a teacher": (train_grpo, QWEN_05B, "--gpus 1x80 --teacher {}/teacher", {"a frozen model": 15.2}, ""),
     # 0.494e9 parameters each. With adapters of 16 x 549,888 parameters the critic shares the policy's base.
     "a critic": (train_ppo, QWEN_05B, "--gpus 1x80", {"weights": 1.98, "masters and moments": 11.9}, ""),
     "adapters": (
@@ -113,7 +113,7 @@ def test_the_plan_equals_the_numbers_by_hand(flags, tmp_path, case):
 @pytest.mark.parametrize(
     ("more", "refusal"),
     [
-        ("--gpus 1x6", f"6 GB is too small .*weights 0.988.*{FLAGS_THAT_HELP}"),
+        ("--gpus 1x6", f"does not fit into 6 GB per rank .*weights 0.988.*{FLAGS_THAT_HELP}"),
         ("--gpus 1x24 --cache-tokens 10000000", "--cache-tokens"),
         ("--reward math:none", "--reward math:none: math has no function none"),
         (
@@ -180,7 +180,7 @@ def test_row_38_a_run_that_cannot_fit_is_refused_before_models_are_loaded(one_ra
     """It finds a megabyte free, and leaves no folder. With all sizes given it starts: they may be known better."""
     machine = Machine("cpu", num_ranks=1, free_bytes=1e6)
     how = {"runs": runs, "under": partial(mock.patch, "minirl.run.setup.this_machine", return_value=machine)}
-    with pytest.raises(AssertionError, match=r"InputError: a rank with 0.001 GB is too small"):
+    with pytest.raises(AssertionError, match=r"InputError: the run does not fit into 0.001 GB"):
         run_in_pool(one_rank, "train_grpo.py", TINY, "--run-name small", **how)
     assert not (runs / "small").exists()
     sizes = "--cache-tokens 512 --max-tokens-per-microbatch 99 --recompute-layers off"

@@ -44,7 +44,7 @@ def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
     expected = {"bonus": 3.0, "lr": 0.1, "baseline": "none", "run_name": "mine", "algorithm": "fast"}
     expected |= {"chat": True, "drop_truncated": True, "reward": ("a.py:f", "b.py:g")}
     assert parsed(*flags.split(), presets=PRESETS) == ForkConfig(**expected)
-    with pytest.raises(InputError, match="--algorithm nope: one of default, fast"):
+    with pytest.raises(InputError, match="--algorithm nope: must be one of default, fast"):
         parsed("--algorithm=nope", presets=PRESETS)
 
 
@@ -98,9 +98,9 @@ REFUSED = [
     ("--model x", "--model needs --data"),
     ("--dry-run --gpus 8", "--gpus 8: give the number of ranks"),
     ("--dry-run --chat-template-kwargs [1]", "--chat-template-kwargs [1]: "),
-    ("--overlong-buffer 4", "--overlong-buffer 4.0: a share"),
+    ("--overlong-buffer 4", "--overlong-buffer 4.0: must be a fraction"),
     ("--num-minibatches 129", "--num-minibatches 129: a step has only 128 rollouts"),
-    ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them writes the rollouts"),
+    ("--tools a.py:f --rollout a.py:g", "--rollout and --tools: each of them defines the rollouts"),
     ("--tools a.py:f --environment a.py:E", "--tools and --environment: each of them"),
     ("--rollout json:loads,dumps", "json has no function loads,dumps"),
     # the script's
@@ -108,12 +108,12 @@ REFUSED = [
     ("--algorithm remax --dynamic-sampling", "--group-size 1: --baseline greedy or --dynamic-sampling"),
     ("--baseline greedy", "--baseline greedy: needs --advantage-norm none"),
     ("--baseline none --advantage-norm batch_std", "--baseline none: needs --advantage-norm none"),
-    ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would divide it away"),
+    ("--kl-reward-coef 0.1", "--kl-reward-coef: --advantage-norm group_std would normalise it away"),
     ("--kl-coef 0.1 --kl-reward-coef 0.1", "--kl-coef with --kl-reward-coef"),
-    ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: has one"),
+    ("--algorithm reinforce++ --ratio-level sequence_mean", "--ratio-level sequence_mean: gives all"),
     ("--teacher a --max-staleness 1 --correction none", "--correction none: with --max-staleness the"),
     ("--algorithm dapo --teacher a", "--dynamic-sampling: --teacher alone"),
-    ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: has one ratio"),
+    ("--teacher a --ratio-level sequence_mean", "--ratio-level sequence_mean: gives all tokens"),
     ("--teacher a --teacher-coef 0.5 --group-size 1", "--group-size 1: --baseline mean or"),
 ]
 

@@ -178,7 +178,7 @@ def test_a_mixture_of_experts_gets_a_plan(tmp_path, capsys):
     flags = f"--model {tmp_path} {data} --lora-rank 16 --dry-run --gpus"
     train_grpo.main(read_config(train_grpo, [f"{flags} 8x80"]))
     assert "model    30,5" in capsys.readouterr().out
-    with pytest.raises(InputError, match="60 GB is too small"):
+    with pytest.raises(InputError, match="does not fit into 60 GB per rank"):
         train_grpo.main(read_config(train_grpo, [f"{flags} 1x60"]))
 
 

@@ -1,6 +1,7 @@
-"""The memory of a rank: one budget, from which the sizes that flags leave open follow (docs/memory.md).
+"""Memory budget of a rank, from which the sizes left at "auto" follow (docs/memory.md).
 
-It counts what is large. The rest, such as a microbatch's logits, tables, libraries and fragments, is in the margin.
+The budget counts the large allocations. A margin covers the rest, such as a microbatch's logits, block tables,
+libraries and fragmentation.
 """
 
 import dataclasses
@@ -17,20 +18,21 @@ from minirl.model.attention import PAGED_BLOCK
 from minirl.model.config import ModelConfig
 from minirl.model.transformer import make_meta_model
 
-USABLE_FRACTION = 0.9  # of the free memory; the rest is the margin
-CPU_FACTOR = 2.0  # of activations, relative to CUDA: measured 0.5 to 1.8, with sequences of 4,096 tokens 3.2
+USABLE_FRACTION = 0.9  # usable fraction of the free memory; the rest is the margin
+# Activation bytes relative to CUDA: measured 0.5 to 1.8, and 3.2 for sequences of 4,096 tokens.
+CPU_FACTOR = 2.0
 MAX_REQUESTS = {"cpu": 256, "cuda": 1024}
-CACHE_TOKENS = 65536  # more only where a rank's completions can fill it
-# How to compute an update, fastest first: the divisor of the usual microbatch, whether layers are recomputed, and
-# whether gradients are sharded. Sums over ranks overlap with backward, and recomputation cannot; but with the optimizer
-# on the host, backward waits for the sums.
+CACHE_TOKENS = 65536  # default capacity of the cache, exceeded only if a rank's completions can fill more
+# Ways to run an update, fastest first: (divisor of the default microbatch, recompute layers, shard gradients). Sharded
+# gradients come before recomputation because their reduction overlaps with backward. With the optimizer on the host,
+# backward waits for the reduction, so recomputation comes first.
 UPDATE_OPTIONS = list(itertools.product((1, 2, 4, 8), (False, True), (False, True)))
 OFFLOADED_UPDATE_OPTIONS = [(divisor, recompute, shard) for divisor, shard, recompute in UPDATE_OPTIONS]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a rank computes at a time, and what it keeps. shard_weights: gradients are sharded, too."""
+    """Batch and cache sizes of a rank, and what it shards or recomputes. shard_weights implies shard_gradients."""
 
     max_running_requests: int
     cache_tokens: int
@@ -42,11 +44,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of a rank, besides `Sizes`.
+    """Models, lengths and hardware that determine a rank's memory use, apart from `Sizes`.
 
-    trained: the policy, then value models, which with shares_base are adapters on its weights. frozen: by name.
-    longest_tokens: of the longest prompt with its completion. step_tokens: the most that the rank trains on in a step.
-    num_requests: at a time. offloads_optimizer: to the memory of a GPU's host, where frozen models are parked.
+    trained: the policy, then any value models; with shares_base, value models are adapters on the policy's weights.
+    frozen: frozen models by name. longest_tokens: length of the longest prompt with its completion. step_tokens:
+    maximum tokens that the rank trains on in a step. num_requests: maximum concurrent requests. offloads_optimizer:
+    whether the optimizer lives in host memory, as offloaded frozen models do.
     """
 
     device_type: str
@@ -66,10 +69,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Budget:
-    """Sizes, and the bytes that a rank needs with them, by name: always, to score and train, to decode.
+    """Sizes, and the bytes that a rank then needs, by name: always, while it scores and trains, and while it decodes.
 
-    available_bytes: for the last two, which share it in turns, or side by side if the cache stays while the rank
-    trains.
+    available_bytes: memory for training and decoding. They use it in turns, or at the same time if the cache stays
+    allocated during training.
     """
 
     sizes: Sizes
@@ -79,30 +82,30 @@ class Budget:
     decoding_bytes: Mapping[str, float]
 
     def fits(self, *, keeps_cache: bool = False) -> bool:
-        """Whether training and decoding fit into the room, with keeps_cache side by side."""
+        """Return whether training and decoding fit into the available memory; with keeps_cache, both at once."""
         phase_bytes = sum(self.training_bytes.values()), sum(self.decoding_bytes.values())
         return (sum(phase_bytes) if keeps_cache else max(phase_bytes)) <= self.available_bytes
 
     def format_plan(self) -> list[str]:
-        """The sizes, the bytes of each phase and the room as text."""
+        """Return the sizes, the bytes per phase and the available memory as lines of text."""
         sizes = ", ".join(f"{name} {value}" for name, value in vars(self.sizes).items())
-        kept = "in turns: the cache is made again each time"
+        sharing = "in turns: each step reallocates the cache"
         if self.fits(keeps_cache=True):
-            kept = "beside each other: the cache stays"
+            sharing = "at the same time: the cache stays allocated"
         return [
             sizes,
             *(self._format_phase(phase) for phase in ("always", "training", "decoding")),
-            f"{self.available_bytes / 1e9:.3g} GB are left for training and decoding, {kept}",
+            f"{self.available_bytes / 1e9:.3g} GB are left for training and decoding, {sharing}",
         ]
 
     def advice(self, phase: str) -> str:
-        """The bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
+        """Return the bytes planned for a phase of a step, or for any other work, and the flags that lower them."""
         decoding = f"{self._format_phase('decoding')}; lower --cache-tokens"
         if phase.endswith("generate"):
             return decoding
         if phase.endswith(("score", "update")):
-            return f"{self._format_phase('training')}; lower --max-tokens-per-microbatch, or take --recompute-layers on"
-        return f"{self._format_phase('always')}; take a smaller --model or more ranks; {decoding}"
+            return f"{self._format_phase('training')}; lower --max-tokens-per-microbatch, or use --recompute-layers on"
+        return f"{self._format_phase('always')}; use a smaller --model or more ranks; {decoding}"
 
     def _format_phase(self, phase: str) -> str:
         parts: dict[str, float] = getattr(self, f"{phase}_bytes")
@@ -112,12 +115,12 @@ class Budget:
 
 @functools.cache
 def num_parameters(model: ModelConfig, *, trained: bool = False) -> int:
-    """The parameters of a model of this shape, or those that are trained; tied ones count once."""
+    """Return the number of parameters of a model of this shape, all or only the trained ones; tied ones count once."""
     return sum(p.numel() for p in make_meta_model(model).parameters() if p.requires_grad or not trained)
 
 
 def budget(work: Workload, sizes: Sizes) -> Budget:
-    """The bytes that a rank needs with these sizes."""
+    """Return the bytes that a rank needs with these sizes."""
     models = work.trained
     if work.shares_base and not sizes.shard_weights:
         models = models[:1]
@@ -131,14 +134,14 @@ def budget(work: Workload, sizes: Sizes) -> Budget:
         weight_bytes = _weight_bytes(work, model, is_sharded)
         if is_sharded or work.device_type == "cpu":
             always[name] = weight_bytes
-        elif weight_bytes > sum(training.values()):  # it takes the place of the update
-            training = {"a parked model": weight_bytes}
+        elif weight_bytes > sum(training.values()):  # scoring and the update use the same memory in turns
+            training = {"a frozen model": weight_bytes}
     available_bytes = USABLE_FRACTION * work.free_bytes - sum(always.values())
     return Budget(sizes, available_bytes, always, training, _decoding_bytes(work, sizes))
 
 
 def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float:
-    """The bytes of a model's weights on a rank: all, or embedding, head and the rank's rows of the layers."""
+    """Return the bytes of a model's weights on a rank: all, or embedding, head and the rank's shard of the layers."""
     num_local: float = num_parameters(model)
     if is_sharded:
         num_embeddings = _num_embeddings(model)
@@ -147,12 +150,12 @@ def _weight_bytes(work: Workload, model: ModelConfig, is_sharded: bool) -> float
 
 
 def _num_embeddings(model: ModelConfig) -> int:
-    """The parameters of embedding and head."""
+    """Return the number of parameters of embedding and head."""
     return model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
 
 
 def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, float]:
-    """The bytes of an update, by name."""
+    """Return the bytes of an update, by name."""
     gradients = 4.0 * num_trained
     if sizes.shard_gradients:
         gradients = 0.0 if work.offloads_optimizer else gradients / work.num_ranks
@@ -168,48 +171,48 @@ def _update_bytes(work: Workload, sizes: Sizes, num_trained: int) -> dict[str, f
 
 
 def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
-    """The bytes that a layer keeps of a token for backward, which are also enough for its forward.
+    """Return the activation bytes that a layer saves per token for backward, which also bound its forward pass.
 
-    They are exact for Llama and Qwen2, and up to 14 % off for other families.
+    The number is exact for Llama and Qwen2, and up to 14 % off for other families.
     """
     queries = model.num_attention_heads * model.head_dim
     num_saved = 4 * model.hidden_size + 3 * model.intermediate_size + (4 + 2 * model.qk_norm) * queries
     factor = CPU_FACTOR if work.device_type == "cpu" else 1.0
-    if model.norm_adds_one:  # its norms keep their inputs in fp32
+    if model.norm_adds_one:  # these norms save their inputs in fp32
         factor *= 1.35
-    # The rotation, gate and other norms of transformers keep more (docs/families.md).
+    # transformers' rotary embedding, gated activation and norms save more (docs/families.md).
     if model.hf_backend is not None:
         factor *= 1.5
     return factor * work.dtype.itemsize * num_saved
 
 
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
-    """The bytes of a microbatch, or those of the sums at its end."""
+    """Return the peak bytes of a microbatch: its activations, or the gradient reduction at the end of backward."""
     itemsize = work.dtype.itemsize
     layer = _layer_bytes_per_token(work, model)
     token_bytes = model.num_hidden_layers * layer + 0.4 * layer
     if sizes.recompute_layers:
         token_bytes = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer
     if model.delta_net:
-        token_bytes += 80 * model.delta_net.num_channels  # measured, in one layer
+        token_bytes += 80 * model.delta_net.num_channels  # measured in one layer
     activations = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token_bytes
     if model.adapters:
         return activations
     activations += itemsize * model.vocab_size * model.hidden_size  # the head's gradient
     if not sizes.shard_gradients:
         return activations
-    # When the activations are gone, gradients of embedding and head are summed over ranks, or on the host.
+    # Once the activations are freed, the gradients of embedding and head are summed over ranks, or on the host.
     summed_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
     return max(activations, summed_itemsize * _num_embeddings(model))
 
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
-    """The bytes of the cache, of prefills and of the requests in a decode step."""
+    """Return the bytes of the cache, of prefills and of the requests in a decode step."""
     policy = work.trained[0]
-    cached_token = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # in a layer
+    cached_token = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # per layer
     request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if work.device_type == "cuda" and not sizes.shard_weights:
-        request *= 2  # the pool of CUDA graphs has its own, besides those of prefills
+        request *= 2  # the CUDA graph pool needs its own buffers, in addition to those of prefills
     if policy.delta_net is not None:
         from minirl.extras.delta_net.states import StateCache
 
@@ -222,9 +225,9 @@ def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
 
 
 def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
-    """Choose the sizes of a rank: an update's come first, then the requests; the cache gets the rest.
+    """Choose the sizes of a rank: first for the update, then the number of requests; the cache gets the rest.
 
-    Given sizes stay. If nothing fits, these are the smallest that the longest request needs.
+    Given sizes stay as they are. If nothing fits, return the smallest sizes that the longest request allows.
     """
     for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
         tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)
@@ -232,7 +235,7 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
         needed = budget(work, dataclasses.replace(smallest, **given))
         if needed.fits():
             break
-    # The cache gets the other half.
+    # Requests get half of the memory, the cache the other half.
     requests = int(needed.available_bytes / 2 / needed.decoding_bytes["requests"])
     requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
     needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=requests))
@@ -245,6 +248,6 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
         min(most, work.longest_tokens + int(cache_bytes / token_bytes))
         for cache_bytes in (left_bytes, left_bytes - sum(needed.training_bytes.values()))
     )
-    # A cache that stays between steps is worth a third of its tokens.
+    # Keeping the cache allocated between steps is worth giving up a third of its tokens.
     tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
     return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest_tokens, tokens)))

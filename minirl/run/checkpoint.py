@@ -1,15 +1,15 @@
-"""Checkpoints between steps, and exact resume from them.
+"""Save checkpoints between steps, and resume from them exactly.
 
-    runs/NAME/checkpoints/000050/    a Hugging Face folder of the policy, in the compute dtype
-    .../000050/value/                the same for each further model, by its name
+    runs/NAME/checkpoints/000050/    Hugging Face folder of the policy, in the compute dtype
+    .../000050/value/                Hugging Face folder of each further model, under the model's name
     .../000050/resume/0-of-2.pt      one rank's shards of fp32 masters and optimizer state
-    .../000050/resume/progress.pt    the fields of `Progress`, with the script's `extra`; the adapters' bases and shapes
+    .../000050/resume/progress.pt    fields of `Progress`, including the script's `extra`; adapter bases and shapes
 
-Every rank writes its files into .half-000050-TOKEN and syncs them to the disk. When all have done so, rank 0 renames
-the folder to 000050: that makes it a checkpoint. So a kill at any moment, or a full disk, leaves whole checkpoints, and
-a run resumes from the newest. An old checkpoint is deleted only after the rename, and gets a name with a dot first.
+Every rank writes its files into .half-000050-TOKEN and syncs them to disk. Rank 0 then renames the folder to 000050,
+which makes it a checkpoint. A kill at any moment, or a full disk, therefore leaves only complete checkpoints, and a run
+resumes from the newest. Old checkpoints are deleted only after the rename, and first get a name with a dot.
 
-Training waits for a save. Files are read with torch's `weights_only`, which runs no code from them.
+Training waits for a save. Files are read with torch's `weights_only`, which never executes code from them.
 """
 
 import contextlib
@@ -36,33 +36,34 @@ from minirl.ranks.time_account import spent_on
 from minirl.training.sharded_model import ShardedModel
 
 Models = Mapping[str, tuple[ShardedModel, torch.optim.Optimizer]]
-PerModel = dict[str, dict[str, Any]]  # named values, by the name of their model
+PerModel = dict[str, dict[str, Any]]  # named values of each model, keyed by the model's name
 
 PROGRESS_FILE = "resume/progress.pt"
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """Return the checkpoints of a run, oldest first."""
     folders = (run_folder / "checkpoints").glob("[0-9]*")
     return sorted((path for path in folders if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 class Checkpoints:
-    """Saves and restores models with their optimizers.
+    """Writer and reader of a run's checkpoints: models with their optimizers.
 
-    models: by name; the first becomes the checkpoint's own Hugging Face folder. Config and tokenizer in each model's
-        folder are read once, here: a later save must not need them, it may be a checkpoint that is deleted meanwhile.
-    keep: the number of newest checkpoints to keep (0: all), besides the one with the best held-out score.
+    models: models with their optimizers, by name; the checkpoint folder itself is the Hugging Face folder of the first.
+        Configs and tokenizer files are read here, once: the model's folder may be an old checkpoint that is deleted
+        before the next save.
+    keep: number of newest checkpoints to keep (0: all), in addition to the one with the best held-out score.
     """
 
     def __init__(self, run_folder: Path, models: Models, *, keep: int):
         self._run_folder = run_folder
         self._models = models
         self._keep = keep
-        # Of this start: a rank of an earlier one that is not dead yet writes elsewhere.
+        # Unique per start, so that a rank of an earlier start that is still alive writes to another folder.
         self._token = broadcast_object(secrets.token_hex(4))
         self._adapters: PerModel = {}
-        # On rank 0, for each model what `write_folder` writes beside its weights.
+        # Files that `write_folder` writes next to each model's weights. Only on rank 0.
         self._contents: PerModel = {}
         for name, (model, _) in models.items():
             shape = model.module.config
@@ -83,10 +84,10 @@ class Checkpoints:
             }
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
-        """Load models and optimizers from a checkpoint, which any number of ranks may have saved (collective).
+        """Load models and optimizers from a checkpoint; return the fields of `Progress` (collective).
 
-        Returns the fields of `Progress`. Raises InputError for a checkpoint of other models or adapters; the base of
-        adapters may be at another path.
+        Any number of ranks may have saved it. Raises InputError for a checkpoint of other models or adapters, but the
+        adapters' base may have moved to another path.
         """
         progress = _load_file(checkpoint / PROGRESS_FILE)
         num_saved = progress.pop("world_size")
@@ -95,16 +96,16 @@ class Checkpoints:
         saved_names = list(files[0]["models"])
         refuse(
             saved_names != list(self._models),
-            f"{checkpoint}: has the models {saved_names}, this script {list(self._models)}; take another --run-name",
+            f"{checkpoint}: has the models {saved_names}, this script {list(self._models)}; use another --run-name",
         )
         for name, (model, optimizer) in self._models.items():
             old, new = adapters.get(name, {}), self._adapters.get(name, {})
             changed = {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}
             if "base_weights" not in changed:
-                changed.pop("base_model_name_or_path", None)  # the same weights are at another path
+                changed.pop("base_model_name_or_path", None)  # the same weights at another path
             refuse(
                 changed,
-                f"{checkpoint}: holds other adapters of the {name}: {changed} (saved, now); take another --run-name",
+                f"{checkpoint}: has other adapters of the {name}: {changed} (saved, now); use another --run-name",
             )
             model.load_state(optimizer, [file["models"][name] for file in files], origin=str(checkpoint))
         print0(f"resuming after step {progress['step']}, from {checkpoint} (world size {num_saved})")
@@ -112,9 +113,9 @@ class Checkpoints:
 
     @spent_on("save")
     def save(self, progress: Mapping[str, Any]) -> None:
-        """Save models, optimizers and the fields of `Progress` as the checkpoint of its `step` (collective).
+        """Save models, optimizers and the fields of `Progress` as the checkpoint of `progress["step"]` (collective).
 
-        When it returns, the checkpoint is whole. Raises SaveError naming the file that cannot be written.
+        The checkpoint is complete on return. Raises SaveError naming the file that cannot be written.
         """
         folder = self._run_folder / "checkpoints" / f"{progress['step']:06d}"
         half_made = folder.with_name(f".half-{folder.name}-{self._token}")
@@ -128,13 +129,14 @@ class Checkpoints:
         except OSError as error:
             raise SaveError(
                 f"{error.filename}: {error.strerror} ({shutil.disk_usage(self._run_folder).free:,} bytes are free); "
-                f"the checkpoint of step {progress['step']} is not saved, earlier ones are whole"
+                f"the checkpoint of step {progress['step']} is not saved; earlier ones are intact"
             ) from None
 
     def _write_files(self, folder: Path, progress: Mapping[str, Any]) -> None:
         """Write this rank's files of a checkpoint (collective).
 
-        Raises OSError, and InputError if the script remembers what a checkpoint cannot hold, or what ranks differ in.
+        Raises OSError. Raises InputError if `extra` has values that a checkpoint cannot store or that differ between
+        ranks.
         """
         (folder / "resume").mkdir(0o700, parents=True, exist_ok=True)
         shards: PerModel = {}
@@ -155,53 +157,53 @@ class Checkpoints:
                     _load_file(folder / PROGRESS_FILE)
                 except InputError as error:
                     raise InputError(
-                        "progress.extra: a checkpoint holds numbers, texts, tensors, and lists and dicts of them: "
+                        "progress.extra: use only numbers, strings and tensors, nested in lists and dicts: "
                         f"{error}"
                     ) from None
             values = tree_map_only(Tensor, Tensor.tolist, progress["extra"])
             refuse(
                 len({*gather_objects(repr(values))}) > 1,
-                "progress.extra: differs between ranks; remember what all ranks know, such as numbers of "
-                "`metrics.reduce()`",
+                "progress.extra: differs between ranks; store only values that are the same on all ranks, such as "
+                "results of `metrics.reduce()`",
             )
 
 
 def _rank_file(rank: int, world_size: int) -> str:
-    """The path of a rank's file within a checkpoint."""
+    """Return the path of a rank's file within a checkpoint."""
     return f"resume/{rank}-of-{world_size}.pt"
 
 
 def _save_file(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file for `_load_file` through to the disk. Raises OSError naming it."""
+    """Write a file for `_load_file` and sync it to disk. Raises OSError naming the file."""
     with durable.new_file(path) as file:
         try:
             torch.save(values, file)
         except RuntimeError as error:
-            # torch raises its own error in place of the file's, such as that of a full disk.
+            # torch hides the file's own error, such as a full disk, behind a RuntimeError.
             raise error.__context__ or error from None
 
 
 def _load_file(path: Path) -> dict[str, Any]:
-    """The values of a file. Tensors are on the host, and are read when they are used. Raises InputError."""
+    """Load the values of a file. Tensors are memory-mapped on the host. Raises InputError."""
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file may raise anything
+    except Exception as error:  # a corrupt file may raise anything
         raise InputError(
-            f"{path}: cannot be read ({error}); delete {path.parent.parent} to resume from the checkpoint before"
+            f"{path}: cannot be read ({error}); delete {path.parent.parent} to resume from the previous checkpoint"
         ) from None
 
 
 def prune_checkpoints(run_folder: Path, *, keep: int) -> None:
-    """Delete a run's checkpoints, except the newest `keep` (0: delete none) and the best by held-out score.
+    """Delete a run's checkpoints, except the newest `keep` (0: keep all) and the one with the best held-out score.
 
-    Of equal scores the newest is the best. A checkpoint that cannot be read stays.
+    Among equal scores the newest wins. Unreadable checkpoints are never deleted.
     """
     checkpoints = checkpoints_in(run_folder)
     if keep == 0 or len(checkpoints) <= keep:
         return
     scores = {}
     for path in checkpoints:
-        with contextlib.suppress(Exception):  # a damaged file may hold anything
+        with contextlib.suppress(Exception):  # a corrupt file may contain anything
             scores[path] = _load_file(path / PROGRESS_FILE)["evaluated"].get("eval/reward", -math.inf)
     best = max(reversed(scores), key=scores.__getitem__)
     for path in checkpoints[:-keep]:

@@ -1,7 +1,7 @@
-"""The embedded model, which a run without --model trains: a tiny Llama, warm-started on an embedded task.
+"""Embedded model of runs without --model: a tiny Llama, warm-started on an embedded task.
 
-Its folder has the weights and its tokenizer. Rank 0 makes it once for each task and caches it under a name with the
-hash of this file and the task's name. A rename gives it this name when it is complete.
+Rank 0 creates the model's folder, with weights and tokenizer, once per task. The folder is cached under a name with the
+hash of this file and the task's name, and gets that name by a rename once it is complete.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ EMBEDDED_TASKS: dict[str, Callable[[], Task]] = {"sorting": load_sorting, "calcu
 
 
 def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
-    """The folder under `root` of the embedded model for one of `EMBEDDED_TASKS`, made on first use (collective)."""
+    """Return the embedded model's folder for one of `EMBEDDED_TASKS`, created in `root` on first use (collective)."""
     digest = hashlib.sha256(Path(__file__).read_bytes() + task.encode()).hexdigest()
     folder = root / f"toy-{digest[:8]}"
     if rank() == 0 and not folder.exists():
@@ -69,7 +69,7 @@ def embedded_model_folder(root: Path, task: str = "sorting") -> Path:
 
 
 def _make_folder(folder: Path, task: Task) -> None:
-    """Warm-start the model and write its folder. Another run may be doing the same."""
+    """Warm-start the model and write its folder. Another run may do the same at the same time."""
     weights = dict(warm_start(task).named_parameters())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".half-{folder.name}-", dir=folder.parent) as temporary:
@@ -79,13 +79,13 @@ def _make_folder(folder: Path, task: Task) -> None:
         try:
             durable.publish(half_made, folder)
         except OSError:
-            # If the folder exists now, another run has made the same one meanwhile.
+            # If the folder exists now, another run has written the same model in the meantime.
             if not folder.exists():
                 raise
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face tokenizer with one token per character, and one for each of `CALL_TOKENS`."""
+    """Write a Hugging Face tokenizer with one token per character and one for each of `CALL_TOKENS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,14 +97,14 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def warm_start(task: Task) -> Transformer:
-    """A new model, trained by cross entropy on the right answers until it sometimes gives one.
+    """Return a new model, trained with cross-entropy on the correct answers until it sometimes gives one.
 
-    Reinforcement learning needs some correct answers to start from.
+    RL needs some correct answers to start from.
     """
     generator = torch.Generator().manual_seed(SEED)
     model = Transformer(config_from_dict(CONFIG))
     for param in model.parameters():
-        if param.ndim == 2:  # the others, of norms, are 1
+        if param.ndim == 2:  # the weights of norms stay 1
             torch.nn.init.normal_(param, std=INIT_STD, generator=generator)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     rng = random.Random(SEED)
@@ -119,7 +119,7 @@ def warm_start(task: Task) -> Transformer:
 
 
 def _answer_loss(model: Transformer, rows: list[Row]) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens, each answer followed by the end token."""
+    """Return the mean cross-entropy of the answer tokens, including the end token after each answer."""
     sequences = []
     is_answer = []
     for row in rows:

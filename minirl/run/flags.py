@@ -1,4 +1,4 @@
-"""The command line: the fields of a config as flags, grouped in `--help`, and presets of their values."""
+"""Parse the command line into a config: one flag per field, groups in `--help`, and presets."""
 
 import argparse
 import sys
@@ -25,9 +25,9 @@ def run_script(
     description: str,
     presets: Mapping[str, dict[str, Any]] | None = None,
 ) -> typing.NoReturn:
-    """Read the command line into a `config_class` and run `main` on it; the process ends with its exit code.
+    """Parse the command line into a `config_class`, run `main` on it, and exit with the code that it returns.
 
-    presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls it.
+    presets: the values that `--algorithm NAME` sets; flags on the command line win. Every rank calls this function.
     """
     launch.run(lambda: main(parse(config_class, description=description, presets=presets)))
 
@@ -41,21 +41,21 @@ def parse(
     names: Container[str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> C:
-    """Return the config of the command line (or of `arguments`), with its preset's values, or `defaults`, as defaults.
+    """Parse the command line (or `arguments`) into a config, whose defaults are the preset's values or `defaults`.
 
-    names: the fields that are flags; None: all fields. tyro reads types and help texts from the classes of
-    `config_class`; a help text that begins with [Title] opens a group. tyro exits with 2 on a wrong flag. Raises
+    names: the fields to expose as flags; None: all fields. tyro reads types and help texts from `config_class` and its
+    bases; a help text that begins with [Title] opens a group. tyro exits with code 2 on an invalid flag. Raises
     InputError for an unknown preset.
     """
     if presets:
         algorithm = peek_flag("algorithm", arguments) or next(iter(presets))
-        refuse(algorithm not in presets, f"--algorithm {algorithm}: one of {', '.join(presets)}")
+        refuse(algorithm not in presets, f"--algorithm {algorithm}: must be one of {', '.join(presets)}")
         defaults = presets[algorithm]
         missing = sorted(defaults.keys() - {field.name for field in fields(config_class)})  # type: ignore[arg-type]
         refuse(
-            missing, f"--algorithm {algorithm}: sets {', '.join(missing)}, which the script's Config lacks"
+            missing, f"--algorithm {algorithm}: sets {', '.join(missing)}; add them to the script's Config"
         )
-    # tyro shows titles over nested structures, so the flags are nested for tyro; the config is flat.
+    # tyro prints group titles only for nested structs, so the flat config is nested for tyro.
     groups: dict[str, list[Any]] = defaultdict(list)
     info = StructTypeInfo.make(config_class, config_class(**defaults or {}), in_union_context=False)
     spec: Any = ConstructorRegistry.get_struct_spec(info)
@@ -67,7 +67,7 @@ def parse(
         if names is None or field.name in names:
             argument = tyro.conf.arg(
                 help=text,
-                # The help of a flag without a value says what it means.
+                # If the default is None or (), the help text itself says what it means.
                 help_behavior_hint="" if field.default in (None, ()) else None,
                 metavar=f"{{{','.join(presets)}}}" if presets and field.name == "algorithm" else None,
             )
@@ -81,18 +81,18 @@ def parse(
             config=(tyro.conf.OmitArgPrefixes,),
             console_outputs=rank() == 0,
         )
-    except BrokenPipeError:  # the reader of --help has seen enough, as `head` has
+    except BrokenPipeError:  # the reader of --help has closed the pipe, as `head` does
         sys.exit(0)
     return config_class(**ChainMap(*map(asdict, values.values())))
 
 
 def peek_flag(name: str, arguments: Sequence[str] | None) -> str | None:
-    """Return the value of a flag on which defaults depend, from the command line or `arguments`; None without it."""
+    """Return the value of a flag that other defaults depend on, before parsing the rest; None if it is not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(f"--{name}", dest="value")
     return parser.parse_known_args(arguments)[0].value
 
 
 def flag_name(name: str) -> str:
-    """Return the flag of a field."""
+    """Return a field's flag, such as --num-steps for num_steps."""
     return f"--{name.replace('_', '-')}"

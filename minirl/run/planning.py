@@ -1,4 +1,4 @@
-"""What the memory budget needs to know of a run: its machine, its models and their lengths."""
+"""Describe a run to the memory budget (machine, models, lengths), and plan its sizes."""
 
 import contextlib
 import dataclasses
@@ -19,19 +19,19 @@ from minirl.ranks.process_group import gather_objects, local_world_size, world_s
 from minirl.run.budget import MAX_REQUESTS, Budget, Workload, choose_sizes
 from minirl.run.config import RunConfig, model_folder_of_field
 
-# The flags that may be "auto", besides --shard-weights.
+# Fields that may be "auto", in addition to shard_weights.
 AUTO_SIZES = ("cache_tokens", "max_tokens_per_microbatch", "recompute_layers")
-# Sums of gradients round depending on these, so a resumed run keeps them.
+# Gradient sums round differently with other values, so a resumed run keeps these.
 PINNED_SIZES = ("max_tokens_per_microbatch", "shard_gradients", "shard_weights")
 FULL_WEIGHTS = {"shard_weights": False}
 SHARDED_WEIGHTS = {"shard_weights": True, "shard_gradients": True}
-# The files of a control group, versions 1 and 2: its limit and usage, in bytes, and what is in it.
+# cgroup files, versions 1 and 2: memory limit (bytes), memory usage (bytes) and statistics.
 CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
 CGROUP_V2_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 class Machine(NamedTuple):
-    """The ranks of a run. free_bytes: of each."""
+    """Ranks of a run. free_bytes: free memory per rank."""
 
     device_type: str
     num_ranks: int
@@ -39,7 +39,10 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: torch.device) -> Machine:
-    """The ranks of this run, with the free bytes of the tightest (collective; before `start` of this rank alone)."""
+    """Return this run's ranks, with the free bytes of the tightest rank (collective).
+
+    Before `process_group.start`, only this rank counts.
+    """
     free_bytes = free_memory() / local_world_size()
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -47,28 +50,28 @@ def this_machine(device: torch.device) -> Machine:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """The bytes of the host that its processes may still take, at most as many as their control groups allow."""
+    """Return the free host memory in bytes, limited by the memory limits of this process's cgroups."""
     (available_kib,) = re.findall(r"MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text())
     free = 1024 * int(available_kib)
-    # The lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its host's
-    # path although its own group is mounted at the root, so every parent is read, too.
+    # Lines are "0::PATH" for version 2, "NUMBER:CONTROLLERS:PATH" for version 1. A container may see its path on the
+    # host although its own cgroup is mounted at the root, so all parents are read too.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         file_names = CGROUP_V1_FILES if controllers else CGROUP_V2_FILES
         cgroup = root / f"sys/fs/cgroup/{controllers}{path}"
         for folder in (cgroup, *cgroup.parents):
-            with contextlib.suppress(OSError, ValueError):  # no group of memory, or its limit is "max"
+            with contextlib.suppress(OSError, ValueError):  # not a memory cgroup, or its limit is "max"
                 limit, usage, stat = ((folder / name).read_text() for name in file_names)
-                # The last one counts the groups within, too. This cache is given up before memory runs out.
+                # The last match includes child cgroups. The kernel reclaims this page cache before memory runs out.
                 *_, cached = re.findall(r"inactive_file (\d+)", stat)
                 free = min(free, int(limit) - int(usage) + int(cached))
     return free
 
 
 def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> Budget:
-    """Choose the sizes of a run, with whole weights if these fit.
+    """Choose the sizes of a run, with full weights on each rank if they fit.
 
-    recorded: args.json of a resumed run, {} for a new one. A microbatch can hold the longest sequence, which may have
+    recorded: args.json of a resumed run, {} for a new one. A recorded microbatch grows if the longest sequence has
     become longer since. Raises InputError for a run that does not fit, unless all sizes are given.
     """
     given = {name: recorded[name] for name in PINNED_SIZES if name in recorded}
@@ -92,16 +95,16 @@ def plan(config: RunConfig, work: Workload, *, recorded: Mapping[str, Any]) -> B
             return needed
     refuse(
         "auto" in (getattr(config, name) for name in AUTO_SIZES),
-        f"a rank with {work.free_bytes / 1e9:.3g} GB is too small ({'; '.join(needed.format_plan())}): take a "
-        "smaller --model, or lower --max-new-tokens or --cache-tokens; to train, more ranks (--nproc-per-node), "
-        "--offload-optimizer on GPUs, --shard-weights on, a lower --max-tokens-per-microbatch; with all sizes given it "
-        "starts anyway",
+        f"the run does not fit into {work.free_bytes / 1e9:.3g} GB per rank ({'; '.join(needed.format_plan())}): use a "
+        "smaller --model, or lower --max-new-tokens or --cache-tokens; for training, also more ranks "
+        "(--nproc-per-node), --offload-optimizer on GPUs, --shard-weights on or a lower --max-tokens-per-microbatch; "
+        "if all sizes are given, the run starts anyway",
     )
     return needed
 
 
 def default_microbatch_tokens(max_new_tokens: int) -> int:
-    """The tokens of a microbatch unless its flag says otherwise: more at a time are hardly faster."""
+    """Return the default tokens per microbatch; larger microbatches are hardly faster."""
     return max(8192, 2 * max_new_tokens)
 
 
@@ -114,9 +117,9 @@ def workload(
     held_out: PromptStream,
     saved: Path | None = None,
 ) -> Workload:
-    """What a run asks of a rank. Of models besides the policy it reads config.json only.
+    """Return a rank's workload. Models other than the policy are described by their config.json alone.
 
-    saved: in a resumed run of whole models, the checkpoint. Raises InputError for models that cannot be used.
+    saved: checkpoint of a resumed run without adapters. Raises InputError for unusable models.
     """
     longest_prompt = max(prompts.longest_prompt, held_out.longest_prompt)
     longest = min(longest_prompt + prompts.max_new_tokens, prompts.max_tokens)
@@ -129,7 +132,9 @@ def workload(
         value_model = dataclasses.replace(value_model, scalar_head=True, adapters=config.adapters)
         trained += [value_model] * config.num_value_models
     frozen = {}
-    if config.has_reference and not config.adapters:  # with adapters it is the policy without them
+    if (
+        config.has_reference and not config.adapters
+    ):  # with adapters, the reference is the policy without them
         frozen["reference"] = policy
     if teacher := model_folder_of_field(config, "teacher"):
         frozen["teacher"] = dataclasses.replace(read_config(teacher), vocab_size=policy.vocab_size)
@@ -139,11 +144,11 @@ def workload(
         num_positions = frozen[name].max_position_embeddings
         refuse(
             num_positions < longest,
-            f"--reward-model {model}: has {num_positions} positions, and a prompt with its completion up to {longest} "
-            "tokens; lower --max-new-tokens, or take shorter prompts",
+            f"--reward-model {model}: has {num_positions} positions, but a prompt with its completion may take "
+            f"{longest} tokens; lower --max-new-tokens, or use shorter prompts",
         )
     num_prompts = math.ceil(config.prompts_per_step / machine.num_ranks)
-    # Whole groups, perhaps with a greedy completion for each. With --max-staleness those of two steps are open.
+    # Each group may have a greedy completion. With --max-staleness the groups of two steps may be in flight.
     requests = num_prompts * (config.group_size + 1)
     if config.max_staleness:
         requests *= 2

@@ -1,4 +1,4 @@
-"""What a run counts and remembers between steps."""
+"""State of a run that carries over from step to step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """How far the run is, and the script's memory: a checkpoint saves it with the models.
+    """Counters of a run and the script's own state; a checkpoint saves them with the models.
 
-    step: steps done. update: optimizer steps done, which is the version of the weights. first_update: those done before
-    this step. num_served: prompts taken from the stream. before: held-out scores before training. evaluated: held-out
-    scores of this step, if the run evaluated it. in_flight: the ordinals of the prompts whose rollouts go on in a later
-    step. extra: values that the script has to remember, see `Run`.
+    step: steps done. update: optimizer steps done, which is also the version of the weights. first_update: optimizer
+    steps done before the current step. num_served: prompts drawn from the stream. before: held-out scores before
+    training. evaluated: held-out scores of this step, if it was evaluated. in_flight: ordinals of the prompts whose
+    rollouts continue in a later step. extra: the script's own state, see `Run`.
     """
 
     step: int = 0
