@@ -255,7 +255,7 @@ def test_rows_07_and_47_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, 
     for root, name, said in (
         *((runs, path, "plain name") for path in ("..", "", "/tmp/x", "a/b", ".hidden", "a\0b", "-x")),
         (runs, "file", f"{runs}/file: File exists; see --run-name"),
-        (runs, "taken", f"{runs}/taken: is not a run's folder"),
+        (runs, "taken", f"{runs}/taken: is not a run folder"),
         (runs / "file", "a", f"{runs}/file/a: Not a directory; see .*MINIRL_RUNS"),
     ):
         monkeypatch.setenv("MINIRL_RUNS", str(root))

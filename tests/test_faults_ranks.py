@@ -370,7 +370,7 @@ for differing in (*names, "restarts", "devices"):
     node = socket.gethostname()
     different = f" must be the same on all nodes, but {node} and {node} differ\n"
     for message in (
-        f"/a: the run's folder ($MINIRL_RUNS){different}",
+        f"/a: the run folder ($MINIRL_RUNS){different}",
         f".: the weights{different}",
         f"the prompts{different}",
         f"the command line and the device type{different}",

@@ -1,6 +1,6 @@
-"""The loop of a run: the parts of a step that do not depend on the objective.
+"""Parts of the training loop that do not depend on the objective.
 
-A script makes a `Run` from its `Setup`, loops over `steps`, ends each with `finish_step`, and returns `close()`.
+A script makes a `Run` from its `Setup`, loops over `steps`, ends each step with `finish_step` and returns `close()`.
 Nothing here calls back into the script: a fork that needs something else writes it into its own loop.
 """
 
@@ -45,9 +45,9 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class Run:
-    """A run from its first step to its last. All ranks make it (collective).
+    """A training run, from its first step to its last. All ranks construct it (collective).
 
-    For the script: `progress`, which the script advances; `device`; `max_new_tokens`.
+    The script uses `progress`, which it advances itself, `device` and `max_new_tokens`.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Run:
         *,
         extra: Mapping[str, Any] | None = None,
     ):
-        """Resume from the newest checkpoint, or begin: open the logs, and evaluate before the first step.
+        """Resume from the newest checkpoint if there is one, open the logs, and evaluate before the first step.
 
-        models: by name, the policy first; a checkpoint has each with its optimizer. collector: makes the training
-        rollouts, and evaluations use its engine; None in a script that generates nothing.
+        models: models with their optimizers, by name, the policy first; checkpoints contain all of them. collector:
+        source of the training rollouts, whose engine also runs evaluations; None if the script generates nothing.
 
-        extra: first values of the script's memory between steps, the same on every rank; each save takes the later
-        ones from `progress`. Values are JSON's and tensors, nested in dicts and lists.
+        extra: initial values of the script's own state, the same on every rank; each save stores the current values
+        from `progress.extra`. Values are JSON values and tensors, nested in dicts and lists.
 
-        Raises InputError for a checkpoint that this run cannot go on from.
+        Raises InputError if this run cannot resume from the checkpoint.
         """
         self._setup = setup
         self._config = config = setup.config
@@ -88,7 +88,7 @@ class Run:
         )
         script = Path(sys.argv[0])
         if rank() == 0 and script.suffix == ".py" and script.is_file():
-            with contextlib.suppress(shutil.SameFileError):  # the copy itself is running
+            with contextlib.suppress(shutil.SameFileError):  # the user runs the copy itself
                 shutil.copyfile(script, self._folder / script.name)
         setup.print_start()
         self.progress.before = self.progress.before or self.evaluate()
@@ -96,7 +96,7 @@ class Run:
         print0("held-out before training:", scores or "no held-out rows; see --eval-data")
 
     def _resume(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint (collective). Values of `extra` that it lacks stay the script's."""
+        """Resume from a checkpoint (collective). `extra` keeps the script's values for keys that it lacks."""
         first_extra = self.progress.extra
         self.progress = Progress(**self._checkpoints.restore(checkpoint))
         self.progress.extra = first_extra | self.progress.extra
@@ -106,9 +106,9 @@ class Run:
             print0("already finished; a greater --num-steps continues it")
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the remaining steps, up to the last, or to one in which a signal asked the run to stop.
+        """Yield the remaining step numbers; stop early if a signal requested a stop during a step.
 
-        Garbage collection skips the objects that already exist, since they stay for the whole run.
+        Objects that exist now live as long as the run, so they are excluded from garbage collection.
         """
         gc.collect()
         gc.freeze()
@@ -132,9 +132,9 @@ class Run:
 
         Returns this rank's batch, on the host, and its microbatches [minibatch][...].
 
-        is_skipped bool [P, G]: the rollouts that the loss learns nothing from; None: no rollout. One of their sequences
-        is computed all the same, for `refuse_skipped_gradient`, and so that each step measures the gap of sampled
-        logprobs.
+        is_skipped: bool [P, G], mask of the rollouts with zero gradient; None if there are none. One of their
+        sequences is computed nevertheless: `refuse_skipped_gradient` checks that its gradient is zero, and every step
+        measures the gap between sampled and training logprobs.
         streams, batch_type: see `exchange`.
         """
         sequences = groups.sequences
@@ -168,7 +168,7 @@ class Run:
     ) -> Batch:
         """Add old logprobs and the frozen models' streams to a batch on the host (collective if weights are sharded).
 
-        With one update per step the batch gets no old logprobs if they would equal the new ones.
+        With one update per step, old logprobs that would equal the new ones are omitted.
         """
         if self._setup.old_logprobs == "sampled":
             batch = batch.replace(old_logprobs=batch.sample_logprobs)
@@ -184,18 +184,18 @@ class Run:
 
     @spent_on("eval")
     def evaluate(self) -> dict[str, float]:
-        """The `mean_rewards` of the held-out prompts (collective)."""
+        """Evaluate the held-out prompts; return their `mean_rewards` (collective)."""
         if self._evaluator is None:
             return {}
         own = self._setup.evaluate(self._evaluator, weight_version=self.progress.update)
-        self._evaluator.engine.take_stats()  # drop them: the next step's metrics must not include them
+        self._evaluator.engine.take_stats()  # discard them: they must not count in the next step's metrics
         return mean_rewards(itertools.chain(*gather_objects(own)), self._setup.task)
 
     @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
-        """Write the step's rollouts with their mean advantages, 0 if skipped, to the run's folder (collective).
+        """Write the step's rollouts with their mean advantages (0 if skipped) to the run's folder (collective).
 
-        Call it before the update, which may be refused.
+        Call it before the update, so that the rollouts are there even if the update raises an error.
         """
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
@@ -218,9 +218,9 @@ class Run:
         metrics: StepMetrics,
         groups: Groups | None = None,
     ) -> None:
-        """Add up and log the step's metrics, evaluate and save if due (collective).
+        """Reduce and log the step's metrics; evaluate and save a checkpoint if due (collective).
 
-        groups: None for a step that collected none.
+        groups: None for a step without rollouts.
         """
         metrics.begin("report")
         progress, collector = self.progress, self._collector
@@ -250,11 +250,11 @@ class Run:
             self._checkpoints.save(vars(progress))
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Whether a step is the last one or a multiple of `every` (0: the last one only)."""
+        """Return whether a step is the last one or a multiple of `every` (0: only the last one)."""
         return step == self._config.num_steps or (every > 0 and step % every == 0)
 
     def close(self) -> int:
-        """Print scores and paths; returns the exit code (collective)."""
+        """Print the scores and paths, and return the exit code (collective)."""
         self._logger.finish()
         if self._collector:
             self._collector.close()
@@ -265,6 +265,6 @@ class Run:
             f"metrics    {self._folder}/metrics.jsonl (python -m minirl.extras.plot {self._folder})\n"
             f"rollouts   {self._folder}/rollouts/ (python -m minirl.extras.show {self._folder})\n"
             f"checkpoint {self._folder}/checkpoints/{self.progress.step:06d} "
-            "(for `from_pretrained`, of adapters PEFT's)"
+            "(for `from_pretrained`; for adapters, PEFT's)"
         )
         return 128 + self._stop_signal if self._stop_signal else 0

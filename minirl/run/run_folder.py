@@ -1,8 +1,8 @@
-"""Run folders: the folder of a run, by its name.
+"""Create, lock and find run folders.
 
-runs/NAME/lock                  locked while a run uses the folder
-runs/NAME/args.json             the flags
-runs/NAME/checkpoints/000050/   the checkpoint after step 50, see `minirl.run.checkpoint`
+runs/NAME/lock                  lock file, held while a run uses the folder
+runs/NAME/args.json             flags and chosen sizes
+runs/NAME/checkpoints/000050/   checkpoint after step 50, see `minirl.run.checkpoint`
 """
 
 import contextlib
@@ -21,32 +21,32 @@ from minirl.files.json_files import read_json_object
 from minirl.ranks.process_group import broadcast_object, rank, require_same
 from minirl.run.checkpoint import checkpoints_in
 
-PRIVATE = 0o700  # mode of a run's folder: only its owner reads the files in it
+PRIVATE = 0o700  # mode of a run folder: only its owner may read it
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The locked folder of a run."""
+    """Locked folder of a run."""
 
     path: Path
     args: Mapping[str, Any]  # args.json of the last start; {} in a new run
-    checkpoint: Path | None  # to resume from; None: start from the first step
-    lock: IO[str] | None  # on rank 0, the locked file, which the system unlocks when the process ends
+    checkpoint: Path | None  # checkpoint to resume from; None in a new run
+    lock: IO[str] | None  # locked file on rank 0; the OS releases the lock when the process exits
 
 
 @contextlib.contextmanager
 def lock_run_folder(name: str) -> Iterator[RunFolder]:
-    """Lock the folder of the run `name`, made if it does not exist; the block sets the run up (collective).
+    """Lock the folder of the run `name`, created if needed, and yield it; the block sets up the run (collective).
 
-    The lock outlives the block. If the block raises InputError and nothing else is in the folder yet, it is removed. A
-    run resumes from its newest checkpoint; what a killed save left is removed.
+    The lock outlives the block. If the block raises InputError, a folder that is still empty is removed. Partial
+    checkpoints of a killed save are deleted; the run resumes from the newest complete one.
 
-    Raises InputError if the name is a path, or if the folder is in use, not a run's, not writable, or not shared by all
-    nodes.
+    Raises InputError if the name is a path, or if the folder is in use, not a run folder, not writable, or not shared
+    by all nodes.
     """
     refuse(
         not re.fullmatch(r"[A-Za-z0-9_][\w.+=-]*", name),
-        f"--run-name {name}: must be a plain name, not a path; $MINIRL_RUNS says where runs go",
+        f"--run-name {name}: must be a plain name, not a path; set $MINIRL_RUNS to choose the parent folder",
     )
     folder = runs_root() / name
     lock = found = None
@@ -56,19 +56,19 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
     args, checkpoint = broadcast_object(found)
     try:
         path = folder / "lock"
-        # Each start adds to this file, so a folder of the same name on another node differs.
-        require_same(path.exists() and path.read_text(), f"{folder}: the run's folder ($MINIRL_RUNS)")
+        # Each start appends to the lock file, so it differs if another node has its own folder of this name.
+        require_same(path.exists() and path.read_text(), f"{folder}: the run folder ($MINIRL_RUNS)")
         yield RunFolder(folder, args, checkpoint, lock)
     except InputError:
         if rank() == 0 and os.listdir(folder) == ["lock"]:
             shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # other runs are there
+            with contextlib.suppress(OSError):  # the parent contains other runs
                 folder.parent.rmdir()
         raise
 
 
 def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Return args.json and the newest checkpoint, {} and None in a new folder; remove half-made checkpoints."""
+    """Return args.json and the newest checkpoint ({} and None in a new folder); delete partial checkpoints."""
     if os.listdir(folder) == ["lock"]:
         return {}, None
     for left_over in (folder / "checkpoints").glob(".*"):
@@ -79,10 +79,10 @@ def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _take_lock(folder: Path) -> IO[str]:
-    """Make the folder, unless it exists, and lock it for this process. Raises InputError."""
+    """Create the folder unless it exists, and lock it for this process. Raises InputError."""
     path = folder / "lock"
     is_foreign = folder.is_dir() and not path.exists() and any(folder.iterdir())
-    refuse(is_foreign, f"{folder}: is not a run's folder; choose another --run-name")
+    refuse(is_foreign, f"{folder}: is not a run folder; choose another --run-name")
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         lock = path.open("a")
@@ -90,7 +90,7 @@ def _take_lock(folder: Path) -> IO[str]:
         print(secrets.token_hex(4), file=lock, flush=True)
     except BlockingIOError:
         raise InputError(
-            f"{folder}: another run is using it; wait for it or choose another --run-name"
+            f"{folder}: another run is using it; wait until it ends, or choose another --run-name"
         ) from None
     except OSError as error:
         raise InputError(f"{folder}: {error.strerror}; see --run-name and $MINIRL_RUNS") from None
@@ -98,20 +98,20 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 def runs_root() -> Path:
-    """The folder that holds all run folders: $MINIRL_RUNS, or ./runs."""
+    """Return the parent folder of all runs: $MINIRL_RUNS, or ./runs."""
     return Path(os.environ.get("MINIRL_RUNS", "runs"))
 
 
 def find_run(name: str, required_file: str) -> Path:
-    """A run's folder by its path or its name among the runs, whichever has this file or folder.
+    """Find a run's folder by path or by name; it must contain `required_file`, a file or folder.
 
-    Raises InputError if neither does.
+    Raises InputError if neither the path nor the name leads to such a folder.
     """
     folders = [Path(name), runs_root() / name]
     for folder in folders:
-        # Unlike Path.exists, it does not raise for a name that no file can have.
+        # Unlike Path.exists, os.path.exists does not raise for an invalid file name.
         if os.path.exists(folder / required_file):
             return folder
     raise InputError(
-        f"{name}: no {required_file} in {folders[0]} or {folders[1]}; give a run's folder or name"
+        f"{name}: no {required_file} in {folders[0]} or {folders[1]}; give the folder or name of a run"
     )

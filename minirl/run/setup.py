@@ -1,6 +1,6 @@
-"""Set up a run: read and check the files that the flags name, choose sizes, load models, make engine and collector.
+"""Set up a run: check all inputs, choose sizes, load models, and create the engine and the collector.
 
-The script makes a `Setup`, lets it load models and make the engine and the collector, and hands it to `Run`.
+A script creates a `Setup`, gets its models and its collector from it, and passes it to `Run`.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ from minirl.training.sharded_model import ShardedModel
 
 
 class Setup:
-    """The parts of a run. All ranks make it (collective).
+    """Checked inputs, sizes, models and rewards of a run. All ranks construct it (collective).
 
-    For the script: `device`, `dtype`; `model_folder` and `model_config`, to load models from; `tokenizer`, `prompts`;
-    `reward_weights` fp64 [K]. Evaluations use `eval_reward_weights`, which omit the overlong penalty.
+    Scripts use `device`, `dtype`, `model_folder`, `model_config`, `tokenizer`, `prompts` and `reward_weights`, fp64
+    [K]. Evaluations use `eval_reward_weights`, in which the overlong penalty has weight 0.
     """
 
     def __init__(
@@ -64,18 +64,19 @@ class Setup:
         tools: Sequence[Tool] = (),
         scalar_head: bool = False,
     ):
-        """`name` begins the folder's name if --run-name is not given; `rewards` replace the task's.
+        """Start the process group, lock the run folder, load task, rewards and prompts, and choose sizes.
 
-        scalar_head: the run trains a reward model on the layers of --model, and no policy.
-        tools: chat prompts describe them to the model: JSON schemas, or functions with type hints and docstrings.
+        name: prefix of the run's name if --run-name is not given. rewards: replacement of the task's rewards.
+        scalar_head: whether the run trains a reward model on the layers of --model, and no policy.
+        tools: tools that chat prompts describe to the model: JSON schemas, or functions with type hints and docstrings.
         For --dry-run the script calls `print_plan` instead, with the same rewards, tools and scalar_head.
-        Raises InputError, on every rank, naming the flag, file, line or field at fault.
+        Raises InputError on every rank, naming the flag, file, line or field at fault.
         """
         refuse(
             config.dry_run, "--dry-run: the script must call print_plan before Setup, as train_grpo.py does"
         )
         self.config = config
-        # A fingerprint, if there is a reference with weights of its own.
+        # Fingerprint of the reference's weights, unless the reference is the policy without its adapters.
         self._reference_weights: int | None = None
         self.device = process_group.start(
             shares_cores=config.offload_optimizer,
@@ -88,13 +89,13 @@ class Setup:
             was_evaluation = "eval_samples" in self.folder.args
             refuse(
                 self.folder.args and was_evaluation == config.trains,
-                f"{self.folder.path}: holds {'an evaluation' if was_evaluation else 'a training run'}; choose another "
-                "--run-name",
+                f"{self.folder.path}: contains {'an evaluation' if was_evaluation else 'a training run'}; choose "
+                "another --run-name",
             )
             self._user_rollout = load_rollout(config)
             self.task = load_task(config, has_rewards=rewards is not None)
             trained, logged = load_rewards(config, self.task, rewards)
-            # A checkpoint of adapters has no models: they belong to those that the run began with.
+            # A checkpoint of adapters has no full models, so resuming starts from the initial model folders.
             self._model_checkpoint = None if config.adapters else self.folder.checkpoint
             self.model_folder = self._model_checkpoint or self._initial_model_folder()
             self.model_config, self.prompts, self.held_out = load_prompts(
@@ -111,7 +112,7 @@ class Setup:
             self._load_rewards(trained, logged)
 
     def _choose_sizes(self) -> None:
-        """Choose sizes that fit the memory that is free now, and the source of old logprobs (collective)."""
+        """Choose sizes that fit into the free memory, and the source of old logprobs (collective)."""
         work = workload(
             self.config,
             self.model_config,
@@ -125,12 +126,12 @@ class Setup:
         self.sizes = self._budget.sizes
         num_parts = world_size() if self.sizes.shard_weights else 1
         is_invariant = is_batch_invariant(self.model_config, self.dtype, self.device, num_parts)
-        # All ranks must score or none.
+        # Either all ranks score old logprobs, or none does.
         self._is_exact = all(gather_objects(is_invariant))
         self.old_logprobs = old_logprobs_source(self.config, is_exact=self._is_exact)
 
     def _load_rewards(self, trained: Mapping[str, RewardLike], logged: Mapping[str, RewardLike]) -> None:
-        """Load the reward models next to the sizes chosen, and put all rewards in order with their weights."""
+        """Load the reward models, whose batches follow the chosen sizes, and order all rewards with their weights."""
         config = self.config
         rewards = dict(trained)
         for reward, model in config.reward_models.items():
@@ -153,7 +154,7 @@ class Setup:
             self.eval_reward_weights[len(rewards) - 1] = 0.0
 
     def checkpoint_folder(self, name: str) -> Path | None:
-        """In a resumed run of whole models, the folder of a further model in the checkpoint; else None."""
+        """Return a further model's folder in the checkpoint; None in a new run or with adapters."""
         return self._model_checkpoint and self._model_checkpoint / name
 
     def load_model(
@@ -164,7 +165,7 @@ class Setup:
         is_frozen: Callable[[str], bool] = lambda name: False,
         base: ShardedModel | None = None,
     ) -> ShardedModel:
-        """A folder's model, sharded over the ranks as the flags and sizes say (collective).
+        """Load a folder's model, sharded over the ranks according to flags and sizes (collective).
 
         is_frozen, base: see `ShardedModel`.
         """
@@ -182,9 +183,9 @@ class Setup:
         )
 
     def load_frozen(self, policy: ShardedModel) -> list[FrozenModel]:
-        """The reference and the teacher, those that the flags ask for (collective).
+        """Load the reference and the teacher, if the flags require them (collective).
 
-        The reference is the model that the run began with; with adapters the policy without them, on the same storage.
+        The reference is the run's initial model. With adapters it is the policy without them, on the same storage.
         """
         models = []
         if self.config.has_reference:
@@ -195,7 +196,7 @@ class Setup:
                 self._reference_weights = weights_fingerprint(source)
                 refuse(
                     self.folder.args.get("reference_weights") not in (None, self._reference_weights),
-                    f"--model {source}: the run began with another model, which its KL terms need; give that one, "
+                    f"--model {source}: is not the run's initial model, which its KL terms refer to; give that model, "
                     "or another --run-name",
                 )
                 models.append(self.frozen_model(source, score_batch, ["ref_logprobs"]))
@@ -209,10 +210,11 @@ class Setup:
         outputs: OutputFunction,
         names: Sequence[str],
     ) -> FrozenModel:
-        """A model that scores the rollouts of each step (collective if weights are sharded).
+        """Return a frozen model that scores each step's rollouts (collective if weights are sharded).
 
-        source: a loaded model, or a folder to load one from, without the tokens that the policy lacks. With sharded
-        weights this one's are sharded too, and InputError is raised if it has more tokens than the policy.
+        source: a loaded model, or the folder of one. A model from a folder is sharded if weights are sharded; otherwise
+        its vocabulary is truncated to the policy's. Raises InputError if a sharded model has more tokens than the
+        policy.
         """
         model: ShardedModel | Transformer
         if isinstance(source, ShardedModel):
@@ -221,8 +223,8 @@ class Setup:
             config = read_config(source, scalar_head=False)
             refuse(
                 config.vocab_size > self.model_config.vocab_size,
-                f"{source}: has {config.vocab_size} tokens, the policy {self.model_config.vocab_size}; "
-                "only --shard-weights off cuts vocabularies",
+                f"{source}: has {config.vocab_size} tokens, the policy only {self.model_config.vocab_size}; use "
+                "--shard-weights off, which truncates the vocabulary",
             )
             model = self.load_model(config, source, is_frozen=lambda name: True)
         else:
@@ -238,10 +240,10 @@ class Setup:
         num_greedy: int = 0,
         max_refills: int | None = None,
     ) -> Collector:
-        """The collector, which makes each step's rollouts with their rewards. Not collective.
+        """Create the collector, which generates and rewards each step's rollouts. Not collective.
 
-        policy: its engine decodes from these weights themselves. The other arguments are `Collector`'s; --rollout,
-        --tools or --environment replaces `rollout`.
+        policy: model whose own weights the engine decodes from, without a copy. The other arguments are `Collector`'s;
+        --rollout, --tools or --environment replaces `rollout`.
         """
         config, sizes = self.config, self.sizes
         model = policy.decoder if isinstance(policy, ShardedModel) else policy
@@ -251,7 +253,7 @@ class Setup:
             cache_tokens=sizes.cache_tokens,
             dtype=self.dtype,
             device=self.device,
-            # Ranks that pass through the model together have other batch sizes in each pass.
+            # Ranks that decode together from shards have different batch sizes in each pass.
             cuda_graphs=False if model.shard_group is not None else None,
             keeps_cache=self._budget.fits(keeps_cache=True),
         )
@@ -273,10 +275,10 @@ class Setup:
     def evaluate(
         self, evaluator: EpisodeRunner, *, weight_version: int = 0, truncation: Truncation = NO_TRUNCATION
     ) -> list[dict[str, Any]]:
-        """The records of this rank's rollouts of the held-out prompts (collective if ranks share layers).
+        """Roll out this rank's held-out prompts and return their records (collective if ranks share layers).
 
-        evaluator: of `Collector.evaluator`, for these prompts. truncation: of the distributions that tokens are sampled
-        from.
+        evaluator: runner from `Collector.evaluator` for these prompts. truncation: top-k and top-p truncation of the
+        sampling distributions.
         """
         requests = self.held_out.requests(
             range(self.held_out.num_prompts),
@@ -291,7 +293,7 @@ class Setup:
         )
 
     def args(self) -> dict[str, Any]:
-        """The content of args.json: the flags, and the values they left open."""
+        """Return the content of args.json: the flags, and the values chosen for those left open."""
         config = self.config
         return {
             **vars(config),
@@ -314,7 +316,7 @@ class Setup:
         }
 
     def print_start(self) -> None:
-        """Print, on rank 0, the folder, the model, the task, the sizes, and notes on the inputs."""
+        """Print the folder, the model, the task, the sizes and notes on the inputs, on rank 0."""
         is_gap_free = self._is_exact and not self.config.max_staleness
         effect = " (all weights are 1)" if is_gap_free else ""
         print0(
@@ -335,9 +337,9 @@ class Setup:
             print0(f"note: {note}")
 
     def _changed_flags(self) -> list[str]:
-        """A note on the flags that differ from those of the run's last start, if any do."""
+        """Return a note on flags that differ from the run's last start, if any do."""
         old = self.folder.args.get("flags", {})
-        # Through JSON, like the old ones: tuples become lists.
+        # A JSON round trip makes the new values comparable: tuples become lists.
         new = json.loads(json_text(vars(self.config)))
         changed = [
             f"{flag_name(name)} {new[name]} (was {old[name]})"
@@ -347,21 +349,23 @@ class Setup:
         return [f"this run last started with other flags: {', '.join(changed)}"] if changed else []
 
     def _initial_model_folder(self) -> Path:
-        """The folder of --model, or of the embedded model (collective)."""
+        """Return the folder of --model, or of the embedded model (collective)."""
         if self.config.model is None:
             warm_start_task = "calculator" if self.config.task == "calculator" else "sorting"
             return embedded_model_folder(runs_root(), warm_start_task)
-        # The ranks of an evaluation may have found different newest checkpoints.
+        # The ranks of an evaluation may disagree on a run's newest checkpoint.
         return resolve_folder(broadcast_object(self.config.model))
 
 
 def old_logprobs_source(config: RunConfig, *, is_exact: bool) -> str:
-    """The source of old logprobs: "sampled", "scored", or "auto" if the step needs none.
+    """Return the source of old logprobs: "sampled", "scored", or "auto" if the step does not need them.
 
-    is_exact: sampled logprobs equal training logprobs. With one update per step the old policy is the new one, and the
-    ratio 1. But with --max-staleness older weights sampled some tokens: their ratio is to the weights that sampled
-    them, unless importance weights correct for those. KL terms in the advantages are computed before the update: for
-    them "auto" needs sampled logprobs that are the policy's own.
+    is_exact: whether sampled logprobs equal training logprobs bitwise.
+
+    With one update per step the old policy is the current one, so the ratio is 1 and no old logprobs are needed. KL
+    terms in the advantages are computed before the update, so with them "auto" also needs exact sampled logprobs.
+    With --max-staleness, older weights sampled some tokens: without importance weights (--correction none), ratios
+    are relative to those weights; otherwise old logprobs are scored or omitted.
     """
     if config.max_staleness and config.correction == "none":
         return "sampled"
