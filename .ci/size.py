@@ -1,8 +1,8 @@
-"""Print the size of the repository, and fail above its limits: CONTRIBUTING.md says what may enter.
+"""Print the size of the repository, and fail above its limits (CONTRIBUTING.md, "What may enter").
 
-Sizes are Python tokens without comments, docstrings and line ends, and words of the documentation. "Executed" are the
-tokens in function bodies that two steps of `train_grpo.py` execute on one rank: what a reader of the default run must
-know. A function is followed for its first calls only, so that tracing takes seconds.
+Code is measured in Python tokens without comments, docstrings and line ends; documentation in words. "Executed" counts
+the tokens in function bodies that two steps of `train_grpo.py` execute on one rank: the code that a reader of the
+default run must know. Only the first calls of each function are traced, so that tracing takes seconds.
 """
 
 import ast
@@ -32,15 +32,15 @@ LIMITS = {
     "words of README, AGENTS and docs": 7_500,
     "flags of a script": 60,
 }
-# What is written between statements, or ends one.
+# Tokens between statements, or at the end of one.
 LAYOUT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 NUM_FOLLOWED_CALLS = 50
 
 
 def tokens_by_line(path: Path) -> Counter[int]:
-    """How many tokens begin on each line of a file."""
+    """Count the tokens that begin on each line of a file."""
     counts: Counter[int] = Counter()
-    is_start = True  # of a statement: a string there is a docstring
+    is_start = True  # at the start of a statement, a string is a docstring
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type in (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL):
@@ -53,16 +53,16 @@ def tokens_by_line(path: Path) -> Counter[int]:
 
 
 def count_tokens(paths: Iterable[Path]) -> int:
-    """How many tokens files have."""
+    """Count the tokens of files."""
     return sum(tokens_by_line(path).total() for path in paths)
 
 
 def lines_in_functions(tree: ast.Module) -> dict[int, int]:
-    """For each line of a function's body the line on which its statement begins."""
+    """Map each line of a function body to the first line of its statement."""
     first_lines: dict[int, int] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            # Outer statements come first in `walk`, so inner ones overwrite them.
+            # `walk` visits outer statements first, so inner ones overwrite them.
             for statement in (node for part in function.body for node in ast.walk(part)):
                 if isinstance(statement, ast.stmt):
                     lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
@@ -73,7 +73,7 @@ def lines_in_functions(tree: ast.Module) -> dict[int, int]:
 
 @contextlib.contextmanager
 def executed_lines(paths: Iterable[Path]) -> Iterator[set[tuple[str, int]]]:
-    """Collect the file and line of what these files execute, in all threads of this process."""
+    """Collect the lines that these files execute, in all threads of this process, as (file, line)."""
     names = set(map(str, paths))
     executed: set[tuple[str, int]] = set()
     num_calls: Counter[CodeType] = Counter()
@@ -98,13 +98,13 @@ def executed_lines(paths: Iterable[Path]) -> Iterator[set[tuple[str, int]]]:
 
 
 def lines_of_default_run() -> set[tuple[str, int]]:
-    """The file and line of what two steps of `train_grpo.py` execute on this process alone."""
+    """Return the lines that two steps of `train_grpo.py` execute in a single process, as (file, line)."""
     sys.path.insert(0, str(ROOT))
     import train_grpo
 
     with tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(io.StringIO()):
         os.environ["MINIRL_RUNS"] = runs
-        # Making the embedded model takes longer than two steps.
+        # The first run creates the embedded model, which takes longer than two steps.
         train_grpo.main(train_grpo.Config(num_steps=1))
         with executed_lines([*SCRIPTS, *LIBRARY]) as executed:
             assert train_grpo.main(train_grpo.Config(num_steps=2)) == 0
@@ -112,7 +112,7 @@ def lines_of_default_run() -> set[tuple[str, int]]:
 
 
 def measured() -> dict[str, int]:
-    """The sizes by the names of `LIMITS`."""
+    """Measure the sizes named in `LIMITS`."""
     extras = [path for path in LIBRARY if (ROOT / "minirl" / "extras") in path.parents]
     documents = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "AGENTS.md"]
     library = count_tokens([*LIBRARY, *SCRIPTS])
@@ -137,17 +137,17 @@ def measured() -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the sizes; ends the process, with status 1 if one is above its limit."""
+    """Print the sizes and exit, with status 1 if one is above its limit."""
     sizes = measured()
     for name, limit in LIMITS.items():
         print(f"{sizes[name]:8,} of {limit:8,}  {name}")
     too_large = [name for name, limit in LIMITS.items() if sizes[name] > limit]
     if too_large:
         print(
-            f"too large: {', '.join(too_large)}. Take out as much as you put in: CONTRIBUTING.md, What may enter."
+            f"too large: {', '.join(too_large)}; remove as much as you add, see CONTRIBUTING.md, What may enter"
         )
     sys.stdout.flush()
-    os._exit(bool(too_large))  # gloo's threads now and then abort a process that ends otherwise
+    os._exit(bool(too_large))  # gloo's threads occasionally abort a normal interpreter exit
 
 
 if __name__ == "__main__":
