@@ -1,4 +1,4 @@
-"""The memory budget: chosen sizes fit, more memory never makes a run slower, and its bytes are those that are kept."""
+"""Memory budget: chosen sizes fit, more memory never makes a run slower, and predicted bytes match measured ones."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,8 @@ QWEN_1_5B, QWEN_7B, QWEN_32B = map(config_from_dict, (models.QWEN_1_5B, models.Q
 TOGETHER = {"shard_weights": True, "shard_gradients": True}
 
 
-def test_free_memory_is_what_the_tightest_control_group_allows(tmp_path):
-    """Of both versions, with the cache that can be reclaimed; also where a container sees its host's path."""
+def test_free_memory_is_limited_by_the_tightest_cgroup(tmp_path):
+    """Covers both cgroup versions, reclaimable page cache, and a container that sees its path on the host."""
 
     def write(folder, **numbers):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ WORKLOADS = {
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name):
-    """What decodes and what trains, in turns, and together if the cache stays; on cards from one too small for any."""
+    """Decoding and training fit in turns, or at the same time if the cache stays. The smallest card fits no run."""
     slower = Sizes(0, 0, 0, recompute_layers=True, shard_gradients=True)
     fitted = []
     for free in (1e9, 10e9, 20e9, 40e9, 60e9, 80e9, 160e9):
@@ -85,7 +85,7 @@ def test_chosen_sizes_fit_with_a_margin_and_more_memory_makes_no_run_slower(name
 
 
 class FusedNorm(torch.autograd.Function):
-    """Saves the same tensors as CUDA's fused norm; torch has no such kernel for meta tensors."""
+    """Norm that saves the same tensors as CUDA's fused norm, which has no kernel for meta tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: torch.Size, weight: Tensor, eps: float) -> Tensor:
@@ -95,7 +95,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
-    """Within 15 %, on meta tensors with torch 2.11's attention and a fused norm."""
+    """The estimate is within 15 %, on meta tensors with torch 2.11's attention and a fused norm."""
     monkeypatch.setattr(attention, "kernel_for", lambda *given: "varlen")
     monkeypatch.setattr(attention, "supports_gqa", lambda varlen_attn: False)
     monkeypatch.setattr(torch.nn.functional, "rms_norm", FusedNorm.apply)
@@ -119,7 +119,7 @@ def test_a_layer_of_each_family_saves_what_the_budget_says(monkeypatch):
 
 
 def test_the_cache_takes_what_the_budget_says():
-    """And a request of a gated delta net its states; its logits are in a graph's pool, too, where there are graphs."""
+    """Requests of a gated delta net include its states. With CUDA graphs, their pool holds logits a second time."""
     config = cached_model("states", torch.float32).config
     options = {"num_tokens": 4096, "max_sequences": 3, "dtype": torch.bfloat16, "device": CPU}
     cache = KVCache(config, **options)

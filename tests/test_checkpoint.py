@@ -1,4 +1,4 @@
-"""Checkpoints: whole at every moment, and exact on any number of ranks. `benchmarks/kill_jobs.py` kills whole jobs."""
+"""Checkpoints are complete at every moment and exact on any number of ranks. `benchmarks/kill_jobs.py` kills jobs."""
 
 import dataclasses
 import itertools
@@ -32,12 +32,12 @@ from support.resuming import as_text
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    """Rank 0 of 1 without a process group."""
+    """Run as the only rank, without a process group."""
     monkeypatch.setattr(dist, "barrier", lambda: None)
 
 
 class TinyModel:
-    """Stands for a `ShardedModel` of one rank: its tensors tell the step."""
+    """Stand-in for a `ShardedModel` on one rank, whose tensors contain the step number."""
 
     def __init__(self):
         self.module = dataclasses.make_dataclass("Module", ["config"])(config_from_dict(RAW_CONFIG))
@@ -55,19 +55,19 @@ class TinyModel:
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path, monkeypatch):
-    """The folder of the runs."""
+    """Set and return the folder of all runs."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     (tmp_path / "runs").mkdir()
     return tmp_path / "runs"
 
 
 def open_run_folder(name: str) -> RunFolder:
-    """The folder of a run whose start has not ended."""
+    """Lock a run folder and stay in its setup block."""
     return ExitStack().enter_context(lock_run_folder(name))
 
 
 class Saver:
-    """A run that is open, and what saves its model; the folder that the model began with is gone by then (row 51)."""
+    """An open run with its `Checkpoints`. The model's initial folder is deleted before the first save (row 51)."""
 
     def __init__(self, *, keep: int = 2, names: tuple[str, ...] = ("policy",)):
         self.run = open_run_folder("a")
@@ -87,16 +87,16 @@ class Saver:
 
 @contextmanager
 def saving(**options) -> Iterator[Saver]:
-    """A `Saver`, whose run ends with the block."""
+    """Make a `Saver` whose run ends with the block."""
     saver = Saver(**options)
     try:
         yield saver
     finally:
-        saver.run.lock.close()  # as the end of the process does
+        saver.run.lock.close()  # as the exit of a process does
 
 
 def save_steps(steps, scores=(), **options) -> Path:
-    """A run's folder with checkpoints after these steps."""
+    """Save checkpoints after these steps; return the run folder."""
     with saving(**options) as saver:
         for step, score in itertools.zip_longest(steps, scores):
             saver.save(step, score)
@@ -104,11 +104,11 @@ def save_steps(steps, scores=(), **options) -> Path:
 
 
 def resumed_step(**options) -> int:
-    """Start the run again; the step that it goes on after. Every tensor must tell it."""
+    """Resume the run and return the checkpoint's step, which every tensor must contain."""
     with saving(**options) as saver:
         checkpoint = saver.run.checkpoint
         assert checkpoint is not None
-        assert not list(checkpoint.parent.glob(".*")), "left-overs of a killed save"
+        assert not list(checkpoint.parent.glob(".*")), "a killed save left files behind"
         step = saver.checkpoints.restore(checkpoint)["step"]
     assert checkpoint.name == f"{step:06d}"
     weights = load_file(checkpoint / "model.safetensors")
@@ -118,7 +118,7 @@ def resumed_step(**options) -> int:
 
 
 def fork(function) -> ForkProcess:
-    """Run a function in a forked process, which ends with it."""
+    """Start a forked process that runs a function."""
     process = ForkProcess(target=function)
     process.start()
     return process
@@ -128,7 +128,7 @@ FILE_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil
 
 
 def die_before_operation(k: int) -> None:
-    """An audit hook that kills this process before its k-th file operation."""
+    """Install an audit hook that kills this process before its k-th file operation."""
     numbers = itertools.count(1)
 
     def hook(event, args):
@@ -140,7 +140,7 @@ def die_before_operation(k: int) -> None:
 
 
 def test_row_02_a_kill_before_each_file_operation_loses_nothing(tmp_path, monkeypatch):
-    """The save of step 3 deletes step 1; whichever operation is the last, 2 or 3 is whole, and nothing is left over."""
+    """Saving step 3 deletes step 1. Wherever the kill hits, step 2 or 3 is complete and no partial files remain."""
     save_steps([1, 2])
     newest = []
     is_killed = True
@@ -159,7 +159,7 @@ def test_row_02_a_kill_before_each_file_operation_loses_nothing(tmp_path, monkey
         is_killed = process.exitcode == -signal.SIGKILL
         newest.append(resumed_step())
         files = {path.name: len(list(path.rglob("*"))) for path in checkpoints_in(root / "a")}
-        assert len(set(files.values())) == 1, "half a checkpoint is left"
+        assert len(set(files.values())) == 1, "a partial checkpoint is left"
     assert process.exitcode == 0
     assert newest == sorted(newest)
     assert set(newest) == {2, 3}
@@ -169,7 +169,7 @@ def test_row_02_a_kill_before_each_file_operation_loses_nothing(tmp_path, monkey
 def rank_state(
     rank: int, folder: Path, run: Path, checkpoint: Path | None, steps: int, options: dict
 ) -> dict[str, str]:
-    """Restore, train a few steps, save; the whole tensors of the model and its optimizer, gathered, as text."""
+    """Restore, train a few steps and save; return the full tensors of model and optimizer as text."""
     model = sharded(folder, **options)
     optimizer = adamw(model, 0.1)
     checkpoints = Checkpoints(run, {"policy": (model, optimizer)}, keep=0)
@@ -201,7 +201,7 @@ ON_HOST = {"offload_optimizer": True}
 def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks_wherever_its_optimizer_was(
     request, tmp_path, first, second, options, restored_with
 ):
-    """Fault 11: masters, moments, step counts and compute weights. From there, training goes on as if never stopped.
+    """Fault 11: masters, moments, step counts and compute weights; training continues as if it had not been stopped.
 
     Pitfall 47.
     """
@@ -219,7 +219,7 @@ def test_a_checkpoint_is_restored_bit_for_bit_on_any_number_of_ranks_wherever_it
 
 
 def test_row_08_a_checkpoint_that_cannot_be_read_is_refused_by_name():
-    """Cut off, or of something else, or of other models: without that folder the run resumes from the one before."""
+    """A truncated file, another format, other models. Once its folder is deleted, the run resumes from the previous."""
     path = save_steps([1, 2]) / "checkpoints" / "000002" / "resume" / "progress.pt"
     for damaged in (path.read_bytes()[:-100], b"PK\3\4 no archive"):
         path.write_bytes(damaged)
@@ -234,7 +234,7 @@ def test_row_08_a_checkpoint_that_cannot_be_read_is_refused_by_name():
 
 
 def test_row_14_two_runs_never_share_a_folder():
-    """A second start is refused; when the first is gone, however it ended, its lock is."""
+    """A second start is rejected. When the first process exits, even by SIGKILL, its lock is released."""
     held = open_run_folder("a")
     with pytest.raises(InputError, match="/a: another run is using it"):
         open_run_folder("a")
@@ -244,9 +244,9 @@ def test_row_14_two_runs_never_share_a_folder():
 
 
 def test_rows_07_and_47_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, monkeypatch):
-    """A file, a folder of something else, one that cannot be made, whoever starts the run; and a name that is a path.
+    """A file, a foreign folder, a folder that cannot be created even by root, and a name that is a path.
 
-    Nothing changes in the runs' folder, or beside it.
+    Nothing changes in the folder of runs, or next to it.
     """
     (runs / "file").touch()
     (runs / "taken").mkdir()
@@ -266,7 +266,7 @@ def test_rows_07_and_47_a_folder_that_cannot_be_a_runs_is_refused_by_name(runs, 
 
 @contextmanager
 def without_folder(path: Path) -> Iterator[None]:
-    """A file where the folder of checkpoints should be: unwritable for root too, whom no mode keeps from writing."""
+    """Replace the checkpoints folder by a file, which makes it unwritable even for root."""
     aside = path.rename(path.with_name("aside"))
     path.touch()
     yield
@@ -286,7 +286,7 @@ def without_folder(path: Path) -> Iterator[None]:
 def test_row_06_a_full_disk_or_unwritable_folder_ends_the_run_with_path_and_cause_and_loses_no_checkpoint(
     num_bytes, cause
 ):
-    """The next start finds the old checkpoint, and saves."""
+    """The next start finds the old checkpoint and can save again."""
     with saving() as saver:
         saver.save(1)
         refusing = file_limit(num_bytes) if num_bytes else without_folder(saver.run.path / "checkpoints")
@@ -307,13 +307,13 @@ def test_row_06_a_full_disk_or_unwritable_folder_ends_the_run_with_path_and_caus
     ],
 )
 def test_the_newest_and_the_best_checkpoints_stay(keep, scores, left):
-    """By their numbers, also beyond six digits. Of equal scores the later one; 0 keeps all."""
+    """Steps are compared as numbers, also beyond six digits. Among equal scores the later one stays; 0 keeps all."""
     folder = save_steps(range(999_997, 1_000_002), keep=keep, scores=scores)
     assert [int(path.name) - 999_996 for path in checkpoints_in(folder)] == left
     assert resumed_step() == 1_000_001
 
 
-def test_row_08_an_old_checkpoint_that_cannot_be_read_stays_and_ends_no_save():
+def test_row_08_an_unreadable_old_checkpoint_is_kept_and_does_not_fail_a_save():
     """A user may delete `resume/` to save space."""
     folder = save_steps([1])
     shutil.rmtree(folder / "checkpoints" / "000001" / "resume")
@@ -321,10 +321,10 @@ def test_row_08_an_old_checkpoint_that_cannot_be_read_stays_and_ends_no_save():
     assert [path.name for path in checkpoints_in(folder)] == ["000001", "000003"]
 
 
-def test_what_a_script_remembers_comes_back_as_it_was_at_the_save(tmp_path):
-    """Types, dtypes and bits, NaN included, though the script changes them afterwards; else it is refused at the save.
+def test_a_scripts_own_state_is_restored_exactly_as_it_was_saved(tmp_path):
+    """Types, dtypes and bits, NaN included, even if the script modifies the values later. Other values are rejected.
 
-    Fault 48: whoever may enter the run's parent, its files are its owner's; resume/ also where that is copied to.
+    Fault 48: only the owner can read the run folder, whatever the umask, and resume/ even after a copy.
     """
     tensors = [torch.tensor([True]), torch.arange(6).view(2, 3).T, torch.tensor([torch.nan, -0.0]).bfloat16()]
     extra = {"": None, 'quo"ted': [True, 1, (1.0, -0.0), "ä"], "nested": {"x": tensors, 3: 2**200}}

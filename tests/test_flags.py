@@ -1,4 +1,4 @@
-"""The command line of a config, whoever wrote it: groups, presets, refusals."""
+"""Command lines of the scripts and of forks: groups, presets and rejected values."""
 
 import itertools
 import re
@@ -23,7 +23,7 @@ PRESETS = {"default": {}, "fast": {"lr": 0.1, "bonus": 2.0}}
 class ForkConfig(train_grpo.Config):
     """Fork"""
 
-    bonus: float = 1.0  # [Mine] what this fork adds
+    bonus: float = 1.0  # [Mine] a flag that the fork adds
     lr: float | None = 0.5  # a shared flag with another default
     penalty: float = 0.0
 
@@ -33,9 +33,9 @@ def parsed(*arguments, presets=None):
 
 
 def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
-    """Of the fork, of the script and of the library; several values; on and off; the preset's unless given.
+    """Flags of fork, script and library: several values, booleans, and preset values that the command line overrides.
 
-    Defaults of the class itself win over those of the classes that it inherits from. The first preset is the default.
+    A class's own defaults win over inherited ones. The first preset is the default.
     """
     assert parsed("--penalty", "1", presets=PRESETS) == ForkConfig(penalty=1.0, lr=0.5)
     flags = (
@@ -49,7 +49,7 @@ def test_flags_of_every_group_and_the_presets_are_read_into_one_flat_config():
 
 
 def test_help_has_a_title_over_each_group_of_flags():
-    """Of the library, the script and the fork. A reader that leaves, as `head` does, is no error."""
+    """Groups of library, script and fork. A reader that closes the pipe, as `head` does, causes no error."""
     with (
         mock.patch("builtins.print", side_effect=BrokenPipeError) as printed,
         pytest.raises(SystemExit, match="0"),
@@ -61,7 +61,7 @@ def test_help_has_a_title_over_each_group_of_flags():
 
 @pytest.mark.parametrize("module", [train_grpo, train_ppo])
 def test_every_number_flag_must_be_finite(module):
-    """By the types of the fields: plain, optional, several; ints of any length too, which the command line takes."""
+    """Covers plain, optional and tuple fields, and ints of any length, which the command line accepts."""
     kinds = {name: str(kind) for name, kind in typing.get_type_hints(module.Config).items()}
     numbers = [name for name, kind in kinds.items() if re.search(r"\b(int|float)\b", kind)]
     assert {"lr", "num_steps", "max_new_tokens", "hang_timeout", "reward_weights"} <= set(numbers)
@@ -81,8 +81,8 @@ def test_every_number_flag_must_be_finite(module):
         ({"temperature": 0.0}, "--temperature 0.0: must be greater than 0"),
     ],
 )
-def test_a_negative_number_a_0_where_none_can_be_and_an_empty_text_are_refused(fields, message):
-    """Those of a fork too. An empty text is never taken for a flag that was left out. Fault 43."""
+def test_negative_numbers_invalid_zeros_and_empty_strings_are_rejected(fields, message):
+    """This includes a fork's fields. An empty string never counts as an omitted flag. Fault 43."""
     check_shared(ForkConfig())
     with pytest.raises(InputError, match="--value-lr"):
         check_shared(train_ppo.Config(value_lr=0.0))
@@ -120,7 +120,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED, ids=lambda text: text[:40])
 def test_flags_that_would_train_something_else_are_refused_by_name(flags, message, tmp_path, monkeypatch):
-    """Pitfalls 22, 28 and 39 among them. At once: nothing is loaded or made. Faults 43 and 59."""
+    """They are rejected before anything is loaded or created. Faults 43 and 59. Pitfalls 22, 28 and 39."""
     monkeypatch.setenv("MINIRL_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "one.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
@@ -137,10 +137,10 @@ def test_flags_that_would_train_something_else_are_refused_by_name(flags, messag
         ("linear", 2, 4, [0.5, 1.0]),
     ],
 )
-def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
+def test_the_learning_rate_warms_up_from_the_first_update_and_then_stays_or_decays(
     schedule, num_updates, warmup, rates
 ):
-    """The first update already moves, and so does the last."""
+    """Neither the first nor the last update has a learning rate of 0."""
     for first in (0, 3):
         config = train_ppo.Config(
             num_steps=first + num_updates, num_minibatches=1, warmup_updates=warmup, lr_schedule=schedule
@@ -150,7 +150,7 @@ def test_the_learning_rate_warms_up_from_its_first_update_and_stays_or_sinks(
 
 
 def test_extending_a_run_does_not_move_the_learning_rate_of_a_real_model():
-    """It is constant by default; only the embedded model's, which stops at a noise floor otherwise, sinks."""
+    """It is constant by default. Only the embedded model's decays, which otherwise stalls at a noise floor."""
     place = Progress(step=150, update=150, first_update=150)
 
     def rates(**flags):
@@ -163,8 +163,8 @@ def test_extending_a_run_does_not_move_the_learning_rate_of_a_real_model():
         assert short < long < 2.0
 
 
-def test_other_updates_per_step_before_a_resume_leave_the_place_in_the_schedule():
-    """It follows from the steps, so no rate is negative; and a warm-up that was over does not return. Pitfall 46."""
+def test_a_resume_with_other_updates_per_step_keeps_the_position_in_the_schedule():
+    """The position follows from the steps: no rate is negative, and a finished warm-up does not repeat. Pitfall 46."""
     config = train_ppo.Config(num_steps=43, num_minibatches=2, warmup_updates=0)
     for step, i in itertools.product(range(3, 43), range(2)):
         places = [Progress(step, step * before + i, step * before) for before in (1, 2, 4)]

@@ -1,4 +1,4 @@
-"""Plans as pure functions of lengths and prompts: contents and cost of microbatches, balance of the ranks."""
+"""Microbatch plans depend only on lengths and prompts: contents and cost of microbatches, balance of the ranks."""
 
 import random
 
@@ -15,7 +15,7 @@ def info(num_prompt_tokens, num_own, prompt, sample):
 
 
 def num_computed(sequences):
-    """Tokens that a model computes for these sequences together: each prompt's once, and each completion's."""
+    """Count the tokens that a model computes for these sequences: each prompt once, and each completion."""
     own = sum(one.num_tokens - one.num_prompt_tokens for one in sequences)
     return own + sum(
         num_tokens for _, num_tokens in {(one.prompt_id, one.num_prompt_tokens) for one in sequences}
@@ -23,11 +23,11 @@ def num_computed(sequences):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_sequences_are_in_one_microbatch_each(seed):
-    """Of up to max_tokens computed; all ranks have equally many, without sequences none.
+def test_each_sequence_is_in_exactly_one_microbatch(seed):
+    """Microbatches compute at most max_tokens. All ranks have the same number of them, or none without sequences.
 
-    So ranks without a sequence have empty microbatches (pitfall 45). Some prompts are longer than any completion, some
-    of no token; budgets may be tight.
+    Ranks without a sequence therefore have empty microbatches (pitfall 45). Some prompts are longer than any
+    completion, some are empty, and limits may be tight.
     """
     rng = random.Random(seed)
     num_ordinals = rng.choice([1, 2, 9, 20])
@@ -45,7 +45,7 @@ def test_sequences_are_in_one_microbatch_each(seed):
 
 
 def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may():
-    """Eight rollouts of a prompt of 90 tokens and 10 own tokens are 170 tokens to compute, not 800."""
+    """Eight rollouts of 10 tokens that share a prompt of 90 tokens take 170 tokens to compute, not 800."""
     shared = [info(90, 10, 3, sample) for sample in range(8)]
     assert plan_microbatches(shared, num_ranks=1, max_tokens=170) == [[shared]]
     assert len(plan_microbatches(shared, num_ranks=1, max_tokens=169)[0]) == 2
@@ -56,7 +56,7 @@ def test_a_microbatch_may_hold_more_tokens_than_it_computes_but_no_sequence_may(
 def test_eight_ranks_compute_nearly_equal_and_nearly_the_fewest_tokens():
     """Groups of 8 with prompts of 20 to 400 tokens: the fullest rank has at most 3 % more than the mean.
 
-    Prompts are computed so seldom twice that all ranks together compute at most 6 % more than the fewest possible.
+    Prompts are rarely computed twice: in total, the ranks compute at most 6 % more tokens than the minimum.
     """
     rng = random.Random(0)
     sequences = [

@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted one: tensors, optimizer state, samples, rollouts and numbers, bit for bit."""
+"""A resumed run equals the uninterrupted one bitwise: tensors, optimizer state, samples, rollouts and metrics."""
 
 import pytest
 
@@ -26,10 +26,10 @@ EVERY_SPLIT = range(NUM_STEPS + 1)
     ],
 )
 def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, runs, case, ranks, splits):
-    """Several epochs and minibatches per batch, refills, KL terms, a value model's warm-up.
+    """Cases: several epochs and minibatches per batch, refills, KL terms, a value model's warm-up.
 
-    Rows 1, 12 and 40: resuming after the last step does nothing and says so; numbers come once, half a line is dropped.
-    Faults 1 and 40. Pitfalls 57 and 61.
+    Rows 1, 12 and 40: resuming after the last step does nothing and says so; each step is logged once, and a partial
+    line is dropped. Faults 1 and 40. Pitfalls 57 and 61.
     """
     pool = request.getfixturevalue(ranks)
     script, flags = CASES[case]
@@ -39,9 +39,8 @@ def test_row_12_a_run_split_after_any_step_is_the_uninterrupted_run(request, run
         assert ("already finished" in output) == (last_step == NUM_STEPS)
 
 
-def test_rows_11_and_12_a_resume_begins_the_prompts_in_flight_again(one_rank, two_ranks, runs):
-    """None is lost or served twice: those of a run that was killed, also with another number of ranks and another bound
-    of staleness."""
+def test_rows_11_and_12_a_resume_requeues_the_prompts_in_flight(one_rank, two_ranks, runs):
+    """No prompt is lost or drawn twice, even if the resumed run has another world size and --max-staleness."""
     flags = f"{COMMON} --max-staleness 2"
     folder = trained(two_ranks, runs / "partial", "train_grpo.py", flags)
     copy = interrupted_copy(folder, "partial-0", 2)

@@ -1,4 +1,4 @@
-"""Everything around the loop: folders, copies of a run's inputs, steps with and without a signal."""
+"""Runs around the training loop: resuming, references, old logprobs, missing rewards and zero gradients."""
 
 import contextlib
 import itertools
@@ -33,8 +33,8 @@ from support.scripts import (
 TINY = "--num-steps 2 --prompts-per-step 4 --group-size 4 --save-every 1"
 
 
-def test_the_reference_is_the_model_that_the_run_began_with(tmp_path):
-    """A resume with another --model would change the KL terms of the run."""
+def test_the_reference_is_the_runs_initial_model(tmp_path):
+    """Resuming with another --model would change the run's KL terms."""
     run = mock.Mock()
     run.config = train_grpo.Config(kl_coef=0.1)
     run.folder.args = {"reference_weights": 1}
@@ -46,15 +46,15 @@ def test_the_reference_is_the_model_that_the_run_began_with(tmp_path):
 
 
 @pytest.mark.slow
-def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it_began_with(
+def test_row_51_a_finished_run_continues_with_more_steps_without_its_initial_model(
     one_rank, runs, embedded_model, tmp_path
 ):
-    """With a constant learning rate as if it had been asked for all of them at once; a resume says what has changed.
+    """With a constant learning rate, the metrics equal those of one run with all steps. A note lists changed flags.
 
-    The first start finds that sampled logprobs are not the update's bit for bit; the resume keeps the correction.
+    The first start finds a gap between sampled and training logprobs; the resume keeps its correction.
 
-    A note names a file of which evaluations take a part. Fault 13. The last lines say where checkpoint, metrics and
-    rollouts are. The run's copy of the script resumes it.
+    A note names an evaluation file that is only partly used. Fault 13. The last lines name checkpoint, metrics and
+    rollouts. The copy of the script in the run folder can resume the run.
     """
     model = shutil.copytree(embedded_model, tmp_path / "model")
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"{i}32=", "answer": "2"} for i in range(10)])
@@ -92,9 +92,10 @@ def test_row_51_a_finished_run_goes_on_with_more_steps_without_the_model_that_it
     ],
 )
 def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields, expected):
-    """A scoring pass is made only where neither the sampled logprobs nor those of the update itself will do.
+    """Old logprobs are scored only if neither the sampled logprobs nor those of the update itself can be used.
 
-    These come too late for a KL term in the advantages. For one and for two updates a step, without and with a gap.
+    The update's come too late for a KL term in the advantages. Cases: one or two updates per step, without or with a
+    gap.
     """
     found = [
         setup.old_logprobs_source(train_grpo.Config(num_minibatches=number, **fields), is_exact=is_exact)
@@ -108,9 +109,9 @@ def test_the_ratio_or_importance_weights_are_to_the_weights_that_sampled(fields,
 def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
     two_ranks, runs, tmp_path, script
 ):
-    """Its reward is null in the files; numbers stay finite; GRPO's advantages are by the others' mean alone.
+    """Its reward is null in the files, metrics stay finite, and GRPO's baseline is the mean of the other rewards.
 
-    Pitfall 38: with one update in a step the ratio is exactly 1.
+    Pitfall 38: with one update per step, the ratio is exactly 1.
     """
     reward = reward_of(tmp_path, "None if c.endswith(tuple('13579')) else float(len(c))")
     flags = f"{TINY} --prompts-per-step 8 --num-minibatches 1 {reward}"
@@ -125,7 +126,7 @@ def test_a_completion_without_a_reward_has_no_advantage_and_no_part_in_the_loss(
         rewards = [rollout["reward"] for rollout in rollouts if rollout["reward"] is not None]
         assert line["reward/mean"] == pytest.approx(fmean(rewards))
         assert line["count/sampled_tokens"] == sum(rollout["num_tokens"] for rollout in rollouts)
-        assert 0 < line["perf/decode_occupancy"] <= 1, "in this step, not in the evaluation before it"
+        assert 0 < line["perf/decode_occupancy"] <= 1, "must not count the evaluation before the step"
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout["id"][0]):
             total = sum(rollout["advantage"] for rollout in group)
             assert script == "train_ppo.py" or total == pytest.approx(0, abs=1e-5)
@@ -138,7 +139,7 @@ def take_stop_token(*arguments):
 
 
 def ending_at_once():
-    """A patch under which every completion ends at once."""
+    """Patch sampling so that every completion ends at once."""
     return mock.patch.object(engine, "sample", take_stop_token)
 
 
@@ -151,10 +152,10 @@ def ending_at_once():
         ("row-30-truncated", "--max-new-tokens 1", "len/truncated"),
     ],
 )
-def test_a_step_without_signal_is_finite(two_ranks, runs, tmp_path, script, row, flags, metric):
-    """Ranks stay in step; where all advantages or weights are 0 (GRPO), no weight moves.
+def test_a_step_with_zero_gradient_is_finite(two_ranks, runs, tmp_path, script, row, flags, metric):
+    """Ranks stay in sync. If all advantages or loss weights are 0 (GRPO), no weight moves.
 
-    Then one rollout is computed, which shows the gap.
+    One rollout is still computed, to measure the logprob gap.
     """
     is_grpo = script == "train_grpo.py"
     if is_grpo and row == "row-30-truncated":
@@ -164,7 +165,7 @@ def test_a_step_without_signal_is_finite(two_ranks, runs, tmp_path, script, row,
     folder = trained(two_ranks, runs / f"{row}-{script}", script, TINY, flags, reward, under=under)
     lines = read_metrics(folder)
     assert [line[metric] for line in lines] == [1, 1]
-    assert not any(None in line.values() for line in lines), "something is not finite"
+    assert not any(None in line.values() for line in lines), "a metric is non-finite"
     first, last = map(load_file, sorted(folder.glob("checkpoints/*/model.safetensors")))
     assert all(bool(torch.isfinite(x).all()) for x in last.values())
     if is_grpo:
@@ -176,8 +177,8 @@ def test_a_step_without_signal_is_finite(two_ranks, runs, tmp_path, script, row,
 
 
 @pytest.mark.slow
-def test_weights_that_an_update_has_ruined_are_never_saved(two_ranks, runs):
-    """The run ends at once and says why; the checkpoints before it are as they were. Fault 31."""
+def test_non_finite_weights_are_never_saved(two_ranks, runs):
+    """The run ends at once with the reason, and earlier checkpoints stay intact. Fault 31."""
     flags = f"{TINY} --keep-checkpoints 0"
     folder = trained(two_ranks, runs / "ruined", "train_grpo.py", flags)
     with pytest.raises(AssertionError, match="after this update the norm of the weights is inf"):

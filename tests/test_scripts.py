@@ -1,4 +1,4 @@
-"""The scripts as users run them: torchrun on two ranks, forks, real input, and a run's files."""
+"""Scripts as users run them: presets, options, uneven splits and slow user code, on one or two ranks."""
 
 import json
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ ALGORITHMS = train_grpo.ALGORITHMS
 
 @pytest.mark.slow
 def test_default_run_learns(two_ranks, runs):
-    """A short run on two ranks: rewards and held-out score rise. Under torchrun: row 1."""
+    """Rewards and the held-out score rise in a short run on two ranks. Row 1 covers torchrun."""
     flags = f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30"
     output = run_in_pool(two_ranks, "train_grpo.py", flags, runs=runs, under=all_held_out)
     metrics = read_metrics(runs / "a")
@@ -50,9 +50,9 @@ STALE = "--num-steps 4 --num-minibatches 1 --max-staleness 2 --lr 3e-3 --kl-rewa
     ],
 )
 def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script, more):
-    """Pitfall 48: taken from sampling or from a forward pass, four updates of a step see the same old policy.
+    """Pitfall 48: all four updates of a step see the same old policy, whether its logprobs are sampled or scored.
 
-    A KL term of stale rollouts sees the policy of its step, not the weights that sampled.
+    The KL term of stale rollouts uses the policy of the current step, not the weights that sampled them.
     """
     flags = f"--prompts-per-step 8 --group-size 4 --temperature 0.7 {more}"
     lines, again = (
@@ -60,13 +60,13 @@ def test_old_logprobs_are_those_before_the_first_update(one_rank, runs, script, 
         for kind, under in (("own", nullcontext), ("scored", scored_before_the_update))
     )
     if lines[0]["policy/logp_gap_max"]:
-        pytest.skip("this machine's products depend on the number of rows")
+        pytest.skip("matmuls on this machine depend on the number of rows")
     assert list(map(untimed, lines)) == list(map(untimed, again))
     assert (lines[0]["policy/ratio_max"] > 1) == (more == FOUR_UPDATES)
 
 
 def test_world_size_need_not_divide_anything(two_ranks, runs):
-    """One prompt of three completions on two ranks, epochs, KL, tiny microbatches, every norm.
+    """One prompt with three completions on two ranks, epochs, KL, tiny microbatches.
 
     Minibatches of one rollout leave a rank without tokens. Pitfall 4: all logprobs are at the sampling temperature.
     Pitfall 45. Pitfall 46: the schedule counts optimizer steps. Fault 43.
@@ -90,14 +90,14 @@ def test_world_size_need_not_divide_anything(two_ranks, runs):
 
 @pytest.mark.slow
 def test_every_ppo_option_runs_where_nothing_divides(two_ranks, runs):
-    """Value warm-up, KL, bootstrap, epochs, minibatches of one or two of five rollouts, tiny microbatches."""
+    """Value warm-up, KL, bootstrap, epochs, tiny microbatches, and minibatches of one or two out of five rollouts."""
     flags = "--num-steps 3 --prompts-per-step 5 --value-warmup-steps 1"
     flags += " --num-epochs 2 --num-minibatches 3 --kl-reward-coef 0.1"
     flags += " --max-tokens-per-microbatch 40 --bootstrap-truncated --gamma 0.99 --entropy-coef 0.01"
     flags += " --correction token_mask --temperature 0.7"
     folder = trained(two_ranks, runs / "d", "train_ppo.py", flags)
     first, second, third = read_metrics(folder)
-    assert "optim/grad_norm" not in first  # in the warm-up the policy stands still
+    assert "optim/grad_norm" not in first  # the policy is not updated during the warm-up
     assert first["value/grad_norm"] > 0
     assert second["optim/grad_norm"] > 0
     assert third["policy/logp_gap_max"] <= 1e-5
@@ -119,10 +119,8 @@ async def replies(episode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flag", "function"), [("--reward", "rewards"), ("--rollout", "replies")])
-def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
-    one_rank, runs, tmp_path, flag, function
-):
-    """A resumed run begins its account after loading."""
+def test_slow_user_code_shows_in_the_time_breakdown(one_rank, runs, tmp_path, flag, function):
+    """This also holds after a resume, whose loading time counts in no step."""
     (tmp_path / "mine.py").write_text(SLOW)
     flags = f"{flag} {tmp_path}/mine.py:{function} --run-name slow-{function}"
     flags += " --prompts-per-step 4 --save-every 1"
@@ -135,8 +133,8 @@ def test_slow_user_code_and_a_resume_are_seen_in_the_account_of_time(
 
 
 @pytest.mark.parametrize("name", ["dapo", *(slow(name) for name in ALGORITHMS if name != "dapo")])
-def test_every_preset_runs_and_sets_what_it_says(two_ranks, runs, name):
-    """Two steps; the run's flags are the preset's, except the one that was given. They take every path."""
+def test_every_preset_runs_and_sets_its_flags(two_ranks, runs, name):
+    """Each preset runs two steps. Its flags apply, except for the one given on the command line."""
     flags = f"--algorithm {name} --num-steps 2 --prompts-per-step 4 --clip-low 0.1"
     folder = trained(two_ranks, runs / name, "train_grpo.py", flags)
     args = json.loads((folder / "args.json").read_text())
