@@ -1,4 +1,4 @@
-"""What rollout functions may not do, ask for or give: refused with function, row and turn."""
+"""Faults of rollout functions: each error names the function, the row and the turn."""
 
 import re
 
@@ -14,7 +14,7 @@ NO_PROMPT = r"branch\(.*expected (text, or messages with role and content|a mess
 NO_AFTER = "expected text, a list of token ids, or messages"
 NO_STOP = r"generate\(stop=.*\): expected texts; '' is in every text, U\+FFFD and surrogates in none"
 LATE = "took more than 60 s; see --call-timeout"
-# What a function does first, or after a turn; and what is said.
+# Faulty code that runs first, or after a turn, and the expected message.
 FIRST = {
     "return": "ended without a turn",
     "episode.end('env_done')": "ended without a turn",
@@ -74,8 +74,8 @@ async def mine(episode):
 
 @pytest.mark.parametrize(("code", "said", "when"), WRONG, ids=range(len(WRONG)))
 @pytest.mark.usefixtures("clock")
-def test_row_53_61_what_an_episode_does_asks_for_or_gives_wrongly_stops_the_run(tmp_path, code, said, when):
-    """It names function, row and turn, and leaves nothing running. Faults 24 and 56, too."""
+def test_row_53_61_an_error_in_an_episode_stops_the_run(tmp_path, code, said, when):
+    """The error names function, row and turn, and nothing is left running. Faults 24 and 56."""
     functions = {name: EpisodeReward(name) for name in ("total",) if name in said}
     returned = dict.fromkeys(functions, 1.0)
     (tmp_path / "mine.py").write_text(f"RETURNED = {returned}\n{SOURCE}    {code}\n")
@@ -108,7 +108,7 @@ def test_row_53_a_file_that_cannot_be_used_is_refused_before_anything_is_loaded(
         load_rollout(RunConfig(rollout=f"{tmp_path}/mine.py:mine"))
 
 
-# Values of a flag that names a user's function, of which none names one, and what is said.
+# Invalid values of a flag that names a user's function, and the expected message.
 NO_SPEC = "expected file.py:function or module:function"
 UNNAMED = {
     "mine.py": NO_SPEC,
@@ -121,7 +121,7 @@ UNNAMED = {
 }
 
 
-def test_what_names_no_function_is_refused_with_the_flag():
+def test_an_invalid_function_spec_is_refused_with_the_flag():
     for spec, said in UNNAMED.items():
         with pytest.raises(InputError) as error:
             load_rollout(RunConfig(rollout=spec))

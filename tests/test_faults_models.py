@@ -1,4 +1,4 @@
-"""Faults of model folders, clocks and the embedded model: refused by name, never guessed."""
+"""Faults of model folders and of the embedded model: errors name the file, and nothing is guessed."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from support.models import RAW_CONFIG, make_folder
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny untied model, to be spoilt."""
+    """Make a folder with a tiny untied model, for the test to corrupt."""
     return make_folder(tmp_path / "model", RAW_CONFIG)
 
 
@@ -33,8 +33,8 @@ def load(folder):
     return load_replica(folder, dtype=torch.float32)
 
 
-def test_row_32_weights_that_are_not_finite_are_named(folder):
-    """A bit flip or a diverged run must not be trained on."""
+def test_row_32_non_finite_weights_are_named(folder):
+    """Weights with a bit flip, or from a diverged run, must not be trained on."""
     path, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(path)
     tensors[name][3] = torch.inf
@@ -44,8 +44,8 @@ def test_row_32_weights_that_are_not_finite_are_named(folder):
 
 
 @pytest.mark.parametrize("length", [7, -1])
-def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
-    """In the header or in the data."""
+def test_row_33_a_truncated_download_is_named(folder, length):
+    """The file ends in its header or in its data."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(
@@ -55,8 +55,8 @@ def test_row_33_a_download_that_was_cut_off_is_named(folder, length):
 
 
 @pytest.mark.parametrize("file_name", ["a.safetensors", "gone.safetensors", None, 5, ["a.safetensors"], ""])
-def test_row_33_what_the_index_promises_must_be_there(folder, file_name):
-    """A single file wins, as in transformers."""
+def test_row_33_every_file_in_the_index_must_exist(folder, file_name):
+    """A single-file checkpoint takes precedence over the index, as in transformers."""
     path, index = folder / "model.safetensors", folder / INDEX
     name, *others = tensors = load_file(path)
     weight_map = {name: file_name, **dict.fromkeys(others, "a.safetensors")}
@@ -71,7 +71,7 @@ def test_row_33_what_the_index_promises_must_be_there(folder, file_name):
 
 
 def test_row_33_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path):
-    """transformers would use the stored one."""
+    """transformers would use the stored head."""
     folder = make_folder(tmp_path / "tied", RAW_CONFIG | {"tie_word_embeddings": True})
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -99,8 +99,8 @@ def test_row_33_a_file_that_cannot_be_used_is_named_with_its_fault(folder, file,
         load(folder)
 
 
-def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path):
-    """No network (a closed loopback port), nothing in the cache: the id, the flag and the hub's reason."""
+def test_row_34_an_unavailable_hub_id_gives_one_line_within_seconds(tmp_path):
+    """Without network (a closed loopback port) and cache, the error names the id, the flag and the hub's reason."""
     script = "from minirl.model.folders import resolve_folder; resolve_folder('owner/missing')"
     nowhere = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-c", script]
@@ -112,7 +112,7 @@ def test_row_34_an_id_that_cannot_be_fetched_is_one_line_within_seconds(tmp_path
 
 
 class Canary:
-    """Unpickled, it makes a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -122,7 +122,7 @@ class Canary:
 
 
 def test_row_35_pickles_are_refused_unread(folder, tmp_path):
-    """A folder with pickled weights only says how to convert; the pickle is not run."""
+    """The error for a folder with only pickled weights says how to convert them; nothing is unpickled."""
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary(tmp_path / "canary")))
     with pytest.raises(
@@ -132,8 +132,8 @@ def test_row_35_pickles_are_refused_unread(folder, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
-def test_row_35_code_that_comes_with_a_model_is_not_run(folder, tmp_path):
-    """config.json asks for it by auto_map: refused by name."""
+def test_row_35_remote_code_of_a_model_is_not_run(folder, tmp_path):
+    """A config.json that requests remote code with auto_map is rejected by name."""
     (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
     config = RAW_CONFIG | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -143,14 +143,14 @@ def test_row_35_code_that_comes_with_a_model_is_not_run(folder, tmp_path):
 
 
 def test_row_36_a_folder_without_a_tokenizer_is_named(folder):
-    """The weights alone cannot be prompted."""
+    """Without a tokenizer, prompts cannot be encoded."""
     with pytest.raises(InputError, match=str(folder)):
         ChatTokenizer(folder)
 
 
 @pytest.fixture
 def quick_toy(monkeypatch):
-    """The embedded model without its training."""
+    """Skip the embedded model's warm start; return the list of tasks for which a model was made."""
     monkeypatch.setattr(embedded_model, "rank", lambda: 0)
     monkeypatch.setattr(embedded_model, "barrier", lambda: None)
     monkeypatch.setattr(embedded_model, "print0", lambda *_: None)
@@ -165,7 +165,7 @@ def quick_toy(monkeypatch):
 
 
 def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch, tmp_path):
-    """Killed when everything but its name is written: the next run makes it again."""
+    """The process is killed just before the final rename, and the next run makes the model again."""
     if (pid := os.fork()) == 0:
         monkeypatch.setattr(durable, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         embedded_model.embedded_model_folder(tmp_path)
@@ -180,7 +180,7 @@ def test_row_49_a_half_made_embedded_model_is_never_used(quick_toy, monkeypatch,
 
 
 def test_row_50_two_first_runs_at_once_make_one_embedded_model(quick_toy, monkeypatch, tmp_path):
-    """The late one takes the other's folder, and leaves no files."""
+    """The later run uses the other's folder and leaves no files behind."""
     other = embedded_model.warm_start
 
     def while_another_is_made(task):

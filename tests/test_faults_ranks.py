@@ -1,6 +1,6 @@
-"""Rows of the fault table that are about ranks: who speaks, which code they leave with, and how soon.
+"""Faults of ranks: which rank reports an error, the exit codes, and how soon all ranks exit.
 
-Most cases are a script of a few lines on processes with torchrun's variables; two are whole runs.
+Most cases run a short script on processes with torchrun's variables; a few run a whole job.
 """
 
 import os
@@ -41,7 +41,7 @@ def joined():
 rank = process_group.rank()
 """
 
-# The clock of the ranks that report a third one: it stands still until both have met their errors.
+# Clock of ranks 0 and 2, which report rank 1: it stands still until both have raised their errors.
 BOTH = """
 def wait_until_both_are_in(phase):
     while {launch.rendezvous().get(f"phase/{rank}").decode() for rank in (0, 2)} != {phase}:
@@ -72,7 +72,7 @@ def token_loss(config, micro, new, entropy):
 
 
 def python(folder: Path, body: str, before: str = "") -> list[str]:
-    """The command for a script whose main is `body`. before: what it does as it is imported."""
+    """Write a script whose `main` is `body`, and return its command. before: code at module level."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
     (folder / "script.py").write_text(f"{PRELUDE}{before}\ndef main():\n{lines}\nlaunch.run(main)\n")
     return [str(folder / "script.py")]
@@ -83,12 +83,12 @@ def grpo(*flags: str) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this one started."""
+    """Return the pids of a process's children."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def outputs_of(folder: Path, body: str, codes: list[int]) -> str:
-    """What the ranks of a script print after they joined; they must leave with these codes."""
+    """Run a script on ranks that must exit with these codes; return their joint output after joining."""
     with started(folder, [python(folder, body)] * len(codes)) as job:
         assert job.codes() == codes
         return "".join(job.output(rank) for rank in range(len(codes))).replace("joined\n", "")
@@ -102,7 +102,7 @@ def test_row_62_a_rank_without_torchruns_other_variables_is_refused_at_once(tmp_
 
 @pytest.mark.parametrize("number", [0, signal.SIGSTOP, signal.SIGKILL])
 def test_rows_01_and_37_a_hang_names_the_rank_and_its_phase_and_so_does_a_kill(tmp_path, number):
-    """Not the ranks that wait for it, and without the tracebacks of their connections. Fault 42: a stopped process."""
+    """The ranks that wait for it are not named, and their connection errors are hidden. Fault 42: a stopped process."""
     body = f"""joined()
 if rank == 1:
     wait_until_both_are_in("step 3, phase update")
@@ -123,9 +123,9 @@ process_group.barrier()"""
 
 @pytest.mark.slow
 def test_rows_01_03_and_04_a_run_under_torchrun_outlives_the_death_of_ranks_and_launcher(tmp_path, runs):
-    """Under --max-restarts a killed rank is restarted; ranks die with a killed torchrun; SIGTERM saves the step.
+    """--max-restarts restarts a killed rank, ranks die with a killed torchrun, and SIGTERM saves the step.
 
-    After each of them the run goes on: every step comes once, and no process is left. Faults 1, 3 and 4.
+    The run continues after each fault: every step is logged once, and no process is left. Faults 1, 3 and 4.
     """
     flags = ("--num-steps", "10000", "--save-every", "4", "--run-name", "restarted")
     command = torchrun(*grpo(*flags), options=["--standalone", "--max-restarts=1"])
@@ -133,7 +133,7 @@ def test_rows_01_03_and_04_a_run_under_torchrun_outlives_the_death_of_ranks_and_
         job.until("step     6/", 0)
         os.kill(children(job.processes[0].pid)[1], signal.SIGKILL)
         job.until("resuming after step 4", 0)
-        wait_for(lambda: job.output(0).count("step     5/") == 2, "no step came after the restart")
+        wait_for(lambda: job.output(0).count("step     5/") == 2, "no step after the restart")
         ranks = children(job.processes[0].pid)
         assert len(ranks) == 2
         job.processes[0].kill()
@@ -142,7 +142,7 @@ def test_rows_01_03_and_04_a_run_under_torchrun_outlives_the_death_of_ranks_and_
         job.until("step    10/", 0)
         ranks = children(job.processes[0].pid)
         job.processes[0].terminate()
-        assert job.codes() == [1]  # torchrun's own
+        assert job.codes() == [1]  # torchrun's exit code, not a rank's
         assert not any(map(is_alive, ranks))
         assert "Traceback" not in job.output(0).partition("\ncheckpoint ")[0]
     steps = [line["step"] for line in read_metrics(runs / "restarted")]
@@ -161,7 +161,7 @@ return 128 + stop
 
 @pytest.mark.parametrize("number", launch.STOP_SIGNALS)
 def test_rows_04_and_05_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, number):
-    """All leave with its code, after they have saved."""
+    """All ranks save, then exit with the signal's code."""
     with started(tmp_path, [python(tmp_path, LOOP)] * 2) as job:
         job.until("joined", 0, 1)
         job.processes[1].send_signal(number)
@@ -169,8 +169,8 @@ def test_rows_04_and_05_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path
         assert [job.output(rank).count("saved") for rank in (0, 1)] == [1, 1]
 
 
-def test_row_04_a_second_sigterm_leaves_at_once(tmp_path):
-    """Also from user code. One that is delivered twice counts once, and an ignored signal (nohup) not at all."""
+def test_row_04_a_second_sigterm_exits_at_once(tmp_path):
+    """It interrupts even user code. A signal delivered twice counts once, and an ignored one (nohup) has no effect."""
     ignore = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     body = """joined()
 signal.raise_signal(signal.SIGHUP)
@@ -185,8 +185,8 @@ for now in (0.0, 0.9, 1.1):
         assert job.output(0).splitlines() == ["joined", "0.0", said, "0.9", "1.1"]
 
 
-def test_row_05_ctrl_c_before_the_first_step_leaves_at_once_and_so_does_a_forked_child(tmp_path):
-    """There is nothing to save. SIGUSR1 prints the stacks; the run takes no notice of signals to the child."""
+def test_row_05_ctrl_c_before_the_first_step_exits_at_once_and_a_signal_ends_a_forked_child(tmp_path):
+    """Nothing has to be saved yet. SIGUSR1 prints the stacks. Signals to a forked child do not affect the run."""
     body = """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one for forks beside threads
@@ -235,13 +235,13 @@ time.sleep(LIMIT_S)
         ("open('/', 'w')", [2], r"error: \[Errno 21\] Is a directory: '/' \[rank 0, before the first step\]"),
     ],
 )
-def test_rows_06_and_23_an_error_is_printed_once_and_ends_all(tmp_path, body, codes, message):
-    """Of one rank while the other is in a collective, or of all of them; a file that cannot be written is no bug."""
+def test_rows_06_and_23_an_error_is_printed_once_and_ends_all_ranks(tmp_path, body, codes, message):
+    """One rank raises it while the other is in a collective, or both do. An unwritable file gives no traceback."""
     assert re.fullmatch(message, outputs_of(tmp_path, body, codes).strip())
 
 
-def test_row_38_memory_that_runs_out_is_reported_with_its_phase_plan_and_flags(tmp_path, runs):
-    """In an update."""
+def test_row_38_out_of_memory_is_reported_with_its_phase_plan_and_flags(tmp_path, runs):
+    """The update runs out of memory."""
     too_large = "def token_loss(*args):\n    torch.empty(2**50)\n"
     fork = extended_fork(tmp_path, "train_grpo.py", too_large, name="memory")
     with started(tmp_path, [[str(fork), *grpo()[1:]]], MINIRL_RUNS=str(runs)) as job:
@@ -253,9 +253,9 @@ def test_row_38_memory_that_runs_out_is_reported_with_its_phase_plan_and_flags(t
 
 @pytest.mark.slow
 def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tmp_path, runs):
-    """A whole run of a fork whose loss is nan in step 2 on rank 1: it says where; exit 3; finite weights.
+    """A fork whose loss is NaN on rank 1 in step 2 names a parameter, exits with code 3 and saves finite weights only.
 
-    The folder has the script that ran.
+    The run folder contains the script that ran.
     """
     fork = extended_fork(tmp_path, "train_grpo.py", NAN_FORK, name="nan")
     command = [str(fork), *grpo("--num-steps", "9", "--save-every", "1", "--run-name", "row-31")[1:]]
@@ -272,8 +272,8 @@ def test_row_31_nan_on_one_rank_stops_all_before_the_update_with_the_rollouts(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("into", ["| head -n 1", "> /dev/full 2>&1"])
-def test_row_41_no_output_stops_a_run(tmp_path, into):
-    """The reader of a pipe leaves, or the disk is full, in a locale of ASCII; the run goes on to its end."""
+def test_row_41_failed_output_does_not_stop_a_run(tmp_path, into):
+    """A closed pipe or a full disk, in an ASCII locale: the run continues to its end."""
     body = "for i in range(300):\n    process_group.print0('\\u4f60' * 100)\nopen(sys.argv[1], 'w').close()"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
     script = f"{sys.executable} {' '.join(python(tmp_path, body))} {tmp_path}/done"
@@ -285,18 +285,18 @@ def test_row_41_no_output_stops_a_run(tmp_path, into):
 
 
 def test_row_44_a_device_that_is_too_old_is_refused_for_every_model(monkeypatch):
-    """By its number on this node."""
+    """The message names the device's index on this node."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - 2 * index, 5))
     with pytest.raises(
-        InputError, match=r"CUDA device 1 has compute capability \(7, 5\), and at least \(8, 0\)"
+        InputError, match=r"CUDA device 1 has compute capability \(7, 5\), but \(8, 0\) \(Ampere\) or newer"
     ):
         process_group.select_device(may_use_cpu=True)
 
 
-def test_row_44_the_embedded_model_needs_no_device_for_each_rank(tmp_path, runs):
-    """With too few of them its ranks compute on the CPU, and one line says so."""
+def test_row_44_the_embedded_model_needs_no_gpu_per_rank(tmp_path, runs):
+    """With more ranks than devices, all ranks compute on the CPU, and one line says so."""
     body = f"""
 import train_grpo
 os.environ.update(MINIRL_RUNS={str(runs)!r}, LOCAL_WORLD_SIZE="2")
@@ -307,10 +307,10 @@ return train_grpo.main(train_grpo.Config(num_steps=1, prompts_per_step=2))
     assert outputs_of(tmp_path, body, [0, 0]).count(line) == 1
 
 
-def test_on_cuda_a_rank_takes_its_share_of_its_own_node(tmp_path):
-    """Its device, cores and host memory, of a node with two of four ranks.
+def test_on_cuda_a_rank_gets_its_share_of_its_own_node(tmp_path):
+    """Each of two ranks on a node (of four in total) gets its own device and half of the cores and host memory.
 
-    The allocator's setting is there before CUDA starts, which reads it; bf16 sums are not rounded.
+    The allocator is configured before CUDA starts, and bf16 matmuls accumulate in fp32.
     """
     body = """
 from minirl.run import planning
@@ -333,9 +333,9 @@ print(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
 
 
 def test_row_62_nodes_that_see_different_copies_are_refused(tmp_path, embedded_model):
-    """On every rank: they would save checkpoints that lack files, or train something else.
+    """Every rank raises: otherwise checkpoints would lack files, or ranks would train different things.
 
-    So is a model other than the embedded one on a node with fewer devices than ranks. Fault 44.
+    A node with fewer devices than ranks is rejected for every model but the embedded one. Fault 44.
     """
     body = f"""
 import json, shutil
@@ -398,7 +398,7 @@ def rollout_weights(*args):
 
 @pytest.mark.slow
 def test_rows_01_and_12_two_nodes_train_die_and_resume_as_four_ranks_of_one(four_ranks, tmp_path, runs):
-    """Two torchruns that meet by c10d; a rank of the second is killed. Every bit is that of four ranks on one node."""
+    """Two torchruns rendezvous over c10d, and a rank of the second is killed. All bits equal four ranks on one node."""
     fork = extended_fork(tmp_path, "train_grpo.py", KILLED_FORK, name="nodes")
     flags = (
         "--num-steps 3 --save-every 1 --eval-every 0 --keep-checkpoints 0 --prompts-per-step 5 --group-size 4"

@@ -1,4 +1,4 @@
-"""Faults of reward functions: they cannot hang, lie about, or corrupt a run. Rows as in the fault table."""
+"""Faults of reward functions: they cannot hang or corrupt a run."""
 
 import decimal
 import os
@@ -103,7 +103,7 @@ def submit(function, number, completion):
 
 
 def noted_pids(folder):
-    """Of workers, and of what their code started."""
+    """Return the pids of the workers and of all processes that their code started."""
     return list(map(int, (folder / "mine.py.pids").read_text().split()))
 
 
@@ -112,8 +112,8 @@ def assert_gone(pids):
 
 
 @pytest.mark.parametrize("part", ["data", "eval_data"])
-def test_row_17_a_field_that_the_reward_needs_is_missed_before_a_model_is_loaded(tmp_path, part):
-    """File, line, field, function and the fields that are there; in every row of both files."""
+def test_row_17_a_missing_reward_column_is_reported_before_a_model_is_loaded(tmp_path, part):
+    """The error names file, line, field, function and the available fields. All rows of both files are checked."""
     (tmp_path / "needs.py").write_text("def right(completions, answer, level=None, **kw):\n    return []\n")
     row = {"prompt": "a", "answer": 1}
     good = write_rows(tmp_path / "good.jsonl", [row])
@@ -127,8 +127,8 @@ def test_row_17_a_field_that_the_reward_needs_is_missed_before_a_model_is_loaded
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", RAISED, ids=lambda action: f"row-23-{action}")
-def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(load_reward, name, action):
-    """With the user's lines of the traceback and none of ours; also what would end the process. Pitfall 21."""
+def test_an_exception_in_a_reward_is_reported_with_the_row_and_its_worker_survives(load_reward, name, action):
+    """The traceback shows only the user's frames. SystemExit does not end the worker either. Pitfall 21."""
     function = load_reward(name)
     said = rf"^reward mine for the row at f\.jsonl:1: {RAISED[action]}"
     with pytest.raises(RewardError, match=said) as error:
@@ -140,11 +140,12 @@ def test_what_a_function_raises_is_told_with_the_row_and_its_process_lives_on(lo
 
 @pytest.mark.parametrize("name", ["acts", "acts_async"])
 @pytest.mark.parametrize("action", LOST, ids=lambda action: f"row-25-{action}")
-def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(
+def test_a_worker_that_dies_hangs_or_sends_garbage_is_killed_and_its_row_is_named(
     load_reward, tmp_path, name, action
 ):
-    """The first call is named. Those that wait for its process, or are in it, fail with the same error, and so do all
-    later ones. Fault 26: it floods the pipes.
+    """The error names the first call. All pending and later calls of that function fail with the same error.
+
+    Fault 26: user code floods the pipes.
     """
     function = load_reward(name, timeout_s=1.0 if "killed" in LOST[action] else 60.0)
     calls = [submit(function, number, action) for number in range(2)]
@@ -155,7 +156,7 @@ def test_a_process_that_dies_hangs_or_lies_is_killed_and_its_row_is_named(
     assert submit(function, 2, "fine").exception() is error
 
 
-def test_row_25_a_process_that_was_killed_while_idle_is_an_error_of_the_next_call(load_reward):
+def test_row_25_a_worker_killed_while_idle_fails_the_next_call(load_reward):
     function = load_reward("acts")
     os.kill(function._processes[0]._process.pid, signal.SIGKILL)
     with pytest.raises(RewardError, match=r"row at f\.jsonl:1: ended its process, signal 9 \(Killed\)"):
@@ -180,8 +181,8 @@ NO_REWARDS = (
 )
 
 
-def test_row_24_numbers_of_every_kind_arrive_as_floats_and_all_else_is_named():
-    """Completion and value, before any of it reaches a gradient."""
+def test_row_24_all_numeric_types_become_floats_and_other_values_are_named():
+    """The error names completion and value, before any value reaches a gradient."""
     for values in NUMBERS:
         rewards = validate_rewards(values, ["a", "b"])
         assert rewards == [1.0, None if values[1] is None else 0.0]
@@ -191,7 +192,7 @@ def test_row_24_numbers_of_every_kind_arrive_as_floats_and_all_else_is_named():
 
 
 def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
-    """Fault 46: hostile completions are escaped and cut."""
+    """Fault 46: hostile completions are escaped and truncated."""
 
     def returns_nan(completions):
         return [float("nan")]
@@ -204,8 +205,8 @@ def test_row_24_a_wrong_value_stops_the_run_with_function_and_row():
     assert len(str(caught.value)) < 400
 
 
-def test_row_26_what_user_code_prints_goes_to_stderr(load_reward, capfd):
-    """And does not end up among the answers. Rank 0 alone shows it."""
+def test_row_26_output_of_user_code_goes_to_stderr(load_reward, capfd):
+    """It is not mixed into the worker's replies, and only rank 0 shows it."""
     assert rewards_of(load_reward("acts"), ["prints"]) == [1.0]
     out, err = capfd.readouterr()
     assert out == ""
@@ -220,8 +221,8 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("source", UNUSABLE)
-def test_row_23_a_file_that_cannot_be_used_is_an_input_error_at_once(tmp_path, source):
-    """Before any model is loaded, with the flag."""
+def test_row_23_an_unusable_reward_file_is_an_input_error_at_once(tmp_path, source):
+    """The error names the flag and comes before any model is loaded."""
     (tmp_path / "mine.py").write_text(source)
     with pytest.raises(InputError, match=rf"--reward .*mine\.py:reward: (.|\n)*{UNUSABLE[source]}"):
         WorkerReward(f"{tmp_path}/mine.py:reward")
@@ -237,7 +238,7 @@ def test_no_process_starts_before_the_runs_folder_is_locked(one_rank, tmp_path):
 
 
 def hang_in_workers(pipe, folder, waits):
-    """Start processes in one worker, say so, and call one that holds the interpreter's lock."""
+    """Start processes in one worker, report it, and call another worker that hangs while holding the GIL."""
     idle, hanging = (WorkerReward(f"{folder}/mine.py:acts") for _ in range(2))
     assert rewards_of(idle, ["starts"]) == [1.0]
     pipe.send(True)
@@ -247,8 +248,8 @@ def hang_in_workers(pipe, folder, waits):
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_no_process_is_left_after_the_trainer_was_killed_or_ended(tmp_path, is_killed):
-    """While workers wait and while one hangs in C; processes of user code go too. No call delays the exit."""
+def test_no_process_survives_a_trainer_that_was_killed_or_exited(tmp_path, is_killed):
+    """One worker is idle and one hangs in C. Processes that user code started die too. No call delays the exit."""
     (tmp_path / "mine.py").write_text(SOURCE)
     ours, theirs = make_pipe()
     trainer = fork(hang_in_workers, theirs, tmp_path, is_killed)

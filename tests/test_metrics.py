@@ -1,4 +1,4 @@
-"""Step metrics over simulated ranks, the account of time and the files of a log."""
+"""Step metrics over simulated ranks, the time breakdown and log files."""
 
 import contextlib
 import itertools
@@ -35,7 +35,7 @@ from support.rollouts import in_two_branches, rollout_of, sampled
 
 @pytest.fixture
 def reduce_over_ranks(monkeypatch):
-    """Each rank's result of `reduce`, for ranks that all live in this process."""
+    """Return a function that reduces the metrics of several ranks simulated in this process."""
 
     def reduce_all(*ranks):
         states = []
@@ -50,8 +50,8 @@ def reduce_over_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("order", itertools.permutations([[1.0], [0.5, math.nan], []]))
-def test_a_nan_is_not_hidden_by_a_maximum_and_a_metric_without_values_is_missing(reduce_over_ranks, order):
-    """Whichever rank and part had it: so the greatest gap of logprobs is seen."""
+def test_a_maximum_propagates_nan_and_a_metric_without_values_is_missing(reduce_over_ranks, order):
+    """This holds for every rank and order, so that the maximum logprob gap never hides a NaN."""
     first, second = ranks = StepMetrics(), StepMetrics()
     for metrics, values in zip((first, second, second), order, strict=True):
         metrics.add_max("nan", torch.tensor(values))
@@ -69,12 +69,12 @@ def make_rollout(num_prompt_tokens, num_sampled, finish_reason="stop", sample=1)
     return rollout_of(RolloutId(4, sample), range(num_prompt_tokens), completion, finish_reason)
 
 
-def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monkeypatch):
-    """Two rollouts, of 1 and 5 tokens and the latter in two branches, and 4 sampled tokens after one of a prompt.
+def test_metrics_of_two_ranks_equal_numbers_computed_by_hand(reduce_over_ranks, monkeypatch):
+    """Two rollouts of 1 and 5 tokens (the latter in two branches), and a microbatch of 4 sampled and 1 prompt token.
 
-    Only sampled tokens count. All ranks know of all rewards, of which one may not apply, and of all tokens; rank 1 has
-    no rollout and an empty microbatch. Pitfall 58: each reward by itself. Pitfall 60: the gap, of the tokens that the
-    present weights sampled, whatever the logprobs of others.
+    Only sampled tokens count. All ranks have all rewards, one of which does not apply, and all lengths. Rank 1 has no
+    rollout and an empty microbatch. Pitfall 58: each reward has its own metric. Pitfall 60: the gap is measured only on
+    tokens that the current weights sampled.
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
     ranks = StepMetrics(), StepMetrics()
@@ -86,13 +86,13 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
         add_rollouts(metrics, of_rank, grouped_rewards=correct)
         add_rewards(metrics, ["correct", "short"], torch.stack([correct, short], dim=2))
         add_skipped(metrics, sequences, [sequences[0], sequences[3]])
-    # 8 requests, of which 2 run on alone for as many steps again.
+    # 8 requests decode for 5 steps, then 2 of them for 5 more.
     counts = {"decode_tokens": 50, "discarded_tokens": 3, "decode_steps": 10, "peak_running": 8}
     add_generation(ranks[0], EngineStats(**counts, preemptions=2, evictions=3))
     add_generation(ranks[1], EngineStats(preemptions=2))
 
     new = torch.tensor([5.0, -1.0, -1.0, -1.5, 1.0])
-    # All sampled ones but the last are beyond their side's bound.
+    # All sampled tokens but the last exceed their clip bound.
     ratio = torch.tensor([9.0, 1.31, 1.4, 0.79, 3.0])
     to_ref = [0.5, -0.25, 0.5, -0.25]
     micro = Batch(
@@ -158,7 +158,7 @@ def test_a_step_of_two_ranks_equals_the_numbers_by_hand(reduce_over_ranks, monke
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The account of time with a clock that only the test moves: call it with seconds that pass."""
+    """Return a function that advances the time breakdown's clock by some seconds."""
     now = [0.0]
     monkeypatch.setattr(time_account, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     time_account.this_process.begin()
@@ -174,13 +174,13 @@ def clock(monkeypatch):
 def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
     clock, reduce_over_ranks, monkeypatch
 ):
-    """A block takes its time from the outer one, which goes on after an error. Time without a cause is the host's.
+    """An inner block pauses the outer one, even if it raises. Time without a cause counts as "host".
 
-    Other threads do not count; a save is counted whole. Time after a step's end counts in the next one. The mean
-    is over all ranks, also over those that have spent nothing on a cause.
+    Other threads do not count, and a save includes all time inside it. Time after a step's end counts in the next step.
+    The mean is over all ranks, including those that spent no time on a cause.
     """
     monkeypatch.setattr("minirl.report.metrics.world_size", lambda: 2)
-    first, second = StepMetrics(), StepMetrics()  # in one process, as if they were of two ranks
+    first, second = StepMetrics(), StepMetrics()  # two simulated ranks
     first.begin("generate")
     clock(1)
     with spent_on("decode"):
@@ -208,7 +208,7 @@ def test_time_is_counted_once_under_the_innermost_cause_of_the_main_thread(
 
 @pytest.fixture
 def make_logger(monkeypatch, tmp_path):
-    """`make_logger(**options)`: a logger into `tmp_path`, of rank 0 of 1; wandb is off unless asked for."""
+    """Return a function that makes a logger on a single rank, writing to `tmp_path`, by default without wandb."""
 
     def gather_object(mine, gathered):
         gathered[0] = mine
@@ -219,20 +219,18 @@ def make_logger(monkeypatch, tmp_path):
 
 
 def steps_in(folder):
-    """The lines of metrics.jsonl, as any JSON parser reads them: without Python's NaN and Infinity."""
+    """Parse metrics.jsonl as strict JSON, which has no NaN or Infinity."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def said(capsys):
-    """The output since the last call, without the steps' lines."""
+    """Return the output since the last call, without the steps' lines."""
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
 
 
-def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_this_start(
-    make_logger, monkeypatch, capsys
-):
-    """A metric of other steps has no column; a wait over a tenth of a step is named."""
+def test_console_lines_show_the_steps_metrics_and_the_time_left(make_logger, monkeypatch, capsys):
+    """Missing metrics have no column, and waits over 10 % of the step are shown. Only steps since this start count."""
     clock = iter([100.0, 110.0, 120.0])
     monkeypatch.setattr(minirl.report.logger.time, "monotonic", lambda: next(clock))
     logger = make_logger(after_step=10)
@@ -246,10 +244,10 @@ def test_console_lines_say_what_was_measured_and_the_time_left_by_the_steps_of_t
 
 
 @pytest.mark.parametrize("method", ["import", "log", "table"])
-def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
+def test_row_39_a_wandb_error_prints_one_line_and_turns_wandb_off(
     make_logger, monkeypatch, capsys, tmp_path, method
 ):
-    """Not installed, or leaving without its network, at the start or later; every step is in the file."""
+    """wandb is not installed, or exits without network, at the start or later. Every step is in metrics.jsonl."""
     calls = []
 
     def broken(*args, **kwargs):
@@ -271,8 +269,8 @@ def test_row_39_wandb_that_fails_is_one_line_and_left_alone(
     assert "wandb failed and is off" in printed
 
 
-def test_row_40_a_resumed_run_goes_on_in_its_files(make_logger, tmp_path):
-    """The numbers of later steps are gone. A damaged line costs no other line."""
+def test_row_40_a_resumed_run_continues_its_files(make_logger, tmp_path):
+    """Lines of later steps are deleted. A corrupt line does not affect other lines."""
     logger = make_logger()
     for step in (1, 2, 3):
         logger.log(step, {"a": step}, num_steps=3)
@@ -282,10 +280,10 @@ def test_row_40_a_resumed_run_goes_on_in_its_files(make_logger, tmp_path):
     assert [line["step"] for line in steps_in(tmp_path)] == [1, 2]
 
 
-def test_row_40_a_full_disk_costs_neither_the_run_nor_a_step_s_metrics(make_logger, capsys, tmp_path):
-    """Metrics are written later, rollouts are lost; no half line and no half file stays, and each step says so.
+def test_row_40_a_full_disk_neither_stops_the_run_nor_loses_metrics(make_logger, capsys, tmp_path):
+    """Metrics are written later and rollouts dropped, each with a warning. No partial line or file remains.
 
-    Numbers are unrounded, and null where they are not finite.
+    Numbers are not rounded, and non-finite ones are null.
     """
     path = tmp_path / "metrics.jsonl"
     logger = make_logger()
