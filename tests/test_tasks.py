@@ -205,11 +205,11 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
         # Metrics and weights go by name.
         (
             {"data": "a.jsonl", "eval_data": ("a/x.jsonl", "b/x.jsonl")},
-            "--eval-data .* two files of one name",
+            "--eval-data .* two files have the same name",
         ),
         ({"reward": ("minirl.data.sorting:score", "mine.py:score")}, "mine.py:score: the name 'score' is"),
-        ({"reward": ("episode:",)}, "--reward episode:: the name '' is that of another"),
-        ({"reward": ("episode:mean",)}, "the name 'mean' is that of another reward or metric"),
+        ({"reward": ("episode:",)}, "--reward episode:: the name '' belongs to another"),
+        ({"reward": ("episode:mean",)}, "the name 'mean' belongs to another reward or metric"),
         ({"reward": ("minirl.data.calculator:calls",), "task": "calculator"}, "the name 'calls' is"),
         ({"reward": ("mine.py:reward_model_2",), "reward_model": ("a", "b")}, "the name 'reward_model_2' is"),
     ],

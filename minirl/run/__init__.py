@@ -1,1 +1,1 @@
-"""Everything around the training loop: flags, run folder, checkpoints, evaluation, resume."""
+"""Flags, inputs, memory budget, run folders, checkpoints and the training loop's fixed parts."""

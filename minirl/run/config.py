@@ -1,7 +1,7 @@
-"""The flags that every script has, and what follows from them.
+"""Flags that all scripts share, and values derived from them.
 
-A script's `Config` inherits `RunConfig` and adds the flags of its objective; it declares a field again to change the
-default. Code reads fields flat: `config.lr`.
+A script's `Config` inherits from `RunConfig`, adds the flags of its objective, and redeclares a field to change its
+default. All fields are on one level: `config.lr`.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from minirl.model.folders import resolve_folder
 from minirl.run.flags import flag_name
 from minirl.run.progress import Progress
 
-# "auto": chosen by the free memory, see docs/memory.md.
+# "auto" chooses a size that fits into the free memory, see docs/memory.md.
 Size = Annotated[int | Literal["auto"], tyro.conf.arg(metavar="{auto,N}")]
-# The flags that name code for rollouts, and the form of the name after the file.
+# Flags that name rollout code, and the format of the name after the file.
 ROLLOUT_CODE = {"rollout": "function", "tools": "function,function", "environment": "Class"}
 Schedule = Literal["auto", "constant", "linear"]
 Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -29,9 +29,9 @@ Correction = Literal["auto", "none", "token_truncate", "token_mask", "sequence_t
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The flags of every script, in the order of `--help`.
+    """Flags of every script, in the order of `--help`.
 
-    The comment after a field, or the string under it, is its help, which also says what a default of None or () means.
+    The comment after a field, or the string below it, is its help text, which also explains a default of None or ().
     [Title] opens a group in `--help`.
     """
 
@@ -40,42 +40,43 @@ class RunConfig:
     task: Literal["auto", "sorting", "calculator", "gsm8k", "jsonl"] = "auto"
     """source of prompts and rewards (auto: jsonl with --data, else sorting)"""
     data: str | None = None
-    """training prompts: .jsonl, .json or .parquet file, or NAME[:CONFIG[:SPLIT]], a dataset folder or hub id (default:
-    the task's)"""
+    """training prompts: a .jsonl, .json or .parquet file, or a dataset folder or hub id, NAME[:CONFIG[:SPLIT]]
+    (default: the task's)"""
     eval_data: tuple[str, ...] = ()
-    """held-out prompts, files or datasets such as --data, each with its own metric (default: none, or the task's)"""
+    """held-out prompts: files or datasets as for --data, each with its own metric (default: the task's, if any)"""
     chat: bool = False
-    """wrap text prompts in the chat template, for the policy and for --reward-model"""
+    """apply the chat template to text prompts, for the policy and for --reward-model"""
     chat_template_kwargs: str | None = None
-    """JSON object of extra arguments for the chat templates, such as {"enable_thinking": false}"""
+    """extra arguments for the chat templates, a JSON object such as {"enable_thinking": false}"""
 
     num_steps: int = 300
     """[Step] training steps, each with fresh rollouts"""
     prompts_per_step: int = 16  # prompts per step, over all ranks
     group_size: int = 8  # completions per prompt
     max_staleness: int = 0
-    """maximum age (steps) of a completion's first token at its update (0: completions end in the step they began in)"""
+    """maximum staleness (steps) of a completion's first token at its update (0: completions never span steps)"""
 
     max_new_tokens: int | None = None
-    """[Rollout] maximum length (tokens) of a completion with appended text (default: sorting 10, calculator 32, gsm8k
+    """[Rollout] maximum completion length (tokens), including appended text (default: sorting 10, calculator 32, gsm8k
     and jsonl 512)"""
-    temperature: float = 1.0  # sampling temperature, also of logprobs
+    temperature: float = 1.0  # sampling temperature, also applied to training logprobs
     rollout: str | None = None
-    """rollout function, file.py:function, an `async def` (default: the script's)"""
+    """rollout function, an `async def`, as file.py:function (default: the script's)"""
     tools: str | None = None
-    """tools for a chat model, file.py:function,function,... with type hints and docstrings as TRL's `tools`"""
+    """tools for a chat model, as file.py:function,function,... with type hints and docstrings, as TRL's `tools`"""
     environment: str | None = None
-    """environment, file.py:Class with reset, get_reward and methods for a chat model, as TRL's `environment_factory`"""
+    """environment for a chat model, as file.py:Class with reset, get_reward and tool methods, as TRL's
+    `environment_factory`"""
     workers: int = 1  # worker processes per reward function and rank
     call_timeout: float = 60.0  # timeout (s) for one reward call or environment step
-    max_turns: int = 0  # maximum turns per completion (0: as many as the rollout takes, up to 1,000)
-    cache_tokens: Size = "auto"  # capacity (tokens) of the key/value cache of a rank (auto: what fits)
+    max_turns: int = 0  # maximum turns per completion (0: only the hard limit of 1,000)
+    cache_tokens: Size = "auto"  # KV cache capacity (tokens) per rank (auto: what fits)
 
     reward: tuple[str, ...] = ()
-    """[Reward] reward functions, file.py:function, called as f(prompts, completions, **columns); episode[:NAME]:
-    rewards that the rollout returns (default: the task's)"""
+    """[Reward] reward functions, as file.py:function, called as f(prompts, completions, **columns), or episode[:NAME]
+    for a reward that the rollout returns (default: the task's)"""
     reward_model: tuple[str, ...] = ()
-    """reward models, Hugging Face folders or hub ids of sequence classifiers with one label"""
+    """reward models: Hugging Face folders or hub ids of sequence classifiers with one label"""
     reward_weights: tuple[float, ...] = ()
     """weights of the --reward functions, the --reward-model scores and the overlong penalty, in this order (default: 1
     each)"""
@@ -84,59 +85,61 @@ class RunConfig:
     disables"""
 
     lr: float | None = None
-    """[Update] peak learning rate (default: 1e-6, for the embedded model 2e-4; with --lora-rank 10 times as much)"""
+    """[Update] peak learning rate (default: 1e-6, or 2e-4 for the embedded model; 10 times as high with --lora-rank)"""
     lr_schedule: Schedule = "auto"
-    """learning rate schedule after the warm-up (auto: constant, for the embedded model linear to 0)"""
-    warmup_updates: int = 5  # length (optimizer steps) of the linear warm-up; 0 disables
-    num_epochs: int = 1  # passes over the rollouts of a step
+    """learning rate schedule after the warm-up (auto: constant, or linear decay to 0 for the embedded model)"""
+    warmup_updates: int = 5  # length (optimizer steps) of the linear learning rate warm-up; 0 disables
+    num_epochs: int = 1  # passes over each step's rollouts
     num_minibatches: int | None = None
-    """optimizer steps per pass (default: 1, for the embedded model 2)"""
+    """optimizer steps per pass (default: 1, or 2 for the embedded model)"""
     max_tokens_per_microbatch: Size = "auto"
-    """size (tokens) of one forward and backward pass on a rank (auto: what fits)"""
-    max_grad_norm: float = 1.0  # gradient norm, per model, above which gradients are clipped; 0 disables
-    lora_rank: int = 0  # rank of LoRA adapters, which then are all that trains; 0 disables
+    """maximum tokens per forward and backward pass on a rank (auto: what fits)"""
+    max_grad_norm: float = 1.0  # gradient norm per model above which gradients are clipped; 0 disables
+    lora_rank: int = 0  # rank of LoRA adapters, which are then the only trained parameters; 0 disables
 
     clip_low: float = 0.2
     """[Policy loss] lower clip range: ratios below 1 - clip_low get no gradient where the advantage is negative"""
     clip_high: float = 0.2
     """upper clip range: ratios above 1 + clip_high get no gradient where the advantage is positive"""
     loss_norm: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """normalisation of the loss: by tokens (DAPO), by sequences and their lengths (GRPO) or by sequences and
-    --max-new-tokens (Dr.GRPO)"""
+    """loss normalisation: mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or token sum
+    divided by the number of sequences times --max-new-tokens (Dr.GRPO)"""
     drop_truncated: bool = False
     """exclude truncated completions from the loss; baselines still count them"""
     entropy_coef: float = 0.0  # coefficient of the entropy bonus; 0 disables
     correction: Correction = "auto"
-    """importance weights between old and sampled logprobs, per token or sequence, truncated or masked at 2; exactly 1
-    where the two logprobs are equal (auto: token_truncate)"""
+    """importance sampling correction for the gap between sampled and old logprobs: weights per token or sequence,
+    truncated or masked above 2, exactly 1 without a gap (auto: token_truncate)"""
 
     # torchrun reads --run as an abbreviation of its --run-path and rejects it: use --run-name there.
     run_name: Annotated[str | None, tyro.conf.arg(aliases=["--run"])] = None
-    """[Run and report] name of the folder in ./runs or $MINIRL_RUNS, repeated to resume the run (default: script, date
-    and time)"""
-    eval_every: int = 50  # steps between evaluations on held-out prompts (0: only before and after)
-    save_every: int = 50  # steps between checkpoints, from which a run resumes (0: only at the end)
+    """[Run and report] name of the run folder in ./runs or $MINIRL_RUNS; the name of an existing run resumes it
+    (default: script, date and time)"""
+    eval_every: int = 50  # steps between evaluations on held-out prompts (0: only before and after training)
+    save_every: int = 50  # steps between checkpoints, from which a run can resume (0: only at the end)
     keep_checkpoints: int = 2
-    """newest checkpoints to keep, besides the best by held-out score (0: all)"""
-    wandb: Literal["off", "offline", "online"] = "off"  # logging to Weights & Biases
+    """number of newest checkpoints to keep, in addition to the one with the best held-out score (0: all)"""
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases logging mode
 
     seed: int = 0
-    """[Machine] seed of the prompt order and the sampling noise"""
+    """[Machine] random seed of prompt order and sampling"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """compute dtype; master weights are fp32 (auto: bfloat16 on CUDA, float32 on the CPU)"""
-    hang_timeout: float = 1800  # time (s) that a rank waits for another before the run ends
+    hang_timeout: float = 1800  # timeout (s) for one rank to wait for another, after which the run ends
     offload_optimizer: bool = False
-    """keep fp32 master weights, AdamW moments and accumulated gradients in host memory; AdamW runs on the CPU cores"""
+    """keep fp32 master weights, AdamW moments and accumulated gradients in host memory, and run AdamW on the CPU"""
     recompute_layers: Literal["auto", "on", "off"] = "auto"
-    """activation recomputation in backward: less memory, a third more time (auto: if microbatches would be small)"""
+    """activation checkpointing: less memory, a third more time (auto: if microbatches would otherwise be small)"""
     shard_weights: Literal["auto", "on", "off"] = "auto"
-    """decoding from the training shards, all ranks together (auto: if whole weights do not fit)"""
-    dry_run: bool = False  # print the memory plan and whether it fits; loads no weights and does not train
+    """decode from sharded weights, all ranks together, instead of one full copy per rank (auto: if a copy does not
+    fit)"""
+    dry_run: bool = False
+    """print the memory plan and whether the run fits, without loading weights or training"""
     gpus: str | None = None
-    """machine that --dry-run plans for, RANKSxGB, such as 8x80 for 8 GPUs of 80 GB (default: this one)"""
+    """machine that --dry-run plans for, as RANKSxGB, such as 8x80 for 8 GPUs with 80 GB (default: this one)"""
 
-    # Constants, no flags. minirl.extras.evaluate declares the first two as flags.
-    eval_rows = 256  # maximum number of held-out rows per file, a fixed sample
+    # Constants, not flags. minirl.extras.evaluate declares the first two as flags.
+    eval_rows = 256  # maximum number of held-out rows per file, drawn as a fixed sample
     eval_samples = 0  # sampled completions per held-out row (0: one, greedy)
     trains = True
     num_value_models = 0  # value models that train besides the policy, all of one shape
@@ -148,7 +151,7 @@ class RunConfig:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """The arguments of --chat-template-kwargs. Raises InputError if they are not a JSON object."""
+        """Arguments of --chat-template-kwargs. Raises InputError if they are not a JSON object."""
         if self.chat_template_kwargs is None:
             return {}
         text, arguments = self.chat_template_kwargs, None
@@ -156,7 +159,7 @@ class RunConfig:
             arguments = json.loads(text)
         if not isinstance(arguments, dict) or not arguments:
             raise InputError(
-                f'--chat-template-kwargs {text[:80]}: expected a JSON object, as {{"enable_thinking": false}}'
+                f'--chat-template-kwargs {text[:80]}: must be a JSON object such as {{"enable_thinking": false}}'
             )
         return arguments
 
@@ -167,22 +170,22 @@ class RunConfig:
 
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether advantages need the policy's logprobs from before the update; a script overrides this."""
+        """Whether advantages need the policy's logprobs before the update; a script overrides this."""
         return self.has_reference
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether rewards make advantages; a script with another signal overrides this."""
+        """Whether advantages depend on rewards; a script with another training signal overrides this."""
         return True
 
     @property
     def reward_models(self) -> dict[str, str]:
-        """The models of --reward-model, keyed by their rewards' names: reward_model, reward_model_2 and so on."""
+        """Models of --reward-model, keyed by the names of their rewards: reward_model, reward_model_2 and so on."""
         return {f"reward_model_{i}".removesuffix("_1"): model for i, model in enumerate(self.reward_model, 1)}
 
     @property
     def minibatches_per_epoch(self) -> int:
-        """`num_minibatches`, or its default for this model."""
+        """Optimizer steps per pass over the rollouts: `num_minibatches`, or its default for this model."""
         return self.num_minibatches or (2 if self.is_embedded else 1)
 
     @property
@@ -192,13 +195,13 @@ class RunConfig:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or its default for this model."""
+        """Peak learning rate: `lr`, or its default for this model."""
         default = 2e-4 if self.is_embedded else 1e-6
         return self.lr or default * (10 if self.lora_rank else 1)
 
     @property
     def schedule(self) -> str:
-        """`lr_schedule`, or its default for this model."""
+        """Learning rate schedule: `lr_schedule`, or its default for this model."""
         if self.lr_schedule != "auto":
             return self.lr_schedule
         return "linear" if self.is_embedded else "constant"
@@ -206,9 +209,9 @@ class RunConfig:
     def learning_rate(self, progress: Progress, peak: float, *, first_step: int = 0) -> float:
         """Return the learning rate of the next optimizer step.
 
-        After step `first_step` it rises linearly to `peak` over the warm-up, then follows the schedule: "linear" would
-        reach 0 one update after the last. If a resume changes the updates per step, the place in the schedule still
-        follows from the steps, and the warm-up does not begin again.
+        After step `first_step`, the rate rises linearly to `peak` during the warm-up, then follows the schedule.
+        "linear" would reach 0 one update after the last. The position in the schedule follows from the steps, so it
+        stays the same if a resume changes the updates per step, and a finished warm-up does not repeat.
         """
         per_step = self.updates_per_step
         num_done = (progress.step - first_step) * per_step + progress.update - progress.first_update
@@ -222,29 +225,30 @@ class RunConfig:
         return peak * min(max(0, num_updates - num_done), num_decay_updates) / num_decay_updates
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
-        """Return the dtype of --dtype."""
+        """Return the compute dtype that --dtype selects on this type of device."""
         is_bf16 = device_type == "cuda" if self.dtype == "auto" else self.dtype == "bfloat16"
         return torch.bfloat16 if is_bf16 else torch.float32
 
     @property
     def adapters(self) -> Adapters | None:
-        """The adapters of the trained models, if --lora-rank asks for them."""
+        """LoRA adapters of the trained models; None without --lora-rank."""
         return Adapters(self.lora_rank) if self.lora_rank else None
 
     @property
     def importance_correction(self) -> str:
-        """`correction`, or its default, which does not depend on the machine, so that a resumed run keeps it.
+        """Importance sampling correction: `correction`, or its default.
 
-        Without a gap between sampled and old logprobs the default's weights are 1 and change no bit of the loss. With
-        --max-staleness and no weights, the clip would bound the change over a token's whole age.
+        The default does not depend on the machine, so that a resumed run keeps it. Without a gap between sampled and
+        old logprobs, its weights are 1 and change no bit of the loss. With --max-staleness but no weights, the clip
+        would limit the policy's total change since a token was sampled.
         """
         return "token_truncate" if self.correction == "auto" else self.correction
 
 
 def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
-    """Return the folder of the model in this field, which only some scripts have; None without a model.
+    """Return the folder of the model that a field names; None if the field is empty or the script lacks it.
 
-    Raises InputError.
+    Raises InputError for a model that is not available.
     """
     model = getattr(config, name, None)
     if not model:
@@ -253,5 +257,5 @@ def model_folder_of_field(config: RunConfig, name: str) -> Path | None:
 
 
 def rollout_flags(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the flags that name code for rollouts, with their values: one flag, or none."""
+    """Return the flags in use that name rollout code, with their values; `check_shared` allows only one."""
     return [(kind, value) for kind in ROLLOUT_CODE if (value := getattr(config, kind))]

@@ -1,4 +1,4 @@
-"""Load what the flags name: the task with its rewards, the function of rollouts, the prompts with their tokenizer."""
+"""Load a run's inputs from its flags: task, rewards, rollout function, prompts and tokenizer."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ from minirl.run.config import ROLLOUT_CODE, RunConfig, model_folder_of_field, ro
 from minirl.run.embedded_model import EMBEDDED_TASKS
 from minirl.run.planning import default_microbatch_tokens
 
-# Names of metrics under reward/ and eval/ that a reward function must not have.
+# Names that reward functions must not have, because metrics under reward/ and eval/ use them.
 RESERVED = {
     "",
     *"reward reward_model overlong before mean std frac_equal_groups not_applicable"
@@ -44,7 +44,7 @@ RESERVED = {
 
 
 def load_rollout(config: RunConfig) -> UserRollout | None:
-    """The function of --rollout, --tools or --environment; None without these flags.
+    """Load the rollout function of --rollout, --tools or --environment; return None without these flags.
 
     Raises InputError. Not collective.
     """
@@ -71,36 +71,36 @@ def load_rollout(config: RunConfig) -> UserRollout | None:
         is_given = kind == "rollout" or (loaded.gives_reward and reward == EPISODE)
         refuse(
             reward.partition(":")[0] == EPISODE and not is_given,
-            f"--reward {reward}: --{kind} {spec} gives no such reward; an --environment gives --reward {EPISODE} if it "
-            "has `get_reward(self)`. Or write a function of completions or `environments`: --reward FILE.py:FUNCTION",
+            f"--reward {reward}: --{kind} {spec} returns no such reward; for --reward {EPISODE} an --environment needs "
+            "`get_reward(self)`; or score completions or `environments` with --reward FILE.py:FUNCTION",
         )
     return loaded
 
 
 def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
-    """Load the task that the flags name, and check all rows of its files. Not collective.
+    """Load the task that the flags select, and check all rows of its data. Not collective.
 
-    has_rewards: whether the script has rewards of its own. Raises InputError naming file, line, field or flag.
+    has_rewards: whether the script defines rewards itself. Raises InputError naming file, line, field or flag.
     """
     data, eval_data = config.data, config.eval_data
     name: str = config.task
     if name == "auto":
         name = "jsonl" if data else "sorting"
     if name in EMBEDDED_TASKS:
-        refuse(data or eval_data, f"--task {name} makes its own prompts; leave out --data and --eval-data")
+        refuse(data or eval_data, f"--task {name}: generates its own prompts; drop --data and --eval-data")
         return EMBEDDED_TASKS[name]()
     if data is None:
         refuse(name != "gsm8k", f"--task {name} needs --data")
         data, eval_data = TRAIN_DATA, eval_data or (TEST_DATA,)
     refuse(
         len({Path(path).stem for path in eval_data}) < len(eval_data),
-        f"--eval-data {' '.join(eval_data)}: two files of one name; metrics go by name",
+        f"--eval-data {' '.join(eval_data)}: two files have the same name, which metrics use; rename one",
     )
     if name == "gsm8k":
         return load_gsm8k(data, eval_data)
     refuse(
         config.is_rewarded and not (config.reward or config.reward_model or has_rewards),
-        "--data needs --reward FILE.py:FUNCTION, or --reward episode where the rollouts give it, --reward-model DIR or "
+        "--data needs --reward FILE.py:FUNCTION, or --reward episode if the rollouts return it, --reward-model DIR or "
         "--task gsm8k",
     )
     return load_jsonl_task(data, eval_data)
@@ -109,14 +109,14 @@ def load_task(config: RunConfig, *, has_rewards: bool = False) -> Task:
 def load_rewards(
     config: RunConfig, task: Task, script_rewards: Mapping[str, RewardFunction] | None = None
 ) -> tuple[Mapping[str, RewardLike], Mapping[str, RewardLike]]:
-    """The rewards to train on, and those that are only logged, by name. Not collective.
+    """Return the rewards to train on and the rewards to log only, by name. Not collective.
 
-    script_rewards: the script's, which replace the task's and those of --reward. With --reward or --reward-model (which
-    the caller adds) the task's own rewards are only logged, not trained on.
+    script_rewards: the script's own rewards, which replace the task's and those of --reward. With --reward or
+    --reward-model (which the caller adds), the task's rewards are logged only.
 
-    It starts the processes of --reward, whose functions say which arguments they take: call it once flags and data have
-    been checked and the run's folder is locked. Raises InputError naming flag and function, and the file, line and
-    field of a row that lacks an argument.
+    Starts the worker processes of --reward, which inspect the functions' arguments: call it after flags and data have
+    been checked and the run folder is locked. Raises InputError naming flag and function, and the file, line and field
+    of a row that lacks an argument.
     """
     if not config.reward and not config.reward_model:
         return task.rewards if script_rewards is None else script_rewards, task.extra_scores
@@ -126,7 +126,7 @@ def load_rewards(
         name = spec.rpartition(":")[2]
         refuse(
             name in {*RESERVED, *config.reward_models, *logged, *specs},
-            f"--reward {spec}: the name {name!r} is that of another reward or metric; rename the function",
+            f"--reward {spec}: the name {name!r} belongs to another reward or metric; rename the function",
         )
         specs[name] = spec
     loaded = {name: _load_reward(config, spec) for name, spec in specs.items()}
@@ -136,7 +136,10 @@ def load_rewards(
 
 
 def _load_reward(config: RunConfig, spec: str) -> Reward:
-    """A reward of --reward: in processes, or in this one if it asks for OBJECT_ARGUMENTS. Raises InputError."""
+    """Load a --reward function in worker processes, or in this process if it takes any of OBJECT_ARGUMENTS.
+
+    Raises InputError.
+    """
     source, _, name = spec.rpartition(":")
     if spec == EPISODE:
         return EpisodeReward()
@@ -145,7 +148,7 @@ def _load_reward(config: RunConfig, spec: str) -> Reward:
     reward = WorkerReward(spec, timeout_s=config.call_timeout, num_workers=config.workers)
     if not any(map(reward.signature.takes, OBJECT_ARGUMENTS)):
         return reward
-    # Its calls cannot leave this process, which only the loaded function could tell.
+    # These arguments cannot be sent to another process, which is known only once the function is loaded.
     reward.stop()
     with loading_user_code(f"--reward {spec}"):
         (function,) = find_functions(source, name)
@@ -161,9 +164,9 @@ def load_prompts(
     user_rollout: UserRollout | None,
     scalar_head: bool = False,
 ) -> tuple[ModelConfig, PromptStream, PromptStream]:
-    """The policy's config, and the training prompts and the held-out ones with their tokenizer.
+    """Return the policy's config, the training prompts and the held-out prompts, both with the tokenizer.
 
-    tools, scalar_head: see `Setup`. If the folder has weights, these are checked, too. Raises InputError naming files,
+    tools, scalar_head: see `Setup`. If the folder has weights, they are checked too. Raises InputError naming files,
     rows and flags.
     """
     model_config = read_config(model_folder, scalar_head=None if scalar_head else False)
@@ -181,7 +184,7 @@ def load_prompts(
     notes_on_rows = []
     for source, rows in task.eval_sets.items():
         num_rows = min(len(rows), config.eval_rows)
-        # A constant seed: the same rows in any run. The first ones of a sorted file would be no fair sample.
+        # A constant seed selects the same rows in every run. The first rows of a sorted file would be a biased sample.
         sample = random.Random(0).sample(range(len(rows)), num_rows)
         held_out += [rows[i] for i in sorted(sample)]
         if num_rows < len(rows):
@@ -198,19 +201,20 @@ def load_prompts(
 
 
 def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> int:
-    """Return a teacher's most positions. Raises InputError if one of the policy's ids is not the same token for it."""
+    """Check that a teacher shares the policy's token ids, and return its maximum positions. Raises InputError."""
     teacher = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
     different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
     refuse(
         different,
-        f"--teacher {folder}: its tokenizer differs from that of {tokenizer.folder}, in "
-        f"{', '.join(different)}; take a teacher with the same ids",
+        f"--teacher {folder}: its tokenizer differs from the policy's, {tokenizer.folder}, in "
+        f"{', '.join(different)}; use a teacher with the same token ids",
     )
     known = min(max(ids.values()) + 1, vocab_size)
     refuse(
         teacher.vocab_size < known,
-        f"--teacher {folder}: has {teacher.vocab_size} embeddings and the tokenizer {known} tokens",
+        f"--teacher {folder}: has only {teacher.vocab_size} embeddings for {known} tokens; use a teacher with the "
+        "policy's vocabulary",
     )
     return teacher.max_position_embeddings
 
@@ -222,15 +226,15 @@ def load_tokenizer(
     user_rollout: UserRollout | None,
     vocab_size: int | None = None,
 ) -> ChatTokenizer:
-    """The tokenizer, whose prompts describe the script's tools, or those of --tools or --environment.
+    """Load the tokenizer; its chat prompts describe the tools of the script, of --tools or of --environment.
 
-    Raises InputError if it cannot read the calls of the latter or write their results, and for template arguments that
-    change no prompt.
+    Raises InputError if it cannot parse calls of --tools or --environment or render their results, and for template
+    arguments that the chat template ignores.
     """
     user_tools = [] if user_rollout is None else user_rollout.tools
     refuse(
         tools and user_tools,
-        "--tools or --environment: this script describes its own tools, which nobody calls; use --rollout",
+        "--tools or --environment: this script describes its own tools, which would never be called; use --rollout",
     )
     tokenizer = ChatTokenizer(
         folder,
