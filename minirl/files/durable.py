@@ -55,8 +55,8 @@ def add_path_to_oserror(path: Path) -> Iterator[None]:
 def publish(half_made: Path, folder: Path) -> None:
     """Sync a complete folder and rename it. Raises OSError if `folder` already exists and is not empty."""
     # `new_file` has synced the files to disk already, but not the directory entries.
-    for inner in [*half_made.rglob("*/"), half_made]:
-        fsync_path(inner)
+    for subfolder in [*half_made.rglob("*/"), half_made]:
+        fsync_path(subfolder)
     os.rename(half_made, folder)
     fsync_path(folder.parent)
 

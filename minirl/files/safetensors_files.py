@@ -50,12 +50,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Tensors on a GPU and non-contiguous ones are first copied to host memory. Raises OSError naming the file.
     """
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    host_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with durable.add_path_to_oserror(path):
         path.touch()
         mode = path.stat().st_mode
         try:
-            save_file(whole, path, {"format": "pt"})
+            save_file(host_tensors, path, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(errno.EIO, str(error)) from None
         path.chmod(mode)  # `save_file` makes the file readable only by its owner

@@ -158,13 +158,13 @@ def _ranks_without_error() -> list[str]:
     store = rendezvous()
     store.set(f"phase/{_rank()}", "")
     ranks = range(int(os.environ.get("WORLD_SIZE", 1)))
-    until = time.monotonic() + REPORT_S
+    deadline = time.monotonic() + REPORT_S
     while True:
         phases = {
             rank: store.get(f"phase/{rank}").decode() for rank in ranks if store.check([f"phase/{rank}"])
         }
         missing = [f"rank {rank} ({phase})" for rank, phase in phases.items() if phase]
-        if not missing or time.monotonic() > until:
+        if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(POLL_S)
 

@@ -90,10 +90,10 @@ def select_device(*, may_use_cpu: bool) -> torch.device:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", rank()))
-    found = torch.cuda.get_device_capability(index)
+    capability = torch.cuda.get_device_capability(index)
     refuse(
-        found < OLDEST_CAPABILITY,
-        f"CUDA device {index} has compute capability {found}, but {OLDEST_CAPABILITY} (Ampere) or newer is "
+        capability < OLDEST_CAPABILITY,
+        f"CUDA device {index} has compute capability {capability}, but {OLDEST_CAPABILITY} (Ampere) or newer is "
         "required: exclude it with CUDA_VISIBLE_DEVICES",
     )
     return torch.device("cuda", index)
@@ -108,17 +108,17 @@ def stop_requested() -> int:
 
 
 def rank() -> int:
-    """Return this process's rank. Before `start`, it is torchrun's, or 0 without torchrun."""
+    """Return this process's rank. Before `start`, this is torchrun's rank, or 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """Return the number of ranks. Before `start`, it is torchrun's, or 1 without torchrun."""
+    """Return the number of ranks. Before `start`, this is torchrun's world size, or 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this node, from torchrun; without torchrun all ranks share one node."""
+    """Return the number of ranks on this node according to torchrun; without torchrun, all ranks share one node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 

@@ -101,8 +101,8 @@ def _merge(entries: Iterable[Entry]) -> list[tuple[tuple[str, str], float, float
     merged: dict[tuple[str, str], tuple[float, float]] = {}
     for key, number, weight in entries:
         start, merge = KINDS[key[0]]
-        before, weight_before = merged.get(key, (start, 0.0))
-        merged[key] = merge(before, float(number)), weight_before + float(weight)
+        merged_number, merged_weight = merged.get(key, (start, 0.0))
+        merged[key] = merge(merged_number, float(number)), merged_weight + float(weight)
     return [(key, *number_and_weight) for key, number_and_weight in merged.items()]
 
 
@@ -199,12 +199,12 @@ def add_tokens(
     if micro.teacher_logprobs is not None:
         metrics.add_values("teacher/kl_k1", kl_penalty(logprobs, micro.teacher_logprobs, "k1")[index])
     gap = (logprobs - micro.sample_logprobs)[index].abs()
-    chosen = micro.weight_version[index] == weight_version
-    num_chosen = chosen.sum()
+    is_current = micro.weight_version[index] == weight_version
+    num_current = is_current.sum()
     # Indexing with a mask would make the host wait for the device.
-    metrics.add("policy/logp_gap_mean", gap.where(chosen, 0.0).double().sum(), num_chosen)
-    metrics.add_max("policy/logp_gap_max", gap.where(chosen, -math.inf), num_chosen)
-    metrics.add("policy/logp_equal_frac", (chosen & (gap == 0)).sum(), num_chosen)
+    metrics.add("policy/logp_gap_mean", gap.where(is_current, 0.0).double().sum(), num_current)
+    metrics.add_max("policy/logp_gap_max", gap.where(is_current, -math.inf), num_current)
+    metrics.add("policy/logp_equal_frac", (is_current & (gap == 0)).sum(), num_current)
 
 
 @torch.no_grad()

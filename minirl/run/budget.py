@@ -189,38 +189,38 @@ def _layer_bytes_per_token(work: Workload, model: ModelConfig) -> float:
 def _activation_bytes(work: Workload, sizes: Sizes, model: ModelConfig) -> float:
     """Return the peak bytes of a microbatch: its activations, or the gradient reduction at the end of backward."""
     itemsize = work.dtype.itemsize
-    layer = _layer_bytes_per_token(work, model)
-    token_bytes = model.num_hidden_layers * layer + 0.4 * layer
+    layer_token_bytes = _layer_bytes_per_token(work, model)
+    token_bytes = model.num_hidden_layers * layer_token_bytes + 0.4 * layer_token_bytes
     if sizes.recompute_layers:
-        token_bytes = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer
+        token_bytes = model.num_hidden_layers * itemsize * model.hidden_size + 1.4 * layer_token_bytes
     if model.delta_net:
         token_bytes += 80 * model.delta_net.num_channels  # measured in one layer
-    activations = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token_bytes
+    activation_bytes = min(sizes.max_tokens_per_microbatch, work.step_tokens) * token_bytes
     if model.adapters:
-        return activations
-    activations += itemsize * model.vocab_size * model.hidden_size  # the head's gradient
+        return activation_bytes
+    activation_bytes += itemsize * model.vocab_size * model.hidden_size  # the head's gradient
     if not sizes.shard_gradients:
-        return activations
+        return activation_bytes
     # Once the activations are freed, the gradients of embedding and head are summed over ranks, or on the host.
     summed_itemsize = 12 if work.num_ranks == 1 else itemsize + 4
-    return max(activations, summed_itemsize * _num_embeddings(model))
+    return max(activation_bytes, summed_itemsize * _num_embeddings(model))
 
 
 def _decoding_bytes(work: Workload, sizes: Sizes) -> dict[str, float]:
     """Return the bytes of the cache, of prefills and of the requests in a decode step."""
     policy = work.trained[0]
-    cached_token = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # per layer
-    request = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
+    cache_token_bytes = 2 * work.dtype.itemsize * policy.num_key_value_heads * policy.head_dim  # per layer
+    request_bytes = 16.0 * policy.vocab_size  # logits, logprobs and fp64 probabilities
     if work.device_type == "cuda" and not sizes.shard_weights:
-        request *= 2  # the CUDA graph pool needs its own buffers, in addition to those of prefills
+        request_bytes *= 2  # the CUDA graph pool needs its own buffers, in addition to those of prefills
     if policy.delta_net is not None:
         from minirl.extras.delta_net.states import StateCache
 
-        request += StateCache(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta")).nbytes
+        request_bytes += StateCache(policy.delta_net, 1, dtype=work.dtype, device=torch.device("meta")).nbytes
     return {
-        "cache": sizes.cache_tokens * len(policy.attention_windows) * cached_token,
+        "cache": sizes.cache_tokens * len(policy.attention_windows) * cache_token_bytes,
         "prefill": max(PREFILL_TOKENS, work.longest_tokens) * _layer_bytes_per_token(work, policy),
-        "requests": sizes.max_running_requests * request,
+        "requests": sizes.max_running_requests * request_bytes,
     }
 
 
@@ -230,24 +230,24 @@ def choose_sizes(work: Workload, given: Mapping[str, Any]) -> Budget:
     Given sizes stay as they are. If nothing fits, return the smallest sizes that the longest request allows.
     """
     for divisor, recompute, shard in OFFLOADED_UPDATE_OPTIONS if work.offloads_optimizer else UPDATE_OPTIONS:
-        tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)
-        smallest = Sizes(1, work.longest_tokens, tokens, recompute, shard)
-        needed = budget(work, dataclasses.replace(smallest, **given))
-        if needed.fits():
+        num_tokens = max(work.longest_tokens, work.default_microbatch_tokens // divisor)
+        min_sizes = Sizes(1, work.longest_tokens, num_tokens, recompute, shard)
+        chosen = budget(work, dataclasses.replace(min_sizes, **given))
+        if chosen.fits():
             break
     # Requests get half of the memory, the cache the other half.
-    requests = int(needed.available_bytes / 2 / needed.decoding_bytes["requests"])
+    requests = int(chosen.available_bytes / 2 / chosen.decoding_bytes["requests"])
     requests = max(1, min(requests, work.num_requests, MAX_REQUESTS[work.device_type]))
-    needed = budget(work, dataclasses.replace(needed.sizes, max_running_requests=requests))
+    chosen = budget(work, dataclasses.replace(chosen.sizes, max_running_requests=requests))
     if "cache_tokens" in given:
-        return needed
-    most = max(CACHE_TOKENS, work.num_requests * (work.longest_tokens + PAGED_BLOCK))
-    token_bytes = needed.decoding_bytes["cache"] / work.longest_tokens
-    left_bytes = needed.available_bytes - sum(needed.decoding_bytes.values())
+        return chosen
+    max_tokens = max(CACHE_TOKENS, work.num_requests * (work.longest_tokens + PAGED_BLOCK))
+    token_bytes = chosen.decoding_bytes["cache"] / work.longest_tokens
+    free_bytes = chosen.available_bytes - sum(chosen.decoding_bytes.values())
     in_turns, side_by_side = (
-        min(most, work.longest_tokens + int(cache_bytes / token_bytes))
-        for cache_bytes in (left_bytes, left_bytes - sum(needed.training_bytes.values()))
+        min(max_tokens, work.longest_tokens + int(cache_bytes / token_bytes))
+        for cache_bytes in (free_bytes, free_bytes - sum(chosen.training_bytes.values()))
     )
     # Keeping the cache allocated between steps is worth giving up a third of its tokens.
-    tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
-    return budget(work, dataclasses.replace(needed.sizes, cache_tokens=max(work.longest_tokens, tokens)))
+    num_tokens = side_by_side if 3 * side_by_side >= 2 * in_turns else in_turns
+    return budget(work, dataclasses.replace(chosen.sizes, cache_tokens=max(work.longest_tokens, num_tokens)))

@@ -48,7 +48,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 class Checkpoints:
-    """Writer and reader of a run's checkpoints: models with their optimizers.
+    """Writer and reader of a run's checkpoints, which contain models and optimizers.
 
     models: models with their optimizers, by name; the checkpoint folder itself is the Hugging Face folder of the first.
         Configs and tokenizer files are read here, once: the model's folder may be an old checkpoint that is deleted

@@ -57,10 +57,10 @@ def check_shared(config: RunConfig) -> None:
     """Reject invalid values of the shared flags. Raises InputError naming the flag."""
     for field in dataclasses.fields(config):
         _check_value(field.name, getattr(config, field.name))
-    writers = rollout_flags(config)
+    sources = rollout_flags(config)
     refuse(
-        len(writers) > 1,
-        f"{' and '.join(flag_name(kind) for kind, _ in writers)}: each of them defines the rollouts; drop all but "
+        len(sources) > 1,
+        f"{' and '.join(flag_name(kind) for kind, _ in sources)}: each of them defines the rollouts; drop all but "
         "one (an --environment or a --rollout may call the others itself)",
     )
     refuse(
@@ -90,12 +90,12 @@ def _check_value(name: str, value: Any) -> None:
     Numbers in a tuple may be negative.
     """
     flag = flag_name(name)
-    for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, str):
-            refuse(not one.strip(), f"{flag}: is empty; give a value or drop the flag")
-        elif isinstance(one, int | float):
-            refuse(not abs(one) <= MAX_NUMBER, f"{flag} {one}: must be finite and below 2**63")
-            refuse(one < 0 and one is value, f"{flag} {one}: must not be negative")
-            refuse(one == 0 and name in POSITIVE, f"{flag} {one}: must be greater than 0")
+    for item in value if isinstance(value, tuple) else (value,):
+        if isinstance(item, str):
+            refuse(not item.strip(), f"{flag}: is empty; give a value or drop the flag")
+        elif isinstance(item, int | float):
+            refuse(not abs(item) <= MAX_NUMBER, f"{flag} {item}: must be finite and below 2**63")
+            refuse(item < 0 and item is value, f"{flag} {item}: must not be negative")
+            refuse(item == 0 and name in POSITIVE, f"{flag} {item}: must be greater than 0")
         else:
-            refuse(isinstance(one, Real), f"{flag} {one!r}: must be a Python int or float")
+            refuse(isinstance(item, Real), f"{flag} {item!r}: must be a Python int or float")

@@ -63,9 +63,9 @@ class RunConfig:
     rollout: str | None = None
     """rollout function, an `async def`, as file.py:function (default: the script's)"""
     tools: str | None = None
-    """tools for a chat model, as file.py:function,function,... with type hints and docstrings, as TRL's `tools`"""
+    """tools for a chat model, as file.py:function,function,... with type hints and docstrings, like TRL's `tools`"""
     environment: str | None = None
-    """environment for a chat model, as file.py:Class with reset, get_reward and tool methods, as TRL's
+    """environment for a chat model, as file.py:Class with reset, get_reward and tool methods, like TRL's
     `environment_factory`"""
     workers: int = 1  # worker processes per reward function and rank
     call_timeout: float = 60.0  # timeout (s) for one reward call or environment step
@@ -131,8 +131,7 @@ class RunConfig:
     recompute_layers: Literal["auto", "on", "off"] = "auto"
     """activation checkpointing: less memory, a third more time (auto: if microbatches would otherwise be small)"""
     shard_weights: Literal["auto", "on", "off"] = "auto"
-    """decode from sharded weights, all ranks together, instead of one full copy per rank (auto: if a copy does not
-    fit)"""
+    """decode from weights sharded over the ranks, instead of a full copy per rank (auto: if a copy does not fit)"""
     dry_run: bool = False
     """print the memory plan and whether the run fits, without loading weights or training"""
     gpus: str | None = None

@@ -1,7 +1,7 @@
 """Embedded model of runs without --model: a tiny Llama, warm-started on an embedded task.
 
-Rank 0 creates the model's folder, with weights and tokenizer, once per task. The folder is cached under a name with the
-hash of this file and the task's name, and gets that name by a rename once it is complete.
+Rank 0 creates the model's folder, with weights and tokenizer, once per task. The folder's name contains a hash of this
+file and the task's name; a complete folder gets its name by a rename.
 """
 
 import hashlib

@@ -204,16 +204,16 @@ def _check_teacher(folder: Path, tokenizer: ChatTokenizer, vocab_size: int) -> i
     """Check that a teacher shares the policy's token ids, and return its maximum positions. Raises InputError."""
     teacher = read_config(folder, scalar_head=False)
     ids, teachers_ids = (one.backend.get_vocab() for one in (tokenizer, Tokenizer(folder)))
-    different = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
+    mismatched = sorted(token for token, _ in ids.items() ^ teachers_ids.items())[:3]
     refuse(
-        different,
+        mismatched,
         f"--teacher {folder}: its tokenizer differs from the policy's, {tokenizer.folder}, in "
-        f"{', '.join(different)}; use a teacher with the same token ids",
+        f"{', '.join(mismatched)}; use a teacher with the same token ids",
     )
-    known = min(max(ids.values()) + 1, vocab_size)
+    num_tokens = min(max(ids.values()) + 1, vocab_size)
     refuse(
-        teacher.vocab_size < known,
-        f"--teacher {folder}: has only {teacher.vocab_size} embeddings for {known} tokens; use a teacher with the "
+        teacher.vocab_size < num_tokens,
+        f"--teacher {folder}: has only {teacher.vocab_size} embeddings for {num_tokens} tokens; use a teacher with the "
         "policy's vocabulary",
     )
     return teacher.max_position_embeddings

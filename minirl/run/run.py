@@ -187,9 +187,9 @@ class Run:
         """Evaluate the held-out prompts; return their `mean_rewards` (collective)."""
         if self._evaluator is None:
             return {}
-        own = self._setup.evaluate(self._evaluator, weight_version=self.progress.update)
+        local_records = self._setup.evaluate(self._evaluator, weight_version=self.progress.update)
         self._evaluator.engine.take_stats()  # discard them: they must not count in the next step's metrics
-        return mean_rewards(itertools.chain(*gather_objects(own)), self._setup.task)
+        return mean_rewards(itertools.chain(*gather_objects(local_records)), self._setup.task)
 
     @spent_on("report")
     def log_rollouts(self, step: int, groups: Groups, batch: Batch) -> None:
@@ -200,13 +200,13 @@ class Run:
         num_loss_tokens = groups.num_loss_tokens.flatten()
         sums = sequence_sums(batch.advantages, batch.lengths)
         means = gather_to_rollouts(batch, sums, len(num_loss_tokens)) / num_loss_tokens
-        is_own = [info.sequences[0].owner_rank == rank() for info in groups.infos]
+        is_local = [info.sequences[0].owner_rank == rank() for info in groups.infos]
         records = rollout_records(
             groups.rewarded,
             self._setup.reward_functions,
             self._setup.tokenizer,
             weights=groups.reward_weights,
-            advantage=means[is_own].tolist(),
+            advantage=means[is_local].tolist(),
         )
         self._logger.log_rollouts(
             step, records, to_wandb=step == 1 or self._is_due(step, self._config.eval_every)
@@ -240,10 +240,10 @@ class Run:
         if self._is_due(step, self._config.eval_every):
             progress.evaluated = self.evaluate()
         metrics.end()
-        numbers = derived(metrics.reduce()) | progress.evaluated
+        reduced = derived(metrics.reduce()) | progress.evaluated
         if step == 1 and "eval/reward" in progress.before:
-            numbers["eval/before"] = progress.before["eval/reward"]
-        self._logger.log(step, numbers, num_steps=self._config.num_steps)
+            reduced["eval/before"] = progress.before["eval/reward"]
+        self._logger.log(step, reduced, num_steps=self._config.num_steps)
         self._stop_signal = 0 if step == self._config.num_steps else stop_requested()
         progress.step = step
         if self._stop_signal or self._is_due(step, self._config.save_every):

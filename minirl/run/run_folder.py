@@ -49,11 +49,11 @@ def lock_run_folder(name: str) -> Iterator[RunFolder]:
         f"--run-name {name}: must be a plain name, not a path; set $MINIRL_RUNS to choose the parent folder",
     )
     folder = runs_root() / name
-    lock = found = None
+    lock = previous = None
     if rank() == 0:
         lock = _take_lock(folder)
-        found = _previous_start(folder)
-    args, checkpoint = broadcast_object(found)
+        previous = _previous_start(folder)
+    args, checkpoint = broadcast_object(previous)
     try:
         path = folder / "lock"
         # Each start appends to the lock file, so it differs if another node has its own folder of this name.
@@ -71,10 +71,10 @@ def _previous_start(folder: Path) -> tuple[dict[str, Any], Path | None]:
     """Return args.json and the newest checkpoint ({} and None in a new folder); delete partial checkpoints."""
     if os.listdir(folder) == ["lock"]:
         return {}, None
-    for left_over in (folder / "checkpoints").glob(".*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    saved = folder / "args.json"
-    args = read_json_object(saved) if saved.is_file() else {}
+    for leftover in (folder / "checkpoints").glob(".*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    args_file = folder / "args.json"
+    args = read_json_object(args_file) if args_file.is_file() else {}
     return args, next(reversed(checkpoints_in(folder)), None)
 
 
