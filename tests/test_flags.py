@@ -82,7 +82,7 @@ def test_every_number_flag_must_be_finite(module):
     ],
 )
 def test_negative_numbers_invalid_zeros_and_empty_strings_are_rejected(fields, message):
-    """This includes a fork's fields. An empty string never counts as an omitted flag. Fault 43."""
+    """A fork's fields are checked too. An empty string never counts as an omitted flag. Fault 43."""
     check_shared(ForkConfig())
     with pytest.raises(InputError, match="--value-lr"):
         check_shared(train_ppo.Config(value_lr=0.0))

@@ -23,7 +23,7 @@ ALGORITHMS = train_grpo.ALGORITHMS
 
 @pytest.mark.slow
 def test_default_run_learns(two_ranks, runs):
-    """Rewards and the held-out score rise in a short run on two ranks. Row 1 covers torchrun."""
+    """Rewards and the held-out score rise in a short run on two ranks. The test of row 1 uses torchrun."""
     flags = f"--run-name a --save-every 20 {FAST_LEARNING} --num-steps 30"
     output = run_in_pool(two_ranks, "train_grpo.py", flags, runs=runs, under=all_held_out)
     metrics = read_metrics(runs / "a")

@@ -22,7 +22,7 @@ class WandbRun:
 
         self._metrics_file = folder / "metrics.jsonl"
         self.run = wandb.init(
-            # An argument overrides its WANDB_* variable, so entity, group and tags are left to theirs.
+            # Arguments override WANDB_* variables, so only those variables set entity, group and tags.
             project=os.environ.get("WANDB_PROJECT") or "minirl",
             name=folder.name,
             id=args["wandb_id"],

@@ -86,7 +86,7 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> dict[str, Any]:
         """Load models and optimizers from a checkpoint; return the fields of `Progress` (collective).
 
-        Any number of ranks may have saved it. Raises InputError for a checkpoint of other models or adapters, but the
+        The checkpoint may come from any number of ranks. Raises InputError if it has other models or adapters, but the
         adapters' base may have moved to another path.
         """
         progress = _load_file(checkpoint / PROGRESS_FILE)
