@@ -122,7 +122,7 @@ def test_the_plan_equals_the_numbers_by_hand(flags, tmp_path, case):
         ),
         (
             "--gpus 1x80 --reward-model {}/judge",
-            "--reward-model .*judge: has 800 positions, .* up to 812 tokens",
+            "--reward-model .*judge: has 800 positions, .* take 812 tokens",
         ),
     ],
 )
