@@ -207,11 +207,11 @@ def test_a_reward_or_reward_model_takes_the_place_of_the_tasks_own_which_is_stil
             {"data": "a.jsonl", "eval_data": ("a/x.jsonl", "b/x.jsonl")},
             "--eval-data .* two files have the same name",
         ),
-        ({"reward": ("minirl.data.sorting:score", "mine.py:score")}, "mine.py:score: the name 'score' belongs"),
+        ({"reward": ("minirl.data.sorting:score", "mine.py:score")}, "mine.py:score: the name 'score'"),
         ({"reward": ("episode:",)}, "--reward episode:: the name '' belongs to another"),
         ({"reward": ("episode:mean",)}, "the name 'mean' belongs to another reward or metric"),
         ({"reward": ("minirl.data.calculator:calls",), "task": "calculator"}, "the name 'calls' belongs"),
-        ({"reward": ("mine.py:reward_model_2",), "reward_model": ("a", "b")}, "the name 'reward_model_2' belongs"),
+        ({"reward": ("mine.py:reward_model_2",), "reward_model": ("a", "b")}, "the name 'reward_model_2'"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_by_name(arguments, said):
