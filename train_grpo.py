@@ -55,7 +55,7 @@ class Config(RunConfig):
     """The flags of this script."""
 
     algorithm: str = "default"
-    """[Objective] preset of the flags below (see ALGORITHMS); flags on the command line win"""
+    """[Objective] preset of several flags (see ALGORITHMS); flags on the command line win"""
     dynamic_sampling: bool = False  # resample zero-variance groups (by first reward) with new prompts
     baseline: Literal["mean", "leave_one_out", "greedy", "none"] = "mean"
     """baseline to subtract: the group's mean, the mean of its other rewards, or an extra greedy completion's reward"""
