@@ -1,8 +1,8 @@
-"""A reward and a cost on the embedded task, for safe_ppo.patch: every 9 that the model writes costs 1."""
+"""Reward and cost for safe_ppo.patch on the embedded task: every 9 in a completion costs 1."""
 
 
 def right(completions, answer):
-    """The share of digits that are right, each at its place."""
+    """Return the fraction of digits in the right place."""
     return [
         sum(a == b for a, b in zip(text, digits, strict=False)) / max(len(text), len(digits))
         for text, digits in zip(completions, answer, strict=True)
@@ -10,5 +10,5 @@ def right(completions, answer):
 
 
 def cost(completions):
-    """The number of nines."""
+    """Return the number of nines."""
     return [float(text.count("9")) for text in completions]

@@ -1,4 +1,4 @@
-"""An agent of the openai package, trained as it is: it answers, is asked to check its answer, and answers again.
+"""Train an unmodified agent that uses the openai package: it answers, is asked to check, and answers again.
 
 Run with `--task gsm8k --chat --rollout docs/examples/openai_agent.py:agent --reward episode`.
 """
@@ -9,13 +9,13 @@ import openai
 
 from minirl.extras.agents.endpoint import serve
 
-# Made once: a client per episode would take longer than its requests.
+# All episodes share one client: creating one takes longer than its requests.
 CLIENT = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="-")
 
 
 @serve
 async def agent(url, episode):
-    """Return 1 if the last number that the model says is the row's answer, else 0."""
+    """Return 1 if the last number in the final reply equals the row's answer, else 0."""
     client = CLIENT.with_options(base_url=url)
     messages = [{"role": "user", "content": episode.row.prompt}]
     for _ in range(2):

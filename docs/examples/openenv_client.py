@@ -1,4 +1,4 @@
-"""Play on an OpenEnv server. Rows are chats that say what to do; its first observation is a further message.
+"""Play on an OpenEnv server. Rows are chats with the instructions; the first observation is appended as a message.
 
 OPENENV_URL=http://localhost:8000 torchrun train_grpo.py --chat --data rows.jsonl --reward episode \
     --rollout docs/examples/openenv_client.py:play --max-turns 20
@@ -11,7 +11,7 @@ from openenv.core.generic_client import GenericEnvClient
 
 
 async def play(episode):
-    """One session of the server, which may serve any environment whose action is one field with a text."""
+    """Play one session. The server may run any environment whose action has a single text field."""
     async with GenericEnvClient(base_url=os.environ["OPENENV_URL"]) as client:
         result = await client.reset(seed=episode.seed % 2**31)
         branch = episode.branch([*episode.messages, message(result.observation)])
@@ -24,5 +24,5 @@ async def play(episode):
 
 
 def message(observation):
-    """Return the text that the model gets for an observation, a dict."""
+    """Return the user message for an observation, a dict."""
     return {"role": "user", "content": json.dumps(observation)}

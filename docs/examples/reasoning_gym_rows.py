@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as rows, and their scoring as a reward.
+"""Convert reasoning-gym tasks to rows, and use their scoring as a reward.
 
 python docs/examples/reasoning_gym_rows.py basic_arithmetic 1000 > rows.jsonl
 torchrun train_grpo.py --data rows.jsonl --reward docs/examples/reasoning_gym_rows.py:score --chat
@@ -14,12 +14,12 @@ ASK = "\nWrite the answer between <answer> and </answer>."
 
 
 def score(completions, entry):
-    """From 0 to 1, as the data set of the row says."""
+    """Return scores from 0 to 1 by the scoring functions of the rows' data sets."""
     return [scorer_of(one)(extract_answer(text), one) for text, one in zip(completions, entry, strict=True)]
 
 
 def scorer_of(entry):
-    """Return the scoring function of an entry's data set."""
+    """Return the scoring function of the entry's data set."""
     return reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
 
 

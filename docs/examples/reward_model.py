@@ -1,9 +1,9 @@
-"""Train a reward model on pairs of completions, by the loss of Bradley and Terry (arXiv:2203.02155 eq. 1).
+"""Train a reward model on preference pairs with the Bradley-Terry loss (arXiv:2203.02155 eq. 1).
 
 torchrun --nproc-per-node 8 docs/examples/reward_model.py --model DIR --chat --data pairs.jsonl --eval-data other.jsonl
 
-Rows: {"prompt": text or messages, "chosen": text, "rejected": text}. The checkpoint is a sequence classifier, for
-`--reward-model runs/NAME/checkpoints/000300`. Flags of sampling and of the policy loss have no effect.
+Rows: {"prompt": text or messages, "chosen": text, "rejected": text}. The checkpoint is a sequence classifier; use it as
+`--reward-model runs/NAME/checkpoints/000300`. Sampling and policy-loss flags have no effect.
 """
 
 from collections.abc import Sequence
@@ -32,23 +32,22 @@ from minirl.training.scoring import value_batch
 class Config(RunConfig):
     """The flags of this script."""
 
-    prompts_per_step: int = 64  # pairs of an optimizer step, over all ranks
+    prompts_per_step: int = 64  # pairs per optimizer step, over all ranks
     num_minibatches: int | None = 1
     lr_schedule: Schedule = "linear"  # learning rate schedule after the warm-up
     lr: float | None = 1e-5
     max_new_tokens: int | None = 1  # nothing is generated
-    margin: float = 0.0  # [Objective] lead of the chosen completion's score that the loss asks for
-    center_coef: float = 0.01  # weight of the squared sum of both scores, which keeps them around 0
-    frozen_layers: int = 0  # the first layers that stay as they are; the embedding too, if it is not 0
+    margin: float = 0.0  # [Objective] target lead of the chosen score over the rejected one
+    center_coef: float = 0.01  # coefficient of the squared sum of both scores; keeps scores near 0
+    frozen_layers: int = 0  # number of first layers to freeze, with the embedding; 0 disables
 
 
-Pair = tuple[
-    list[int], list[int]
-]  # the token ids of the prompt with the chosen completion, and with the rejected one
+# The prompt's token ids with the chosen completion, and with the rejected one.
+Pair = tuple[list[int], list[int]]
 
 
-def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
-    """The pair of a row, encoded as `--reward-model` reads it. Raises InputError naming the row."""
+def encode_pair(prompts: PromptStream, ordinal: int) -> Pair:
+    """Return a row's pair, encoded as `--reward-model` reads it. Raises InputError naming the row."""
     row = prompts.row(ordinal)
     sequences = []
     for field in ("chosen", "rejected"):
@@ -60,15 +59,15 @@ def pair_of(prompts: PromptStream, ordinal: int) -> Pair:
     return sequences[0], sequences[1]
 
 
-def share_of(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
-    """This rank's pairs in microbatches; every rank has equally many of these, some perhaps empty."""
+def local_microbatches(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
+    """Return this rank's pairs in microbatches. Every rank has the same number, some possibly empty."""
     sequences = independent_sequences(len(chosen) + len(rejected) for chosen, rejected in pairs)
     per_rank = plan_microbatches(sequences, num_ranks=world_size(), max_tokens=max_tokens)
     return [[pairs[sequence.rollout_index] for sequence in micro] for micro in per_rank[rank()]]
 
 
-def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scores fp32 [n] of the chosen completions and of the rejected ones."""
+def score_pairs(model: Transformer, pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the scores, fp32 [n], of the chosen and of the rejected completions."""
     sequences = [ids for pair in pairs for ids in pair]
     tokens = torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64, device=device)
     is_sampled = torch.zeros_like(tokens, dtype=torch.bool)
@@ -81,17 +80,16 @@ def scores_of(model: Transformer, pairs: Sequence[Pair], device: torch.device) -
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center_coef: float = 0.0
 ) -> Tensor:
-    """Bradley-Terry loss of pairs of scores [N] (arXiv:2203.02155 eq. 1).
+    """Return the Bradley-Terry loss [N] of score pairs [N], -log sigmoid(chosen - rejected - margin).
 
-    -log sigmoid(chosen - rejected - margin). center_coef * (chosen + rejected)^2 is added to keep the scores
-    around 0 (arXiv:2312.09244).
+    Source: arXiv:2203.02155 eq. 1. The term center_coef * (chosen + rejected)^2 keeps scores near 0 (arXiv:2312.09244).
     """
     preference = -logsigmoid(chosen - rejected - margin)
     return preference + center_coef * (chosen + rejected).square()
 
 
 def main(config: Config) -> int:
-    """Train; returns the exit code. Every rank runs it."""
+    """Train, and return the exit code. Runs on every rank."""
     check_shared(config)
     refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
     if config.dry_run:
@@ -107,16 +105,18 @@ def main(config: Config) -> int:
     )
     optimizer = model.make_optimizer()
     run = Run(setup, {"reward_model": (model, optimizer)})
-    held_out = [pair_of(setup.held_out, i) for i in range(setup.held_out.num_prompts)]
+    held_out = [encode_pair(setup.held_out, i) for i in range(setup.held_out.num_prompts)]
     progress = run.progress
 
     for step in run.steps():
         metrics = StepMetrics(step)
         metrics.begin("update")
         ordinals = range(progress.num_served, progress.num_served + config.prompts_per_step)
-        microbatches = share_of([pair_of(setup.prompts, ordinal) for ordinal in ordinals], max_tokens)
+        microbatches = local_microbatches(
+            [encode_pair(setup.prompts, ordinal) for ordinal in ordinals], max_tokens
+        )
         for i, pairs in enumerate(microbatches):
-            chosen, rejected = scores_of(model.module, pairs, run.device)
+            chosen, rejected = score_pairs(model.module, pairs, run.device)
             losses = bradley_terry_loss(
                 chosen, rejected, margin=config.margin, center_coef=config.center_coef
             )
@@ -130,9 +130,9 @@ def main(config: Config) -> int:
         progress.update += 1
         progress.num_served = ordinals.stop
         if step == config.num_steps or (config.eval_every and step % config.eval_every == 0):
-            for pairs in share_of(held_out, max_tokens):
+            for pairs in local_microbatches(held_out, max_tokens):
                 with torch.no_grad():
-                    chosen, rejected = scores_of(model.decoder, pairs, run.device)
+                    chosen, rejected = score_pairs(model.decoder, pairs, run.device)
                 metrics.add_values("eval/accuracy", chosen > rejected)
         run.finish_step(step, metrics)
 

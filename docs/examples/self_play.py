@@ -1,19 +1,19 @@
-r"""Self-play: the model plays both sides of a game, each side in a branch, with rewards of its moves.
+r"""Self-play: the model plays both sides of a game, each in its own branch, and each move gets a reward.
 
 patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
 torchrun --standalone --nproc-per-node 2 turn_rewards.py --rollout docs/examples/self_play.py:play --reward episode \
     --max-new-tokens 24 --max-turns 12
 
-The game is Nim: who takes the last of the sticks wins. A position is a text such as `7=`, and a move is one digit.
+The game is Nim: taking the last stick wins. A position is text such as `7=`; a move is one digit.
 """
 
 MOVES = ("1", "2", "3")
 
 
 async def play(episode):
-    """One game from 4 to 9 sticks, by the row's prompt: all games of a group begin alike.
+    """Play one game. The row's prompt determines the start, 4 to 9 sticks, so that a group's games start alike.
 
-    An illegal move loses. Each move of the winner gets 1, each of the loser -1; the game itself gets 0.
+    An illegal move loses. The winner's moves get reward 1, the loser's -1, and the game as a whole 0.
     """
     sticks = 4 + sum(map(ord, str(episode.row.prompt))) % 6
     sides = []

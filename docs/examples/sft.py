@@ -1,10 +1,10 @@
-"""Supervised fine-tuning: it trains on the rows' answers instead of samples.
+"""Supervised fine-tuning: train on the rows' answers instead of samples.
 
 torchrun --standalone --nproc-per-node 2 docs/examples/sft.py --num-steps 50 --lr 1e-3     # the embedded model and task
 torchrun --nproc-per-node 8 docs/examples/sft.py --model DIR --chat --data rows.jsonl --max-new-tokens 1024 --lr 1e-5
 
-Rows: {"prompt": text or messages, "answer": text}. --reward scores greedy completions of --eval-data. Flags of sampling
-and of the policy loss have no effect.
+Rows: {"prompt": text or messages, "answer": text}. --reward scores greedy completions on --eval-data. Other sampling
+flags and policy-loss flags have no effect.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ from minirl.training.scoring import score_batch
 class Config(RunConfig):
     """The flags of this script."""
 
-    prompts_per_step: int = 64  # rows of an optimizer step, over all ranks
+    prompts_per_step: int = 64  # rows per optimizer step, over all ranks
     num_minibatches: int | None = 1
     lr_schedule: Schedule = "linear"  # learning rate schedule after the warm-up
-    answer_field: str = "answer"  # [Objective] field of a row that holds the answer
+    answer_field: str = "answer"  # [Objective] row field with the answer
 
 
-def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence:
-    """A row's prompt with its answer and the end-of-sequence token, as if they were sampled. Raises InputError."""
+def make_sequence(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence:
+    """Return a row's prompt with its answer and the EOS token marked as sampled. Raises InputError."""
     row = prompts.row(ordinal)
     answer = row.columns.get(field)
     refuse(not isinstance(answer, str), f"{row.origin}: no text in the field {field!r}; see --answer-field")
@@ -55,7 +55,7 @@ def answered(prompts: PromptStream, ordinal: int, field: str) -> SampledSequence
 
 
 def main(config: Config) -> int:
-    """Train; returns the exit code. Every rank runs it."""
+    """Train, and return the exit code. Runs on every rank."""
     check_shared(config)
     refuse(config.updates_per_step > 1, "--num-epochs, --num-minibatches: a step is one optimizer step here")
     has_scores = config.reward or config.reward_model or not config.data
@@ -75,7 +75,7 @@ def main(config: Config) -> int:
         metrics = StepMetrics(step)
         metrics.begin("update")
         ordinals = collector.in_flight.begin_prompts(config.prompts_per_step)
-        answers = [answered(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
+        answers = [make_sequence(setup.prompts, ordinal, config.answer_field) for ordinal in ordinals]
         num_tokens = sum(answer.num_sampled for answer in answers)
         microbatches = plan_microbatches(
             independent_sequences(len(answer.tokens) for answer in answers),
@@ -85,7 +85,7 @@ def main(config: Config) -> int:
         for i, members in enumerate(microbatches):
             micro = pack([answers[sequence.rollout_index] for sequence in members]).to(run.device)
             logprobs, _ = score_batch(policy.module, micro)
-            loss = -logprobs.sum() / num_tokens  # logprobs are 0 in the prompts
+            loss = -logprobs.sum() / num_tokens  # prompt tokens have logprob 0
             policy.backward(loss, is_last=i == len(microbatches) - 1)
             metrics.add_total("policy/loss", loss)
             metrics.add_total("count/tokens", micro.loss_mask.sum())

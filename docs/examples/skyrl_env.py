@@ -1,4 +1,4 @@
-"""Run an environment of SkyRL-gym: `--rollout docs/examples/skyrl_env.py:interact --reward episode`.
+"""Run a SkyRL-gym environment: `--rollout docs/examples/skyrl_env.py:interact --reward episode`.
 
 Rows are SkyRL's: {"prompt": [messages], "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": ...}, ...}
 """
@@ -7,7 +7,7 @@ import skyrl_gym
 
 
 async def interact(episode):
-    """One environment for each episode; the rewards of its steps add up."""
+    """Run a new environment for the episode and sum its step rewards."""
     columns = dict(episode.row.columns)
     env = skyrl_gym.make(columns["env_class"], env_config=columns.get("env_config"), extras=columns)
     try:

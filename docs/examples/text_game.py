@@ -1,4 +1,4 @@
-"""Play a text game of gymnasium's interface: `--rollout docs/examples/text_game.py:play --reward episode --chat`.
+"""Play a text game with gymnasium's interface: `--rollout docs/examples/text_game.py:play --reward episode --chat`.
 
 Rows: {"prompt": "You play a game."}
 """
@@ -7,7 +7,7 @@ import random
 
 
 class HigherOrLower:
-    """Guess a number from 1 to 20. Replace it by `gymnasium.make(...)`: `reset` and `step` are gymnasium's."""
+    """Guess a number from 1 to 20. `reset` and `step` are gymnasium's; replace the class with `gymnasium.make(...)`."""
 
     def reset(self, seed):
         self.target, self.num_left = random.Random(seed).randint(1, 20), 5
@@ -21,7 +21,7 @@ class HigherOrLower:
 
 
 async def play(episode):
-    """The first observation is a message after the row's; each later one is a user's turn."""
+    """Play one game. The first observation follows the row's messages; each later one is a user message."""
     game = HigherOrLower()
     observation, _ = game.reset(seed=episode.seed % 2**31)
     branch = episode.branch([*episode.messages, {"role": "user", "content": observation}])

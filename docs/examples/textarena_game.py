@@ -1,4 +1,4 @@
-"""Play a game of TextArena: `--rollout docs/examples/textarena_game.py:play --reward episode --chat`.
+"""Play a TextArena game: `--rollout docs/examples/textarena_game.py:play --reward episode --chat`.
 
 Rows: {"prompt": "You play a game.", "game": "GuessTheNumber-v0"}
 """
@@ -7,10 +7,10 @@ import textarena
 
 
 async def play(episode):
-    """A game for one. Its observation repeats everything said so far; the model gets the new part."""
+    """Play a single-player game. Observations repeat the whole transcript; the model gets only the new part."""
     game = textarena.make(episode.row.columns["game"])
     game.reset(num_players=1, seed=episode.seed % 2**31)
-    episode.reward(0.0)  # if it ends before the game does
+    episode.reward(0.0)  # in case the episode ends before the game
     _, told = game.get_observation()
     branch = episode.branch([*episode.messages, {"role": "user", "content": told}])
     turn = await branch.generate()

@@ -1,10 +1,10 @@
-r"""Tree search: completions that begin where earlier ones were good, each compared with those of the same beginning.
+r"""Tree search: completions start from good prefixes of earlier ones and compete with others from the same prefix.
 
 patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
 torchrun --standalone --nproc-per-node 2 turn_rewards.py --rollout docs/examples/tree_search.py:search \
     --reward episode episode:right --reward-weights 1 0
 
-The rows need an `answer`. `right` is only logged; only the turns' rewards teach.
+Rows need an `answer`. The reward `right` is only logged; turn rewards alone train the policy.
 """
 
 import math
@@ -15,7 +15,7 @@ MAX_CHILDREN = 3
 
 
 class Node:
-    """A beginning of completions, and the results of those that were made of it."""
+    """A completion prefix, with the results of all completions that start with it."""
 
     def __init__(self, ids=(), text="", has_ended=False):
         self.ids, self.text, self.has_ended = [*ids], text, has_ended
@@ -23,18 +23,18 @@ class Node:
 
     @property
     def value(self):
-        """The mean result."""
+        """Mean result."""
         return sum(self.results) / len(self.results)
 
     def best_child(self):
-        """The child to go on from, by its upper confidence bound (UCT, Kocsis and Szepesvari 2006)."""
+        """Return the child with the highest upper confidence bound (UCT, Kocsis and Szepesvari 2006)."""
         log_visits = math.log(len(self.results))
         return max(self.children, key=lambda child: child.value + math.sqrt(log_visits / len(child.results)))
 
 
 async def search(episode):
-    """Make completions one after another. Each is a branch; its turns get its result less the mean of its beginning."""
-    root, made = Node(), []
+    """Sample completions one by one, each in a branch. Its turns get its result minus the mean result of its prefix."""
+    root, completions = Node(), []
     for _ in range(NUM_COMPLETIONS if episode.temperature else 1):
         path = [root]
         while len(path[-1].children) == MAX_CHILDREN:
@@ -52,10 +52,10 @@ async def search(episode):
                 turn = await branch.generate()
                 text += turn.text
             result = float(text == episode.row.columns["answer"])
-            made.append((branch, start, result))
+            completions.append((branch, start, result))
         for node in path:
             node.results.append(result)
-    for branch, start, result in made:
+    for branch, start, result in completions:
         for turn in branch.turns:
             turn.extra["reward"] = result - start.value
     return {"reward": 0.0, "right": root.value}

@@ -1,4 +1,4 @@
-"""Train on an unmodified environment of verifiers 0.4: its tasks are the rows, its rewards the reward.
+"""Train on an unmodified verifiers 0.4 environment: its tasks become rows, its rewards the reward.
 
 pip install verifiers prime && prime env install primeintellect/reverse-text
 python docs/examples/verifiers_env.py reverse-text 1000 > rows.jsonl
@@ -12,14 +12,14 @@ import verifiers.v1 as vf
 
 from minirl.extras.agents.endpoint import serve
 
-# verifiers' chat loop, which gets the task's tools. Each user turn starts it as a process of this machine, in a virtual
-# environment that `uv` makes once.
+# verifiers' chat loop, with the task's tools. Each user turn starts it as a local process, in a virtual environment
+# that `uv` creates once.
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
 @serve
 async def play(url, episode):
-    """Run an episode of the row's environment with the policy as its model; return the sum of its agents' rewards."""
+    """Run the row's environment for one episode with the policy as its model, and return the agents' total reward."""
     row = episode.row.columns
     env = vf.load_environment(vf.resolve_env_config(row["env"]))
     task_type = env.taskset.task_type()
