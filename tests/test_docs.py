@@ -1,9 +1,14 @@
 """The tables in docs/ are those of the code: metrics, exit codes, presets."""
 
 import inspect
+import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +21,11 @@ from minirl.run.config import RunConfig
 from minirl.run.flags import flag_name
 from minirl.run.inputs import load_rollout
 from support.collecting import chat_prompts, make_collector
+from support.forked import python_path
 from support.marks import slow
-from support.models import RAW_CONFIG, make_folder
-from support.scripts import ROOT, read_metrics, trained
-from support.texts import TOKENS, assistant, save_tokenizer
+from support.models import QWEN_1_5B, RAW_CONFIG, make_folder
+from support.scripts import ROOT, read_metrics, trained, write_rows
+from support.texts import TEMPLATE, TOKENS, assistant, save_tokenizer
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((ROOT / "tests").glob("*.md")), ROOT / "AGENTS.md"]
@@ -99,7 +105,9 @@ def test_every_flag_that_a_page_names_exists(page):
     fields = {**train_grpo.Config.__dataclass_fields__, **train_ppo.Config.__dataclass_fields__}
     known = set(map(flag_name, fields)) | {"--samples", "--top-k", "--top-p"}
     known |= {*"--standalone --nproc-per-node --nnodes --signals-to-handle --max-restarts".split()}
-    known |= {*"--rdzv-backend --rdzv-endpoint --output --num --best --worst --help --check".split()}
+    known |= {
+        *"--rdzv-backend --rdzv-endpoint --output --metrics --num --best --worst --help --check".split()
+    }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", page.read_text()))
     assert {flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag for flag in named} <= known
 
@@ -244,3 +252,40 @@ def test_the_environment_of_a_page_is_what_it_says(load, tmp_path):
     assert game.reset(target=7, prompt=[]).strip()
     assert [game.guess(3), game.guess(9), game.get_reward()] == ["higher", "lower", 0.0]
     assert [game.guess(7), game.get_reward()] == ["right", 1.0]
+
+
+FIRST_HOUR = (DOCS / "first_hour.md").read_text()
+
+
+def write_block(folder, source):
+    """Write a block into the file that its first line names, of a script before the last lines, which run it."""
+    file = folder / source.split()[1]
+    head, guard, tail = (file.read_text() if file.exists() else "").partition("if __name__")
+    file.write_text(head + source + guard + tail)
+
+
+@pytest.mark.slow
+def test_every_command_of_the_first_hour_runs(tmp_path):
+    """In order, each training run for two steps; the hub's model is a folder without weights, its data a file."""
+    shutil.copy(ROOT / "train_grpo.py", tmp_path)
+    model = tmp_path / "Qwen" / "Qwen2.5-1.5B-Instruct"
+    save_tokenizer(model, TEMPLATE)
+    (model / "config.json").write_text(json.dumps(QWEN_1_5B))
+    write_rows(tmp_path / "rows.jsonl", [{"question": "one and one", "answer": "#### 2"}])
+    page = re.sub(" --num-steps [0-9]+", "", FIRST_HOUR)
+    page = re.sub(r"--nproc-per-node 2 \w+\.py", r"\g<0> --num-steps 2", page)
+    page = page.replace("--task gsm8k", "--task gsm8k --data rows.jsonl --eval-data rows.jsonl")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = os.environ | {"PYTHONPATH": python_path(), "PATH": path, "MINIRL_RUNS": "runs"}
+    printed = ""
+    for language, source in re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL):
+        if language == "python":
+            write_block(tmp_path, source)
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", source]
+            printed += subprocess.check_output(command, cwd=tmp_path, env=variables, text=True)
+    shown, first = (re.search("^step .*", text, re.MULTILINE)[0] for text in (page, printed))
+    assert re.findall("[a-z]+", shown) == re.findall("[a-z]+", first)
+    steps = {name: len(read_metrics(tmp_path / "runs" / name)) for name in ("default", "placed", "reinforce")}
+    assert steps == {"default": 2, "placed": 2, "reinforce": 2}
+    assert (tmp_path / "runs.png").exists()
