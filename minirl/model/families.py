@@ -4,7 +4,7 @@ What a key means is what transformers makes of it. `read_config` compares a smal
 it is read here, with transformers' (`extras.hf_models.gate`), so that a key that is not read here, and changes the
 numbers there, is refused. Without that annex it is ignored.
 
-docs/families.md lists the families, and says how to add one or a feature.
+docs/families.md lists the families; CONTRIBUTING.md explains how to add one.
 """
 
 import dataclasses
