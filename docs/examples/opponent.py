@@ -3,9 +3,9 @@ r"""Play against an older or frozen model, which decodes in the same process on 
 OPPONENT="DIR runs/NAME/checkpoints/*" torchrun --standalone --nproc-per-node 2 train_grpo.py --run-name NAME \
     --rollout docs/examples/opponent.py:play --reward episode --max-new-tokens 24 --group-size 32 --save-every 50
 
-OPPONENT lists patterns of model folders, and the last match plays: the model in DIR until the run's first checkpoint,
-then the newest. DIR alone is a frozen opponent. Its tokenizer may be another one. Without --model, DIR can be the
-embedded model, `runs/toy-*`. The game is Nim, as in self_play.py.
+OPPONENT lists glob patterns of model folders, and the last match plays: here the model in DIR until the run has a
+checkpoint, then the newest checkpoint. DIR alone is a frozen opponent, which may have another tokenizer. Without
+--model, DIR can be the embedded model, `runs/toy-*`. The game is Nim, as in self_play.py.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from minirl.rollouts import Request, RolloutId, SampledSequence
 
 
 class Opponent:
-    """A model without gradient, a replica on each rank, which answers all waiting episodes in one batch.
+    """A frozen model, replicated on each rank, that serves all waiting episodes in one batch.
 
-    An answer depends on the weights, the prompt and the key, as the policy's samples do, and not on the batch.
+    Like the policy's samples, an answer depends on the weights, the prompt and the key, but not on the batch.
     """
 
     def __init__(self, patterns: str, *, cache_tokens: int = 2**14, max_running_requests: int = 64):
-        """Load the last folder that matches. The run plans its memory after this has taken weights and cache."""
+        """Load the last matching folder and allocate the cache, before the run plans its memory."""
         self._patterns = patterns.split()
         self.folder = self._newest()
         device = select_device(may_use_cpu=True)
@@ -58,7 +58,7 @@ class Opponent:
     async def answer(
         self, prompt: str | Messages, *, key: str, max_tokens: int, temperature: float = 1.0
     ) -> str:
-        """Sample an answer. The key must differ between the answers of a run, or they share their randomness."""
+        """Sample an answer. Keys must be unique within a run, since answers with equal keys share their randomness."""
         newest = self._newest()
         if newest != self.folder and not self._engine.is_busy:  # between two steps of the run
             load_weights(self.model, newest)
@@ -68,7 +68,7 @@ class Opponent:
         request = self._request(ids, key=number, max_tokens=max_tokens, temperature=temperature)
         self._engine.submit([request])
         while request.rollout_id not in self._answers:
-            await asyncio.sleep(0)  # others join the batch, and the policy goes on decoding
+            await asyncio.sleep(0)  # lets others join the batch and the policy decode
             self._answers |= {sequence.rollout_id: sequence for sequence in self._engine.step()}
         return self.tokenizer.decode(self._answers.pop(request.rollout_id).after_prompt["id"])
 
@@ -78,7 +78,7 @@ class Opponent:
 
     def _newest(self) -> Path:
         folders = [path for pattern in self._patterns for path in sorted(glob.glob(pattern))]
-        refuse(not folders, f"OPPONENT={' '.join(self._patterns)}: there is no such folder")
+        refuse(not folders, f"OPPONENT={' '.join(self._patterns)}: no such folder")
         return Path(folders[-1])
 
 
@@ -86,13 +86,13 @@ OPPONENT = Opponent(os.environ.get("OPPONENT", ""))
 
 
 def sticks_left(sticks, move):
-    """The sticks after a move, or None if it is illegal."""
+    """Return the sticks left after a move, or None if the move is illegal."""
     is_legal = move in ("1", "2", "3") and int(move) <= sticks
     return sticks - int(move) if is_legal else None
 
 
 async def play(episode):
-    """One game from 4 to 9 sticks, by the row's prompt. The policy begins, and returns 1 if it wins, else -1.
+    """Play one game; return 1 if the policy, which starts, wins, else -1. The row's prompt sets the 4 to 9 sticks.
 
     The opponent's moves are appended text, which has no loss.
     """

@@ -1,11 +1,11 @@
-r"""Process rewards by a model with another tokenizer: a step is a turn, which the reward model reads as text.
+r"""Process rewards from a model with another tokenizer: each step is a turn, which the reward model reads as text.
 
 patch -o turn_rewards.py train_grpo.py docs/objectives/turn_rewards.diff
 PRM=DIR torchrun --nproc-per-node 8 turn_rewards.py --model Qwen/Qwen2.5-1.5B-Instruct --chat --task gsm8k \
     --data train.jsonl --rollout docs/examples/process_rewards.py:solve
 
-PRM is the folder or hub id of a token classifier of steps, such as TRL's PRMTrainer makes. A step ends with an empty
-line, or with $STEP_END. Turns end between two tokens of the policy, so no score is mapped from token to token.
+PRM is the folder or hub id of a token classifier that scores steps, such as one trained with TRL's PRMTrainer. A step
+ends with an empty line, or with $STEP_END. Turns end between two policy tokens, so no score needs token alignment.
 """
 
 import os
@@ -15,14 +15,14 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 STEP_END = os.environ.get("STEP_END", "\n\n")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Loaded with this file, before the run plans its memory.
+# Loaded on import, before the run plans its memory.
 TOKENIZER = AutoTokenizer.from_pretrained(os.environ["PRM"])
 MODEL = AutoModelForTokenClassification.from_pretrained(os.environ["PRM"], dtype="auto").to(DEVICE).eval()
 
 
 @torch.no_grad()
 def score_steps(prompt, steps):
-    """Return the probability that each step is right: that of the last label, at the step's last token."""
+    """Return each step's probability of being correct: the last label's, at the step's last token."""
     ids = TOKENIZER(prompt)["input_ids"]
     ends = []
     for step in steps:
@@ -33,7 +33,7 @@ def score_steps(prompt, steps):
 
 
 async def solve(episode):
-    """Sample one completion, a turn for each step. The same tokens as in one turn: nothing is appended."""
+    """Sample a completion with one turn per step. Nothing is appended, so the tokens are those of a single turn."""
     turn = await episode.generate(stop=STEP_END)
     while STEP_END in turn.text and episode.remaining_tokens:
         turn = await episode.generate(stop=STEP_END)
