@@ -1,6 +1,6 @@
 """Run a SkyRL-gym environment: `--rollout docs/examples/skyrl_env.py:interact --reward episode`.
 
-Rows are SkyRL's: {"prompt": [messages], "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": ...}, ...}
+Rows (SkyRL's format): {"prompt": [messages], "env_class": "gsm8k_multi_turn", "reward_spec": {...}, ...}
 """
 
 import skyrl_gym
