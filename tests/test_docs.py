@@ -179,7 +179,7 @@ def names_of(text, page, **names):
 def test_the_notebook_of_a_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_tokenizer(make_folder(tmp_path / "model", RAW_CONFIG | {"vocab_size": len(TOKENS)}), None)
-    names_of("collector.collect", "rollouts.md")
+    names_of("collector.collect", "examples/README.md")
     assert len(capsys.readouterr().out.splitlines()) == 2 * 4
 
 
